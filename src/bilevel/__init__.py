@@ -1,0 +1,28 @@
+"""Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
+
+from .callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
+from .check import Check, check
+from .errors import (
+    BilevelError,
+    BilevelWarning,
+    CheckpointError,
+    DataError,
+    OptionError,
+    ProblemError,
+    VariableError,
+)
+from .methods.penalty import Penalty
+from .problem import Problem
+from .projections import Ball, Box, Simplex
+from .rows import Rows
+from .solution import Certificate, History, Solution, Status
+from .solve import solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback", "Certificate", "Check",
+    "CheckpointError", "DataError", "EarlyStopping", "History", "OptionError", "Penalty", "Problem", "ProblemError",
+    "Progress", "Rows", "Run", "Simplex", "Solution", "Status", "TensorBoard", "VariableError", "__version__", "check",
+    "solve",
+]  # fmt: skip

@@ -1,0 +1,426 @@
+"""First and second order products of the two objectives.
+
+With s = grad_v g, and r = s, or r = v - P(v - s) where the lower variable is projected, the penalised objective is
+
+    F(u, v) = f + <nu, r> + gamma/2 |r|^2
+                + <mu, h> + gamma_h/2 |h|^2                                          (equalities)
+                + gamma_h/2 |max(0, h + mu/gamma_h)|^2 - |mu|^2 / (2 gamma_h)        (inequalities)
+
+Its derivative needs g once: a first backward that keeps the graph gives s, and one second backward with the cotangent
+nu + gamma r, held fixed, gives the derivatives in u and in v together. `curvature="difference"` replaces the second
+backward by a central difference of grad g along the cotangent: three evaluations of g instead of one, first order only.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import BilevelWarning, ProblemError
+from .problem import Objective, Problem, Variable
+
+Curvature = Literal["auto", "exact", "difference"]
+Pair = tuple[Any, Any]
+"""(upper batch, lower batch)"""
+
+
+@dataclass
+class Prices:
+    """What a violated condition costs: gamma and nu for the lower stationarity, gamma_h and mu for each constraint."""
+
+    gamma: Tensor
+    nu: list[Tensor]
+    gamma_h: list[Tensor] = field(default_factory=list)
+    mu: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Gradients:
+    """Values at a point, and the derivative of F there. All detached, all means over the batches."""
+
+    f: Tensor
+    g: Tensor
+    slope: list[Tensor]
+    """s = grad_v g"""
+    residual: list[Tensor]
+    """r: the slope, or v - P(v - s) where the lower variable is projected"""
+    constraints: list[Tensor]
+    """h, the equalities first"""
+    v: list[Tensor]
+    """grad_v F, without lam g: that is lam * slope"""
+    u: list[Tensor] = field(default_factory=list)
+    rows: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
+
+
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """<a, b> over all tensors, as a tensor."""
+    if not a:
+        return torch.zeros(())
+    return torch.stack([torch.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm over all tensors, as a tensor."""
+    if not tensors:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+
+
+def gradient(
+    output: Tensor | Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    cotangent: Sequence[Tensor | None] | None = None,
+    keep_graph: bool = False,
+    retain: bool = False,
+) -> list[Tensor]:
+    """d<cotangent, output> in the leaves; zero where a leaf plays no part."""
+    outputs = [output] if isinstance(output, Tensor) else list(output)
+    weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
+    live = [i for i, out in enumerate(outputs) if out.requires_grad]
+    if not live or not leaves:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(
+        [outputs[i] for i in live], leaves, [weights[i] for i in live],
+        create_graph=keep_graph, retain_graph=keep_graph or retain, allow_unused=True,
+    )  # fmt: skip
+    return [torch.zeros_like(leaf) if d is None else d for d, leaf in zip(found, leaves, strict=True)]
+
+
+class Derivatives:
+    """Evaluates a problem at the current u and v, which are live: nothing is copied, and u and v are read in place."""
+
+    def __init__(self, problem: Problem, u: Variable, v: Variable, curvature: Curvature = "auto") -> None:
+        self.problem, self.u, self.v = problem, u, v
+        self.curvature: Curvature = curvature
+        self.lower_evaluations = 0
+        self.upper_evaluations = 0
+        self.tapes: list[list[tuple[Tensor, Tensor]]] = []
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def lower(self, batch: Any) -> Tensor:
+        self.lower_evaluations += 1
+        return _scalar(self.problem.lower(self.u.value, self.v.value, batch), "lower")
+
+    def upper(self, batch: Any) -> Tensor:
+        self.upper_evaluations += 1
+        return _scalar(self.problem.upper(self.u.value, self.v.value, batch), "upper")
+
+    def constraints(self, batch: Any) -> list[Tensor]:
+        functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
+        return [function(self.u.value, self.v.value, batch) for function in functions]
+
+    def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
+        """g and s = grad_v g, first order only, over the batches."""
+        share = 1.0 / len(batches)
+        with self.holding_u(False):
+            parts = []
+            for _, batch in batches:
+                g = self.lower(batch)
+                parts.append((g.detach() * share, gradient(g * share, self.v.leaves)))
+        return _sum([[g, *s] for g, s in parts])[0], _sum([s for _, s in parts])
+
+    def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
+        """r, from s."""
+        if not self.v.projected:
+            return list(slope)
+        with torch.no_grad():
+            moved = self.v.project_leaves([v - s for v, s in zip(self.v.leaves, slope, strict=True)])
+            return [v - p for v, p in zip(self.v.leaves, moved, strict=True)]
+
+    def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
+        """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
+        if self.problem.prepare is None:
+            return list(batches)
+        with torch.set_grad_enabled(graph):
+            made = [self.problem.prepare(self.u.value, None if pair == (None, None) else pair) for pair in batches]
+        return [(item, item) for item in made]
+
+    # -- the derivative of F -------------------------------------------------------------------------------------
+
+    def penalised(
+        self, batches: Sequence[Pair], prices: Prices, *, with_u: bool, slope: Sequence[Tensor] | None = None
+    ) -> Gradients:
+        """The derivative of F in v, and in u where asked.
+
+        Over several batches F is that of the mean objectives: s and h are averaged first, in a pass of their own, and
+        then pulled on in each batch. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
+        """
+        if len(batches) == 1:
+            return self._guarded(lambda: self._one(batches[0], prices, with_u, 1.0, slope, None))
+        share = 1.0 / len(batches)
+        states, means = [], []
+        with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
+            for batch in batches:
+                states.append(random_state(self.v.device))
+                g = self.lower(batch[1])
+                s = gradient(g * share, self.v.leaves)
+                with torch.no_grad():
+                    means.append(s + [h * share for h in self.constraints(batch[0])])
+        mean = _sum(means)
+        count = len(self.v.leaves)
+        pulled = mean[:count] if slope is None else list(slope)
+
+        def one(i: int) -> Gradients:
+            set_random_state(states[i], self.v.device)
+            return self._one(batches[i], prices, with_u, share, pulled, mean[count:])
+
+        total: Gradients = self._guarded(lambda: one(0))
+        for i in range(1, len(batches)):
+            total = _add(total, self._guarded(lambda i=i: one(i)))  # type: ignore[misc]
+        total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
+        return total
+
+    def _one(
+        self,
+        batch: Pair,
+        prices: Prices,
+        with_u: bool,
+        share: float,
+        given_slope: Sequence[Tensor] | None,
+        given_constraints: Sequence[Tensor] | None,
+    ) -> Gradients:
+        exact = self.curvature != "difference"
+        leaves = self.v.leaves
+        with self.holding_u(with_u) as inputs:
+            state = random_state(self.v.device) if not exact else None
+            g = self.lower(batch[1])
+            s = gradient(g, leaves, keep_graph=exact, retain=with_u)
+            slope = [x.detach() for x in s]
+            h = self.constraints(batch[0])
+            f = self.upper(batch[0])
+            direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
+            values = [x.detach() for x in h] if given_constraints is None else list(given_constraints)
+            pull_h = self.constraint_cotangents(values, prices)
+            wrt = [*leaves, *inputs()]
+            if exact:
+                found = gradient([f, *s, *h], wrt, cotangent=[None, *pull, *pull_h])
+            else:
+                found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
+                found = _sum([found, self._difference(batch[1], wrt, pull, state)])
+            # Never in place: autograd may hand out one tensor for two inputs.
+            if direct is not None:
+                found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
+            if share != 1.0:
+                found = list(torch._foreach_mul(found, share))
+            return self._gather(f, g, slope, values, found, share)
+
+    def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
+        """(a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
+
+        With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
+        """
+        if not self.v.projected:
+            return None, [n + prices.gamma * x for n, x in zip(prices.nu, slope, strict=True)]
+        points = [(v - s).detach().requires_grad_() for v, s in zip(self.v.leaves, slope, strict=True)]
+        with torch.enable_grad():
+            moved = self.v.project_leaves(points)
+        pull = [
+            n + prices.gamma * (v.detach() - m.detach())
+            for n, v, m in zip(prices.nu, self.v.leaves, moved, strict=True)
+        ]
+        back = gradient(moved, points, cotangent=pull)
+        return [p - w for p, w in zip(pull, back, strict=True)], back
+
+    def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
+        pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
+        count = len(self.problem.equalities)
+        return pulls[:count] + [p.clamp(min=0) for p in pulls[count:]]
+
+    def _difference(self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any) -> list[Tensor]:
+        """d<pull, s> as a central difference of grad g along `pull`, with the same random draws."""
+        leaves = self.v.leaves
+        held = [leaf.detach().clone() for leaf in leaves]
+        eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
+        size = norm(pull)
+        step = eps * (1 + norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
+        after = random_state(self.v.device)
+        sides = []
+        with keeping(self.v.buffers() + self.u.buffers()):
+            for sign in (1.0, -1.0):
+                with torch.no_grad():
+                    for leaf, value, direction in zip(leaves, held, pull, strict=True):
+                        leaf.copy_(value + sign * step * direction)
+                set_random_state(state, self.v.device)
+                sides.append(gradient(self.lower(batch), wrt, retain=True))
+            with torch.no_grad():
+                for leaf, value in zip(leaves, held, strict=True):
+                    leaf.copy_(value)
+        set_random_state(after, self.v.device)
+        return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
+
+    def _gather(
+        self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float
+    ) -> Gradients:
+        count = len(self.v.leaves)
+        static = len(self.u.leaves) if len(found) > count else 0
+        rest = iter(found[count + static :])
+        rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
+        return Gradients(
+            f=f.detach() * share, g=g.detach() * share, slope=slope, residual=self.residual(slope), constraints=h,
+            v=found[:count], u=found[count : count + static], rows=rows,
+        )  # fmt: skip
+
+    # -- products for scales and certificates --------------------------------------------------------------------
+
+    def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
+        """g_vv d, followed by g_uv d where asked, by the curvature in force."""
+        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        share = 1.0 / len(batches)
+
+        def one(batch: Any) -> list[Tensor]:
+            with self.holding_u(with_u) as inputs:
+                if self.curvature == "difference":
+                    state = random_state(self.v.device)
+                    return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
+                s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
+                return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
+
+        return _sum([[d * share + zero for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
+
+    def _guarded(self, evaluate: Callable[[], Any]) -> Any:
+        """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
+        if self.curvature == "difference":
+            return evaluate()
+        state = random_state(self.v.device) if self.curvature == "auto" else None
+        try:
+            found = evaluate()
+        except RuntimeError as error:
+            operator = missing_double_backward(error)
+            if operator is None:
+                raise
+            if self.curvature == "exact":
+                raise ProblemError(
+                    f"{operator} has no double backward, which curvature='exact' needs. Use curvature='difference', or "
+                    "replace the operator (for attention: torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+                ) from error
+            warnings.warn(
+                f"{operator} has no double backward: the curvature is approximated by finite differences "
+                "(curvature='difference') from here on.",
+                BilevelWarning,
+                stacklevel=2,
+            )
+            self.curvature = "difference"
+            set_random_state(state, self.v.device)
+            return evaluate()
+        return found
+
+    @contextmanager
+    def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
+        """u takes part in the graph only when its derivative is wanted; yields what lists u's leaves after the reads."""
+        self.tapes = []
+        if with_u:
+            for rows in self.u.rows:
+                rows.start_tape()
+
+            def inputs() -> list[Tensor]:
+                self.tapes = [list(rows._tape or []) for rows in self.u.rows]
+                return [*self.u.leaves, *(leaf for tape in self.tapes for _, leaf in tape)]
+
+            try:
+                yield inputs
+            finally:
+                for rows in self.u.rows:
+                    rows.stop_tape()
+        else:
+            for leaf in self.u.leaves:
+                leaf.requires_grad_(False)
+            try:
+                yield list
+            finally:
+                for leaf in self.u.leaves:
+                    leaf.requires_grad_(True)
+
+
+def missing_double_backward(error: RuntimeError) -> str | None:
+    """The operator that an autograd error names as having no second derivative, or None."""
+    text = str(error)
+    if found := re.search(r"derivative for '?([\w:.]+)'? is not implemented", text):
+        return found.group(1)
+    if "double backward" in text and ("compile" in text or "aot_autograd" in text):
+        return "torch.compile"
+    if "differentiate twice" in text or "once_differentiable" in text:
+        return "an autograd.Function marked once_differentiable"
+    if "heckpoint" in text and ".grad()" in text:
+        return "re-entrant checkpointing"
+    return None
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The state of the global generators that a forward pass on this device draws from."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: Any, device: torch.device) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with `function` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(each_tensor(function, item) for item in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(each_tensor(function, item) for item in batch)
+    if isinstance(batch, dict):
+        return {key: each_tensor(function, item) for key, item in batch.items()}
+    return batch
+
+
+def detached(batches: Sequence[Pair]) -> list[Pair]:
+    """The batches, cut from the graph of `prepare`."""
+    return [each_tensor(Tensor.detach, pair) for pair in batches]
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`."""
+    return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+@contextmanager
+def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Put the buffers back as they were."""
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+
+def _scalar(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
+    if value.numel() != 1:
+        raise ProblemError(
+            f"{name} must return one number; got a tensor of shape {tuple(value.shape)}. Take its mean or its sum."
+        )
+    return value.reshape(())
+
+
+def _sum(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    total = list(lists[0])
+    for other in lists[1:]:
+        total = list(torch._foreach_add(total, list(other)))
+    return total
+
+
+def _add(a: Gradients, b: Gradients) -> Gradients:
+    return Gradients(
+        f=a.f + b.f, g=a.g + b.g, slope=a.slope, residual=a.residual, constraints=a.constraints,
+        v=_sum([a.v, b.v]), u=_sum([a.u, b.u]), rows=[x + y for x, y in zip(a.rows, b.rows, strict=True)],
+    )  # fmt: skip

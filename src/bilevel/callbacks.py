@@ -1,0 +1,149 @@
+"""What watches a run: progress bar, CSV and TensorBoard writers, early stopping. The only printing in the library."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import OptionError
+from .solution import COLUMNS, History, Solution
+
+
+@dataclass
+class Run:
+    """A run as callbacks see it: `rows()` are the history's rows since the last call."""
+
+    mode: str
+    max_steps: int
+    step: int
+    history: History
+    seen: int = 0
+    seconds: float = 0.0
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return self.history.rows(self.seen)
+
+
+class Callback:
+    """Override what you need. `log` is called every `log_every` steps; returning True stops the run."""
+
+    def start(self, run: Run) -> None:
+        """Before the first step, or before the first resumed one."""
+
+    def log(self, run: Run) -> bool | None:
+        """After `log_every` steps, when the history has new rows."""
+
+    def end(self, solution: Solution) -> None:
+        """After the last step and the certificate."""
+
+
+class Progress(Callback):
+    """A bar on standard error: steps per second, f, |grad_v g|, gamma, time left. Quiet where that is no terminal."""
+
+    def __init__(self, label: str = "solving", *, force: bool = False) -> None:
+        self.label, self.force = label, force
+        self._bar: Any = None
+
+    def start(self, run: Run) -> None:
+        if not (self.force or sys.stderr.isatty()):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]} steps/s"), TextColumn("{task.fields[values]}"), TimeRemainingColumn(),
+            console=Console(stderr=True, force_terminal=self.force or None), transient=True,
+        )  # fmt: skip
+        self._bar.start()
+        self._task = self._bar.add_task(self.label, total=run.max_steps, completed=run.step, rate="-", values="")
+        self._first = (run.step, run.seconds)
+
+    def log(self, run: Run) -> bool | None:
+        if self._bar is None:
+            return None
+        steps, seconds = run.step - self._first[0], run.seconds - self._first[1]
+        last = next(run.history.rows(len(run.history) - 1))
+        values = f"f {last['upper']:.4g}  |grad_v g| {last['residual']:.2e}  gamma {last['gamma']:.2g}"
+        rate = f"{steps / seconds:.1f}" if seconds > 0 else "-"
+        self._bar.update(self._task, completed=run.step, rate=rate, values=values)
+        return None
+
+    def end(self, solution: Solution) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class CSVHistory(Callback):
+    """Appends the history to a CSV file as the run goes, so that a killed run leaves its rows."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def start(self, run: Run) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The rows of a resumed run are in its history: written again, so that the file has each step once.
+        run.history.to_csv(self.path)
+
+    def log(self, run: Run) -> bool | None:
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerows(run.rows())
+        return None
+
+
+class TensorBoard(Callback):
+    """Writes every column to TensorBoard (`pip install bilevel[tensorboard]`)."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise OptionError(
+                "TensorBoard is not installed. Install it with: pip install 'bilevel[tensorboard]'."
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, run: Run) -> bool | None:
+        for row in run.rows():
+            for name, value in row.items():
+                if name not in ("step", "advanced") and not math.isnan(value):
+                    self._writer.add_scalar(name, value, row["step"])
+        return None
+
+    def end(self, solution: Solution) -> None:
+        self._writer.close()
+
+
+class EarlyStopping(Callback):
+    """Stops when `monitor` has not fallen by `least` (relative) for `patience` steps.
+
+    The upper objective is part of v's own step, so it cannot tell over-fitting: pass `value`, a function of no
+    arguments that measures what you care about on data held out from both levels.
+    """
+
+    def __init__(self, monitor: str = "upper", *, patience: int = 100, least: float = 1e-4, value: Any = None) -> None:
+        if monitor not in COLUMNS:
+            raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
+        if patience < 1:
+            raise OptionError(f"patience must be at least 1; got {patience}.")
+        self.monitor, self.patience, self.least, self.value = monitor, patience, least, value
+        self.best, self.best_step = math.inf, 0
+
+    def log(self, run: Run) -> bool | None:
+        rows = [(run.step, float(self.value()))] if self.value else [(r["step"], r[self.monitor]) for r in run.rows()]
+        for step, now in rows:
+            if now < self.best - self.least * abs(self.best) or self.best == math.inf:
+                self.best, self.best_step = now, step
+        return run.step - self.best_step >= self.patience
+
+
+def show(text: str) -> None:
+    """Print to standard output."""
+    print(text)

@@ -1,0 +1,145 @@
+"""Tries a problem once, without training: what `solve` does before its first step, and `bilevel.check` for users."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import callbacks
+from .autodiff import Derivatives, Pair, gradient, keeping, missing_double_backward, random_state, set_random_state
+from .errors import OptionError, ProblemError
+from .problem import Problem, Variable
+from .sources import Sources
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `bilevel.check` found."""
+
+    upper: float
+    lower: float
+    upper_size: int
+    lower_size: int
+    upper_depends_on_v: bool
+    coupled: bool
+    """Whether g or the constraints depend on u: without it u has no say in v."""
+    double_backward: str
+    """`yes`, or the operator that has none (`curvature="auto"` then falls back to differences)."""
+    seconds_gradient: float
+    """One first-order gradient of f and g in v."""
+    seconds_step: float
+    """One gradient of the penalised objective in v."""
+
+    def __str__(self) -> str:
+        rows = [
+            ("upper objective", f"{self.upper:.6g}"),
+            ("lower objective", f"{self.lower:.6g}"),
+            ("size of u, of v", f"{self.upper_size:,}, {self.lower_size:,}"),
+            ("upper depends on v", "yes" if self.upper_depends_on_v else "no: v cannot influence f"),
+            ("lower depends on u", "yes" if self.coupled else "no: u cannot influence v"),
+            ("double backward", self.double_backward),
+            ("a first-order gradient", f"{1e3 * self.seconds_gradient:.2f} ms"),
+            ("a penalised gradient", f"{1e3 * self.seconds_step:.2f} ms"),
+        ]
+        return "\n".join(f"{name:<24}{value}" for name, value in rows)
+
+
+def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
+    """Try everything once without training (shapes, gradients, double backward, cost of a step) and print it."""
+    upper, lower = variables(problem, u, v)
+    sources = Sources(data, 0, lower.device)
+    d = Derivatives(problem, upper, lower, "auto")
+    state = random_state(lower.device)
+    try:
+        with keeping(lower.buffers() + upper.buffers()):
+            found = _check(d, first_pairs(sources))
+    finally:
+        set_random_state(state, lower.device)
+    callbacks.show(str(found))
+    return found
+
+
+def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
+    """u and v as variables, or a sentence that says what is wrong with them."""
+    upper = Variable(u, "u", problem.project_upper)
+    lower = Variable(v, "v", problem.project_lower)
+    if lower.rows:
+        raise OptionError("v cannot hold Rows: the lower variable moves as a whole. Pass a tensor of shape (n, ...).")
+    if upper.device != lower.device:
+        raise OptionError(f"u and v must be on one device; got {upper.device} and {lower.device}. Move one with .to().")
+    mine = {leaf.data_ptr() for leaf in lower.leaves if leaf.numel()}
+    if any(leaf.data_ptr() in mine for leaf in upper.leaves if leaf.numel()):
+        raise OptionError("u and v must not share tensors. Pass separate ones; clone() makes a copy.")
+    return upper, lower
+
+
+def first_pairs(sources: Sources) -> list[Pair]:
+    upper, lower, _ = sources.sample(1)
+    return [(upper[0], lower[0])]
+
+
+def first_evaluation(d: Derivatives, sources: Sources) -> None:
+    """Refuse what cannot be solved, before anything is changed."""
+    with keeping(d.v.buffers() + d.u.buffers()):
+        _evaluate(d, first_pairs(sources))
+
+
+def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
+    """(f, g, whether f depends on v, whether g or h depends on u)"""
+    pair = d.prepare(pairs, graph=True)[0]
+    with d.holding_u(True) as inputs:
+        g = d.lower(pair[1])
+        h = d.constraints(pair[0])
+        f = d.upper(pair[0])
+        for name, value in (("upper", f), ("lower", g), *((f"constraint {i}", x) for i, x in enumerate(h))):
+            if not isinstance(value, Tensor):
+                raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
+            if not bool(torch.isfinite(value).all()):
+                raise ProblemError(
+                    f"{name} must be finite; it is {value.detach().reshape(-1)[:3].tolist()} at the first evaluation. "
+                    "Check the starting point and the data for NaN, log(0) or division by zero."
+                )
+        wrt = [*d.v.leaves, *inputs()]
+        count = len(d.v.leaves)
+        if not _reaches(g, wrt[:count]):
+            raise ProblemError(
+                "lower must depend on v; its gradient in v is missing. Use v as it is passed in, and do not detach it, "
+                "convert it with .item(), or compute under torch.no_grad()."
+            )
+        coupled = any(_reaches(x, wrt[count:]) for x in (g, *h))
+        return f.detach(), g.detach(), _reaches(f, wrt[:count]), coupled
+
+
+def _reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:
+    if not output.requires_grad or not leaves:
+        return False
+    weights = torch.ones_like(output)
+    found = torch.autograd.grad(output, leaves, weights, retain_graph=True, allow_unused=True)
+    return any(d is not None for d in found)
+
+
+def _check(d: Derivatives, pairs: Sequence[Pair]) -> Check:
+    f, g, depends, coupled = _evaluate(d, pairs)
+    double = "yes"
+    started = time.perf_counter()
+    batches = d.prepare(pairs, graph=False)
+    d.slope(batches)
+    gradient(d.upper(batches[0][0]), d.v.leaves)
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    try:
+        s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
+        gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
+    except RuntimeError as error:
+        operator = missing_double_backward(error)
+        if operator is None:
+            raise
+        double = f"no: {operator} has none; curvature falls back to differences"
+    gradient(d.upper(batches[0][0]), d.v.leaves)
+    second = time.perf_counter() - started
+    return Check(f.item(), g.item(), d.u.size, d.v.size, depends, coupled, double, first, second)

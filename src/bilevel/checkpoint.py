@@ -1,0 +1,118 @@
+"""Atomic save and exact load of a run's state: one safetensors file whose header carries the rest as JSON.
+
+The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest over all
+of it is stored beside it, so that a truncated or altered file is never taken for a good one. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import CheckpointError
+
+VERSION = 1
+FILE = "state.safetensors"
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state; the file that was there stays whole until the new one is on the disk."""
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_pack(state, "", tensors), sort_keys=True)
+    metadata = {"version": str(VERSION), "tree": tree, "sha256": _digest(tree, tensors)}
+    path = folder / FILE
+    temporary = folder / f".{FILE}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(f".{FILE}.*.tmp"):
+            stale.unlink(missing_ok=True)
+        save_file(tensors, temporary, metadata)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        entry = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(entry)
+        finally:
+            os.close(entry)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be written: {error}. The one before, if any, is untouched."
+        ) from error
+
+
+def exists(folder: Path) -> bool:
+    return (folder / FILE).exists()
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read a state back, or say in one sentence why it cannot be."""
+    path = folder / FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint at {path}.") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read, it is truncated or altered: {error}. It is left as it is."
+        ) from error
+    if metadata.get("version") != str(VERSION):
+        raise CheckpointError(
+            f"the checkpoint {path} has format version {metadata.get('version')}, this release reads {VERSION}. "
+            "It is left as it is; resume it with the release that wrote it."
+        )
+    tree = metadata.get("tree", "")
+    if metadata.get("sha256") != _digest(tree, tensors):
+        raise CheckpointError(
+            f"the checkpoint {path} is altered: its contents do not match their digest. It is left as it is."
+        )
+    state: dict[str, Any] = _unpack(json.loads(tree), tensors)
+    return state
+
+
+def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A JSON tree of the node; tensors go to `tensors` and leave their name behind."""
+    if isinstance(node, Tensor):
+        # A copy of its own: safetensors refuses tensors that share memory.
+        tensors[name] = node.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(node, dict):
+        return {"dict": {key: _pack(item, f"{name}/{key}", tensors) for key, item in node.items()}}
+    if isinstance(node, (list, tuple)):
+        return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return {"value": node}
+    raise CheckpointError(
+        f"a checkpoint holds tensors, numbers and text; {name or 'the state'} is {type(node).__name__}."
+    )
+
+
+def _unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
+    kind, value = next(iter(node.items()))
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _unpack(item, tensors) for key, item in value.items()}
+    if kind == "list":
+        return [_unpack(item, tensors) for item in value]
+    return value
+
+
+def _digest(tree: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(tree.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()

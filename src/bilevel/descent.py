@@ -1,0 +1,111 @@
+"""Moves a variable along a gradient: any torch optimizer for its tensors, `RowAdam` for its Rows.
+
+Learning rates are tensors, so that they can follow gamma without a host read: each group's own rate times a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError
+from .problem import Variable
+from .rows import RowAdam
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+"""`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
+
+
+class Descent:
+    def __init__(self, variable: Variable, factory: OptimizerFactory, option: str) -> None:
+        self.variable = variable
+        self.optimizer = _build(factory, variable.leaves, option) if variable.leaves else None
+        self.rates: list[tuple[Tensor, float]] = []
+        device = variable.device
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            base = float(group["lr"])
+            rate = torch.full((), base, device=device)
+            group["lr"] = rate
+            if device.type == "cuda" and "capturable" in group:
+                group["capturable"] = True
+            self.rates.append((rate, base))
+        self.row_rate, self.row_optimizers = 0.0, []
+        if variable.rows:
+            model = _build(factory, [torch.zeros(1, requires_grad=True)], option)
+            if not isinstance(model, torch.optim.Adam) or isinstance(model, torch.optim.AdamW):
+                raise OptionError(
+                    f"{option} must be torch.optim.Adam where the variable holds Rows, which move by an Adam of their "
+                    f"own; got {type(model).__name__}."
+                )
+            group = model.param_groups[0]
+            self.row_rate = float(group["lr"])
+            self.row_optimizers = [
+                RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows
+            ]
+
+    @property
+    def rate(self) -> float:
+        """The base learning rate: the first group's, or that of the Rows."""
+        return self.rates[0][1] if self.rates else self.row_rate
+
+    @torch.no_grad()
+    def step(
+        self, gradients: Sequence[Tensor], rows: Sequence[Sequence[tuple[Tensor, Tensor]]], factor: Tensor
+    ) -> None:
+        """Move by one step; `factor` scales every learning rate."""
+        if self.optimizer is not None:
+            for rate, base in self.rates:
+                torch.mul(factor, base, out=rate)
+            for leaf, d in zip(self.variable.leaves, gradients, strict=True):
+                # Fused optimizers read the gradient in the parameter's own layout.
+                leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
+            self.optimizer.step()
+            for leaf in self.variable.leaves:
+                leaf.grad = None
+            self.variable.project()
+        names = self.variable.row_names
+        for name, optimizer, parts in zip(names, self.row_optimizers, rows, strict=False):
+            if not parts:
+                continue
+            values = optimizer.rows.values
+            index = torch.cat([i for i, _ in parts])
+            d = torch.cat([g.reshape(-1, *values.shape[1:]) for _, g in parts])
+            optimizer.step(index, d, factor.to(values.dtype) * self.row_rate)
+            if (projection := self.variable.projection(name)) is not None:
+                values[index] = projection(values[index])
+
+    def restart(self) -> None:
+        """Forget the moments."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"rows": [optimizer.state_dict() for optimizer in self.row_optimizers]}
+        if self.optimizer is not None:
+            packed = self.optimizer.state_dict()["state"]
+            state["optimizer"] = {str(i): dict(values) for i, values in packed.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, values in zip(self.row_optimizers, state["rows"], strict=True):
+            optimizer.load_state_dict(values)
+        if self.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            held = [group["lr"] for group in self.optimizer.param_groups]
+            restored = {int(i): values for i, values in state["optimizer"].items()}
+            self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
+            for group, rate in zip(self.optimizer.param_groups, held, strict=True):
+                group["lr"] = rate
+
+
+def _build(factory: OptimizerFactory, leaves: Sequence[Tensor], option: str) -> torch.optim.Optimizer:
+    optimizer = factory(list(leaves))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"{option} must make a torch optimizer from parameters, as partial(torch.optim.Adam, lr=1e-3) does; "
+            f"got {type(optimizer).__name__}."
+        )
+    return optimizer

@@ -1,0 +1,29 @@
+"""Every exception of the library. Each is also the builtin that a caller would guess."""
+
+
+class BilevelError(Exception):
+    """The base of all errors raised here."""
+
+
+class OptionError(BilevelError, ValueError):
+    """An option or argument is out of range, unknown, or not used by the mode in force."""
+
+
+class ProblemError(BilevelError, ValueError):
+    """The problem as stated cannot be solved: a shape, a missing gradient, a value that is not finite."""
+
+
+class VariableError(BilevelError, TypeError):
+    """u or v is not something that can be optimised."""
+
+
+class DataError(BilevelError, ValueError):
+    """A data source is empty, cannot be read twice, or is not a pair."""
+
+
+class CheckpointError(BilevelError, RuntimeError):
+    """A checkpoint cannot be read, or belongs to another run."""
+
+
+class BilevelWarning(UserWarning):
+    """Something the user should know, and that does not stop the run."""

@@ -1,0 +1,72 @@
+"""What `solve` and a method agree on. A method is a frozen dataclass of options; all that changes lives in its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .autodiff import Derivatives, Pair, Prices
+from .problem import Problem, Variable
+from .solution import Status
+from .sources import Sources
+
+RECORD = (
+    "upper", "lower", "grad_u", "grad_v", "residual", "violation",
+    "gamma", "lam", "epsilon", "upper_rate", "lower_rate", "advanced",
+)  # fmt: skip
+"""The columns of `History` that a step fills, in the order of its record."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything a method needs to know of a run."""
+
+    problem: Problem
+    u: Variable
+    v: Variable
+    sources: Sources
+    max_steps: int
+    tolerance: float | None
+    accumulate: int
+    generator: torch.Generator
+    """For the method's own draws, on the host."""
+
+
+class State(Protocol):
+    """A run of a method. `step` moves u and v in place and returns its record, a tensor ordered as RECORD."""
+
+    mode: str
+    derivatives: Derivatives
+    tolerance: float | None
+    """What the certificate is compared with; None where only the budget ends the run."""
+
+    def step(self, k: int) -> Tensor: ...
+    def ended(self) -> Status | None:
+        """How the run ended by the method's own judgement; None while it goes on. May read values on the host."""
+        ...
+
+    def finish(self) -> bool | None:
+        """Leave u and v as they are returned; True, False or None: v minimises g, does not, was not tried."""
+        ...
+
+    def scales(self) -> tuple[float, float, float]:
+        """The sizes that the stationarity, the lower residual and the violation are judged against."""
+        ...
+
+    def episode(self) -> list[Pair] | None:
+        """The batches that v belongs to, where each step has a lower problem of its own."""
+        ...
+
+    def prices(self) -> Prices: ...
+    def lam(self) -> Tensor: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Method(Protocol):
+    """A frozen dataclass of options. `init` starts a run; the state it returns takes the steps."""
+
+    def init(self, setting: Setting) -> State: ...

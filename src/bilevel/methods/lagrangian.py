@@ -1,0 +1,415 @@
+"""The penalty method without data: the augmented Lagrangian, minimised over z = (u, v) together by L-BFGS.
+
+    v minimises g(u, .) first;  Lg = |g_vv|, Lf = |f_zz| by power iterations
+    gamma = 10 max(Lf, 1e-3 |f_z| / (1 + |u| + |v|)) / Lg^2;   nu = 0;   epsilon = 0.1 |grad F|
+    rounds: L-BFGS on F until |grad F| <= epsilon, or for at most `inner_steps` iterations
+        unbounded (moved by more than 100 (1 + |z|), or not finite): back to the round's start, gamma *= 10
+        nu += gamma r;  if the round met epsilon:  epsilon /= 10, and gamma *= 10 if |r| fell by less than 4 times
+    at the end: move v away and minimise g again; if g falls, v was no minimiser, and the run goes on from there
+
+Each constraint has its own gamma_h = 10 Lf / |J_h|^2, raised by the same rule on its own violation. `project_upper` is
+the constraint u in U: with y = u + m/c it adds c/2 |y - P(y)|^2, and m = c (y - P(y)) is its multiplier.
+
+A step is one L-BFGS iteration. Values are read on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..autodiff import Derivatives, Gradients, Pair, Prices, dot, gradient, norm
+from ..errors import BilevelWarning
+from ..lbfgs import LBFGS
+from ..method import Setting
+from ..solution import Status
+
+if TYPE_CHECKING:
+    from .penalty import Penalty
+
+POWER_ITERATIONS = 10
+LOWER_ITERATIONS = 50
+RESTARTS = 5
+RAISES = 20
+"""How often the price of a constraint is raised in vain before the run is called infeasible."""
+STALLS = 3
+"""Rounds in a row that move nothing before the run is over."""
+PROBES = (1e-3, 0.1, 1.0)
+"""How far, relative to 1 + |v|, the end check moves v before it minimises g again; each way and back."""
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """What the relative measures of the certificate can be expected to reach in this precision."""
+    return 1e-9 if dtype == torch.float64 else 30 * math.sqrt(torch.finfo(dtype).eps) * 1e-2
+
+
+class Lagrangian:
+    """A run of the deterministic mode. Lower and upper evaluations: one for each gradient of F."""
+
+    mode = "deterministic"
+
+    def __init__(self, options: Penalty, setting: Setting) -> None:
+        self.options, self.setting = options, setting
+        self.problem, self.u, self.v = setting.problem, setting.u, setting.v
+        self.u.make_dense()
+        self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
+        self.leaves = [*self.u.leaves, *self.v.leaves]
+        self.split = sum(leaf.numel() for leaf in self.u.leaves)
+        self.tolerance: float = setting.tolerance or default_tolerance(self.v.dtype)
+        if setting.tolerance is None and self.v.dtype != torch.float64:
+            warnings.warn(
+                f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "
+                f"of {self.tolerance:.0e}, which that precision can reach. Use float64 for more digits.",
+                BilevelWarning,
+                stacklevel=2,
+            )
+        self.status: Status | None = None
+        self.raises = 0
+        self.restarts = self.stalls = 0
+        self.minimiser: bool | None = None
+        if self.problem.start_lower is not None:
+            with torch.no_grad():
+                self.problem.start_lower(self.v.value, self._batches(graph=False)[0][0])
+        self._minimise_lower(LOWER_ITERATIONS)
+        self._measure()
+        self._start()
+
+    # -- functions of the flat vector z ----------------------------------------------------------------------------
+
+    def _batches(self, *, graph: bool) -> list[Pair]:
+        return self.derivatives.prepare([(None, None)], graph=graph)
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+    @torch.no_grad()
+    def _write(self, z: Tensor, leaves: Sequence[Tensor]) -> None:
+        for leaf, part in zip(leaves, z.split([leaf.numel() for leaf in leaves]), strict=True):
+            leaf.copy_(part.reshape(leaf.shape))
+
+    def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
+        """F, grad F and their parts at z; leaves u and v there."""
+        self._write(z, self.leaves)
+        at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
+        slope = self._flat([*at.u, *at.v])
+        value = at.f + dot(self.price.nu, at.residual) + self.price.gamma / 2 * dot(at.residual, at.residual)
+        equal = len(self.problem.equalities)
+        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, at.constraints, strict=True)):
+            if i < equal:
+                value = value + torch.sum(m * h) + c / 2 * torch.sum(h * h)
+            else:
+                value = value + (torch.sum((m + c * h).clamp(min=0) ** 2) - torch.sum(m * m)) / (2 * c)
+        if self.u.projected:
+            out = self._outside()
+            value = value + (dot(out, out) * self.set_price**2 - dot(self.set_mu, self.set_mu)) / (2 * self.set_price)
+            slope[: self.split] += self.set_price * self._flat(out)
+        return value.item(), slope, at
+
+    @torch.no_grad()
+    def _outside(self) -> list[Tensor]:
+        """y - P(y) at y = u + m/c."""
+        points = [u + m / self.set_price for u, m in zip(self.u.leaves, self.set_mu, strict=True)]
+        return [y - p for y, p in zip(points, self.u.project_leaves(points), strict=True)]
+
+    def at(self) -> Gradients:
+        """The parts of F at the present point."""
+        if self.search.extra is None:
+            self.search.extra = self._penalised(self.search.x)[2]
+        parts: Gradients = self.search.extra
+        return parts
+
+    def _lower_value(self, v: Tensor) -> tuple[float, Tensor, None]:
+        self._write(v, self.v.leaves)
+        g, s = self.derivatives.slope(self._batches(graph=False))
+        return g.item(), self._flat(s), None
+
+    def _minimise_lower(self, iterations: int) -> float:
+        """Minimise g(u, .) from the present v; leaves v at the best point, and returns g there."""
+        start = self._flat(self.v.leaves)
+        if self.v.projected:
+            return self._minimise_projected(start, 4 * iterations)
+        value, slope, _ = self._lower_value(start)
+        first = (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300)
+        search = LBFGS(start, value, slope, memory=self.options.memory or 50, first=min(1.0, first))
+        goal = 1e-3 * self.tolerance * slope.norm().item()
+        for _ in range(iterations):
+            if search.gradient.norm().item() <= goal or not search.iterate(self._lower_value):
+                break
+            if not search.x.norm().item() <= 1e6 * (1 + start.norm().item()):
+                break
+        self._write(search.x, self.v.leaves)
+        return search.value
+
+    def _minimise_projected(self, x: Tensor, iterations: int) -> float:
+        """The same over the set of `project_lower`: projected gradient with Barzilai-Borwein steps."""
+
+        def projected(point: Tensor) -> Tensor:
+            self._write(point, self.v.leaves)
+            self.v.project()
+            return self._flat(self.v.leaves)
+
+        x = projected(x)
+        value, slope, _ = self._lower_value(x)
+        t = 0.1 * (1 + x.norm().item()) / max(slope.norm().item(), 1e-300)
+        for _ in range(iterations):
+            for _ in range(40):
+                trial = projected(x - t * slope)
+                new_value, new_slope, _ = self._lower_value(trial)
+                move = trial - x
+                if new_value <= value - 1e-4 / t * torch.dot(move, move).item():
+                    break
+                t /= 2
+            else:
+                break
+            bend = torch.dot(move, new_slope - slope).item()
+            x, value, slope = trial, new_value, new_slope
+            if move.norm().item() <= self.tolerance * 1e-2 * (1 + x.norm().item()):
+                break
+            t = torch.dot(move, move).item() / bend if bend > 0 else 2 * t
+        self._write(x, self.v.leaves)
+        return value
+
+    # -- scales ------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Lf, Lg and |J_h|, and from them the prices and the scales that the tolerance is relative to."""
+        d = self.derivatives
+        u_size, v_size = norm(self.u.leaves).item(), norm(self.v.leaves).item()
+        curvature_g = self._power(
+            lambda x: d.hessian_product(self._batches(graph=False), x, with_u=False), self.v.leaves
+        )
+        f_z = gradient(d.upper(self._batches(graph=True)[0][0]), self.leaves)
+        bend_f = self._power(self._upper_product, self.leaves)
+        bend_f = max(bend_f, 1e-3 * norm(f_z).item() / (1 + u_size + v_size), 1e-12)
+        values = d.constraints(self._batches(graph=True)[0][0])
+        jacobians = [self._jacobian_size(i, h) for i, h in enumerate(values)]
+        new = lambda x: torch.tensor(x, dtype=self.v.dtype, device=self.v.device)  # noqa: E731
+        gamma, gamma_h = self.options.gamma, self.options.gamma_h
+        self.price = Prices(
+            gamma=new(10 * bend_f / max(curvature_g, 1e-12) ** 2 if gamma is None else gamma),
+            nu=[torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves],
+            gamma_h=[new(10 * bend_f / max(j, 1e-12) ** 2 if gamma_h is None else gamma_h) for j in jacobians],
+            mu=[torch.zeros_like(h, requires_grad=False) for h in values],
+        )
+        self.set_price = new(10 * bend_f)
+        self.set_mu = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
+        self.bend_f, self.bend_g, self.jacobians = bend_f, max(curvature_g, 1e-12), jacobians
+
+    def _upper_product(self, x: Sequence[Tensor]) -> list[Tensor]:
+        f = self.derivatives.upper(self._batches(graph=True)[0][0])
+        first = gradient(f, self.leaves, keep_graph=True)
+        return gradient(first, self.leaves, cotangent=list(x))
+
+    def _power(self, product: Callable[[Sequence[Tensor]], list[Tensor]], like: Sequence[Tensor]) -> float:
+        """The largest |eigenvalue| of a symmetric map, by power iterations from a random start."""
+        x = [self._random(t) for t in like]
+        size = 0.0
+        for _ in range(POWER_ITERATIONS):
+            length = norm(x)
+            if not length.item() > 0:
+                return 0.0
+            x = product([t / length for t in x])
+            size = norm(x).item()
+        return size
+
+    def _jacobian_size(self, i: int, h: Tensor) -> float:
+        """|J_h| by power iterations on J'J, the second factor by the double-backward trick."""
+
+        def product(x: Sequence[Tensor]) -> list[Tensor]:
+            value = self.derivatives.constraints(self._batches(graph=True)[0][0])[i]
+            w = torch.zeros_like(value, requires_grad=True)
+            back = gradient(value, self.leaves, cotangent=[w], keep_graph=True)
+            along = gradient(back, [w], cotangent=list(x))[0] if any(b.requires_grad for b in back) else w.detach()
+            value = self.derivatives.constraints(self._batches(graph=True)[0][0])[i]
+            return gradient(value, self.leaves, cotangent=[along.detach()])
+
+        return math.sqrt(self._power(product, self.leaves))
+
+    def _random(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.setting.generator, dtype=like.dtype).to(like.device)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin with no multipliers at the present z."""
+        self.epsilon, self.best, self.best_h = math.inf, math.inf, [math.inf] * (len(self.price.mu) + 1)
+        self._new_round()
+        self.epsilon = 0.1 * self.search.gradient.norm().item()
+
+    def _new_round(self) -> None:
+        curvature = self.bend_f + self.price.gamma.item() * self.bend_g**2
+        z = self._flat(self.leaves)
+        self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 50, first=1 / curvature)
+        self.origin, self.taken = self.search.x.clone(), 0
+
+    def step(self, k: int) -> Tensor:
+        moved = self.search.iterate(self._penalised)
+        self.taken += 1
+        limit = 100 * (1 + self.origin.norm().item())
+        if moved and not (self.search.x - self.origin).norm().item() <= limit:
+            self._write(self.origin, self.leaves)
+            self.price.gamma *= 10
+            self._new_round()
+            return self._record(0)
+        self._write(self.search.x, self.leaves)  # the line search may have left another trial there
+        size = self.search.gradient.norm().item()
+        met = size <= self.epsilon or size <= 0.1 * self.tolerance * self.scales()[0]
+        record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
+        if met or not moved or self.taken >= (self.options.inner_steps or 50):
+            self._end_round(met, moved)
+        return record
+
+    def _end_round(self, met: bool, moved: bool) -> None:
+        """Move the multipliers; then either finish, or set out on the next round."""
+        sizes = self._violations()
+        residual = norm(self.at().residual).item()
+        solved = self._solved(residual, sizes)
+        with torch.no_grad():
+            for n, r in zip(self.price.nu, self.at().residual, strict=True):
+                n += self.price.gamma * r
+            equal = len(self.problem.equalities)
+            for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
+                m.copy_(m + c * h if i < equal else (m + c * h).clamp(min=0))
+            if self.u.projected:
+                self.set_mu = [self.set_price * o for o in self._outside()]
+        if solved:
+            self._check_end()
+            return
+        self.stalls = 0 if moved or self.taken > 1 else self.stalls + 1
+        if self.stalls >= STALLS or self.raises >= RAISES:
+            self._check_end()
+            return
+        if met:
+            self.epsilon /= 10
+            if residual > self.best / 4:
+                self.price.gamma *= 10
+            for i, size in enumerate(sizes):
+                if size > max(self.best_h[i] / 4, self.tolerance * self._constraint_scales()[i]):
+                    self.raises += 1
+                    (self.set_price if i == len(self.price.gamma_h) else self.price.gamma_h[i]).mul_(10)
+            self.best, self.best_h = residual, sizes
+        self._new_round()
+
+    def _violations(self) -> list[float]:
+        """|h| of each constraint, with the part of an inequality that its multiplier explains; then that of u in U."""
+        sizes = []
+        equal = len(self.problem.equalities)
+        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
+            sizes.append((h if i < equal else torch.maximum(h, -m / c)).norm().item())
+        if self.u.projected:
+            moved = [o - m / self.set_price for o, m in zip(self._outside(), self.set_mu, strict=True)]
+            sizes.append(norm(moved).item())
+        return sizes
+
+    def _solved(self, residual: float, sizes: Sequence[float]) -> bool:
+        scale, lower, _ = self.scales()
+        measures = [self.search.gradient.norm().item() / scale, residual / lower]
+        measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
+        return max(measures) <= self.tolerance
+
+    def _constraint_scales(self) -> list[float]:
+        """How much each constraint changes over the size of z; then u in U, in units of z itself."""
+        reach = 1 + norm(self.leaves).item()
+        return [max(j, 1e-12) * reach for j in self.jacobians] + [reach]
+
+    def scales(self) -> tuple[float, float, float]:
+        reach = 1 + norm(self.leaves).item()
+        return self.bend_f * reach, self.bend_g * reach, min(self._constraint_scales())
+
+    def _check_end(self) -> None:
+        """Move v away, minimise g again: if g falls, v was no minimiser; go on from the lower point."""
+        held = self._flat(self.v.leaves)
+        g, _, _ = self._lower_value(held)
+        best, lowest = held, g
+        margin = max(1e-9 if self.v.dtype == torch.float64 else 1e-5, self.tolerance) * (abs(g) + self._reach_g(held))
+        for size in PROBES:
+            direction = self._random(held)
+            direction *= size * (1 + held.norm()) / direction.norm()
+            for sign in (1, -1):
+                self._write(held + sign * direction, self.v.leaves)
+                value = self._minimise_lower(LOWER_ITERATIONS)
+                if value < lowest - margin:
+                    best, lowest = self._flat(self.v.leaves), value
+            if lowest < g - margin:
+                break
+        self.minimiser = best is held
+        if self.minimiser or self.restarts >= RESTARTS:
+            self._write(held, self.v.leaves)
+            self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
+            if not self._solved(norm(self.at().residual).item(), sizes := self._violations()):
+                infeasible = any(x > self.tolerance * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
+                self.status = Status.INFEASIBLE if infeasible else Status.STALLED
+            return
+        self.restarts += 1
+        self._write(best, self.v.leaves)
+        self._measure()
+        self._start()
+
+    def _reach_g(self, v: Tensor) -> float:
+        """How much g changes over a millionth of the scale of v: what a fall must exceed to count."""
+        return 1e-6 * self.bend_g * (1 + v.norm().item()) ** 2
+
+    def _record(self, reason: int) -> Tensor:
+        at, price = self.at(), self.price
+        size_u = self.search.gradient[: self.split].norm().item()
+        size_v = self.search.gradient[self.split :].norm().item()
+        equal = len(self.problem.equalities)
+        worst = [h.abs().max().item() if i < equal else max(0.0, h.max().item()) for i, h in enumerate(at.constraints)]
+        row = [
+            at.f.item(), at.g.item(), size_u, size_v, norm(at.residual).item(), max(worst, default=0.0),
+            price.gamma.item(), 0.0, self.epsilon, self.search.length, self.search.length, float(reason),
+        ]  # fmt: skip
+        return torch.tensor(row, dtype=torch.float64)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------------
+
+    def ended(self) -> Status | None:
+        return self.status
+
+    def finish(self) -> bool | None:
+        """Put u and v in their sets exactly: the multipliers bring them there only to the tolerance."""
+        self.u.project()
+        self.v.project()
+        return self.minimiser
+
+    def episode(self) -> list[Pair] | None:
+        return None
+
+    def prices(self) -> Prices:
+        return self.price
+
+    def lam(self) -> Tensor:
+        return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        d = self.derivatives
+        return {
+            "gamma": self.price.gamma, "nu": self.price.nu, "gamma_h": self.price.gamma_h, "mu": self.price.mu,
+            "set_price": self.set_price, "set_mu": self.set_mu, "search": self.search.state_dict(),
+            "origin": self.origin, "curvature": d.curvature,
+            "numbers": [self.bend_f, self.bend_g, self.epsilon, self.best, *self.best_h], "jacobians": self.jacobians,
+            "counters": [self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations],
+            "minimiser": self.minimiser, "status": self.status.name if self.status else None,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        d = self.derivatives
+        self.price = Prices(
+            gamma=state["gamma"].clone(), nu=[t.clone() for t in state["nu"]],
+            gamma_h=[t.clone() for t in state["gamma_h"]], mu=[t.clone() for t in state["mu"]],
+        )  # fmt: skip
+        self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
+        self.search = LBFGS(**{key: value for key, value in state["search"].items()})
+        self.origin, d.curvature = state["origin"], state["curvature"]
+        self.bend_f, self.bend_g, self.epsilon, self.best, *self.best_h = state["numbers"]
+        self.jacobians = state["jacobians"]
+        self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations = state[
+            "counters"
+        ]
+        self.minimiser = state["minimiser"]
+        self.status = Status[state["status"]] if state["status"] else None

@@ -1,0 +1,206 @@
+"""The penalty method: a price on the slope of the lower objective (Mehra and Hamm, ACML 2021).
+
+`Penalty` holds the options of both modes; `stepwise` and `lagrangian` run them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..autodiff import Curvature
+from ..descent import OptimizerFactory
+from ..errors import OptionError
+from ..method import Setting, State
+from .lagrangian import Lagrangian
+from .stepwise import Stepwise
+
+Mode = Literal["deterministic", "stochastic"]
+
+STOCHASTIC: dict[str, Any] = {
+    "lower_steps": 5, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
+    "average_residual": True, "advances": 20, "warm_up": 0.2, "decay": "linear", "rate_power": 0.0,
+    "lower_batches": "fresh", "cotangent": "same",
+}  # fmt: skip
+DETERMINISTIC: dict[str, Any] = {"memory": 50, "inner_steps": 50}
+OWN = {
+    "deterministic": {*DETERMINISTIC},
+    "stochastic": {
+        *STOCHASTIC, "lam", "epsilon", "advance_every", "smoothing", "upper_optimizer", "lower_optimizer",
+    },
+}  # fmt: skip
+"""The options that one mode alone uses. `gamma`, `gamma_h` and `curvature` belong to both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalty:
+    """Options of the penalty method. With none given, it takes its scales from the problem.
+
+    Without data the mode is `"deterministic"` (augmented Lagrangian, L-BFGS over u and v together), with data
+    `"stochastic"` (T steps on v, one on u). An option left at None is filled in by the mode; one that the mode in
+    force does not use is refused.
+    """
+
+    mode: Mode | None = None
+    curvature: Curvature = "auto"
+    """How second derivatives of g are taken: `exact`, `difference` (first order only), or exact with a fall-back."""
+    gamma: float | None = None
+    """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the start."""
+    gamma_h: float | None = None
+    """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
+
+    lower_steps: int | None = None
+    """Steps on v for each step on u (T in the paper)."""
+    lam: float | None = None
+    """The first weight of g in v's step, which keeps v at a minimum of g. None: from the sizes of f and g."""
+    epsilon: float | None = None
+    """The first tolerance: the schedule advances when the penalised gradient is smaller. None: never for that reason."""
+    nu: float | None = None
+    """The first value of every multiplier of grad_v g = 0."""
+    multipliers: bool | None = None
+    """Whether nu moves when the schedule advances."""
+    average_residual: bool | None = None
+    """Whether nu moves by the mean of grad_v g since the last advance, rather than by that of the last batch."""
+    gamma_factor: float | None = None
+    """c_gamma: what gamma is multiplied by at an advance."""
+    lam_factor: float | None = None
+    epsilon_factor: float | None = None
+    smoothing: float | None = None
+    """The memory (0 to 1) of the running mean of the squared gradient norm that is compared with epsilon, too."""
+    advances: int | None = None
+    """How many times the schedule advances over `max_steps` at the least; 0: on the tolerance alone."""
+    advance_every: int | None = None
+    """The same as a number of upper steps; it takes precedence over `advances`."""
+    warm_up: float | None = None
+    """The share of `max_steps` that moves v only."""
+    decay: Literal["linear", "constant"] | None = None
+    """Whether the learning rates fall linearly to zero over `max_steps`."""
+    rate_power: float | None = None
+    """Learning rates are divided by (gamma / its first value) to this power. Plain SGD is stable with 1."""
+    upper_optimizer: OptimizerFactory | None = None
+    """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
+    lower_optimizer: OptimizerFactory | None = None
+    """None: Adam with a learning rate of 3e-3."""
+    lower_batches: Literal["fresh", "shared"] | None = None
+    """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step, as the paper."""
+    cotangent: Literal["same", "running", "other"] | None = None
+    """Which grad_v g multiplies the curvature: of the same batch, a running mean, or of another batch."""
+
+    memory: int | None = None
+    """Pairs that L-BFGS keeps."""
+    inner_steps: int | None = None
+    """L-BFGS iterations before the multipliers move even if the tolerance was not met."""
+
+    def __post_init__(self) -> None:
+        _choice("mode", self.mode, ("deterministic", "stochastic"))
+        _choice("curvature", self.curvature, ("auto", "exact", "difference"), optional=False)
+        _choice("decay", self.decay, ("linear", "constant"))
+        _choice("lower_batches", self.lower_batches, ("fresh", "shared"))
+        _choice("cotangent", self.cotangent, ("same", "running", "other"))
+        for name in ("lower_steps", "advance_every", "memory", "inner_steps"):
+            _range(name, getattr(self, name), least=1, whole=True)
+        _range("advances", self.advances, least=0, whole=True)
+        for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
+            _range(name, getattr(self, name), least=0)
+        for name in ("gamma_factor",):
+            _range(name, getattr(self, name), least=1)
+        for name in ("lam_factor", "epsilon_factor"):
+            _range(name, getattr(self, name), least=0, most=1)
+        for name in ("warm_up", "smoothing"):
+            _range(name, getattr(self, name), least=0, below=1)
+        for name in ("upper_optimizer", "lower_optimizer"):
+            value = getattr(self, name)
+            if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
+                raise OptionError(
+                    f"{name} must be a factory such as partial(torch.optim.Adam, lr=1e-3), not an optimizer; got "
+                    f"{value!r}."
+                )
+
+    @classmethod
+    def algorithm_1(
+        cls,
+        *,
+        lower_steps: int = 10,
+        gamma: float = 1.0,
+        epsilon: float = 1.0,
+        upper_rate: float = 1e-3,
+        lower_rate: float = 1e-4,
+        **options: Any,
+    ) -> Penalty:
+        """The paper's Algorithm 1 with the constants of its synthetic problems (Appendix E.1), and Adam."""
+        base: dict[str, Any] = {
+            "mode": "stochastic", "lower_steps": lower_steps, "gamma": gamma, "epsilon": epsilon, "lam": 0.0, "nu": 0.0,
+            "multipliers": False, "average_residual": False, "gamma_factor": 1.1, "lam_factor": 0.9,
+            "epsilon_factor": 0.9, "advances": 0, "warm_up": 0.0, "decay": "constant", "rate_power": 0.0,
+            "lower_batches": "shared", "cotangent": "same",
+            "upper_optimizer": partial(torch.optim.Adam, lr=upper_rate),
+            "lower_optimizer": partial(torch.optim.Adam, lr=lower_rate),
+        }  # fmt: skip
+        return cls(**(base | options))
+
+    @classmethod
+    def algorithm_2(cls, *, lam: float = 10.0, nu: float = 0.0, **options: Any) -> Penalty:
+        """The paper's Algorithm 2: Algorithm 1 with the regularisation lam g and the multipliers nu."""
+        return cls.algorithm_1(**({"lam": lam, "nu": nu, "multipliers": True} | options))
+
+    def filled(self, mode: Mode) -> Penalty:
+        """These options with the mode's own in place of None; refuses options that the mode does not use."""
+        other = "stochastic" if mode == "deterministic" else "deterministic"
+        for name in sorted(OWN[other]):
+            if getattr(self, name) is not None:
+                raise OptionError(
+                    f"{name} is not used in {mode} mode; got {getattr(self, name)!r}. Leave it out, or pass "
+                    f"mode={other!r}."
+                )
+        defaults = STOCHASTIC if mode == "stochastic" else DETERMINISTIC
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, mode=mode, **missing)
+
+    def init(self, setting: Setting) -> State:
+        mode = self.mode or ("stochastic" if setting.sources else "deterministic")
+        if mode == "deterministic":
+            if setting.sources:
+                raise OptionError(
+                    "mode='deterministic' needs objectives without data; got data. Close over the full data in upper "
+                    "and lower and pass data=None."
+                )
+            return Lagrangian(self.filled(mode), setting)
+        return Stepwise(self.filled(mode), setting)
+
+    def describe(self) -> dict[str, str]:
+        """The options that were given, as text: what a checkpoint is compared by."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {name: _text(value) for name, value in given.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, partial):
+        options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
+        return f"{_text(value.func)}({options})"
+    return str(getattr(value, "__qualname__", value))
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = True) -> None:
+    if value not in allowed and not (optional and value is None):
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+def _range(
+    name: str,
+    value: float | None,
+    *,
+    least: float,
+    most: float = float("inf"),
+    below: float = float("inf"),
+    whole: bool = False,
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise OptionError(f"{name} must be a{' whole' if whole else ''} number; got {value!r}.")
+    if not least <= value <= most or not value < below:
+        above = f" and below {below:g}" if below < float("inf") else f" and at most {most:g}" * (most < float("inf"))
+        raise OptionError(f"{name} must be at least {least:g}{above}; got {value!r}.")

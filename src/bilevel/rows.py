@@ -1,0 +1,110 @@
+"""Per-example variables: `Rows`, and the optimizer that keeps its moments row by row.
+
+A step that sees the rows of one batch costs O(batch): the rows are gathered as leaves, rows outside the batch are
+untouched, and their moments too. With m, w the running means of a row's gradient and of its square, and t the number
+of times that very row was visited, a visit moves the row by
+
+    rate * (m / (1 - beta1^t)) / (sqrt(w / (1 - beta2^t)) + tiny)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError, VariableError
+
+
+class Rows:
+    """A variable with one row for each training example: `u = Rows(len(dataset))`, read as `u[row]` in an objective.
+
+    `init` is a number, or a tensor whose first dimension is `n`; `shape` is the shape of one row.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        init: float | Tensor = 0.0,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if n < 1:
+            raise OptionError(f"Rows needs at least one row; got n={n}.")
+        if isinstance(init, Tensor):
+            if init.shape[:1] != (n,):
+                raise OptionError(f"init must have n={n} rows; got a tensor of shape {tuple(init.shape)}.")
+            self.values = init.detach().to(device=device, dtype=dtype, copy=True)
+        else:
+            self.values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
+        if not self.values.is_floating_point():
+            raise VariableError(f"Rows holds real numbers; got dtype {self.values.dtype}. Pass dtype=torch.float32.")
+        self._tape: list[tuple[Tensor, Tensor]] | None = None
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)}, shape={tuple(self.values.shape[1:])}, dtype={self.values.dtype})"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The rows at `index`; while a gradient in u is wanted, as a leaf of its own that the step differentiates."""
+        if self._tape is None:
+            return self.values[index]
+        if not isinstance(index, Tensor) or index.dtype == torch.bool:
+            index = torch.arange(len(self), device=self.values.device)[index]
+        leaf = self.values[index].detach().requires_grad_()
+        self._tape.append((index.reshape(-1), leaf))
+        return leaf
+
+    def start_tape(self) -> None:
+        """From here on, note which rows are read."""
+        self._tape = []
+
+    def stop_tape(self) -> list[tuple[Tensor, Tensor]]:
+        """The (index, leaf) pairs read since `start_tape`."""
+        tape, self._tape = self._tape or [], None
+        return tape
+
+
+class RowAdam:
+    """Adam with moments and bias correction per row."""
+
+    def __init__(self, rows: Rows, *, betas: tuple[float, float] = (0.9, 0.999), tiny: float = 1e-8) -> None:
+        self.rows, self.betas, self.tiny = rows, betas, tiny
+        values = rows.values
+        self.mean = torch.zeros_like(values)
+        self.square = torch.zeros_like(values)
+        self.visits = torch.zeros(len(rows), dtype=torch.int32, device=values.device)
+        self._sum = torch.zeros_like(values)
+
+    @torch.no_grad()
+    def step(self, index: Tensor, gradient: Tensor, rate: Tensor) -> None:
+        """Move the rows at `index`; a row named twice is visited once, with the sum of its gradients."""
+        values = self.rows.values
+        gradient = gradient.reshape(index.shape[0], *values.shape[1:])
+        # The scratch row holds the sum of a row's gradients, so that equal entries of `index` all compute, and all
+        # write, the same numbers: no sort, no host read, no dependence on the order of writing.
+        self._sum.index_add_(0, index, gradient)
+        g = self._sum[index]
+        self._sum[index] = 0
+        b1, b2 = self.betas
+        mean = torch.lerp(g, self.mean[index], b1)
+        square = torch.lerp(g * g, self.square[index], b2)
+        visits = self.visits[index] + 1
+        t = visits.to(values.dtype).reshape(-1, *[1] * (values.dim() - 1))
+        move = (mean / (1 - b1**t)) / ((square / (1 - b2**t)).sqrt_() + self.tiny)
+        self.mean[index], self.square[index], self.visits[index] = mean, square, visits
+        values[index] = values[index] - rate * move
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "square": self.square, "visits": self.visits}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean.copy_(state["mean"])
+        self.square.copy_(state["square"])
+        self.visits.copy_(state["visits"])

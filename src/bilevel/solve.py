@@ -1,0 +1,363 @@
+"""The one loop. It knows no algorithm and prints nothing."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint as store
+from .autodiff import Derivatives
+from .callbacks import Callback, Run
+from .certificate import certify
+from .check import first_evaluation, variables
+from .errors import BilevelWarning, CheckpointError, OptionError
+from .method import RECORD, Method, Setting, State
+from .problem import Problem, Variable
+from .solution import History, Solution, Status
+from .sources import Sources
+
+
+def solve(
+    problem: Problem,
+    method: Method,
+    u: Any,
+    v: Any,
+    data: object = None,
+    *,
+    max_steps: int,
+    tolerance: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    every: int | None = None,
+    resume: bool = False,
+    log_every: int | None = None,
+    engine: str = "auto",
+    precision: str | None = None,
+    accumulate: int = 1,
+    starts: int = 1,
+    seed: int | None = None,
+    hypergradient: bool | None = None,
+) -> Solution:
+    """Solve a bilevel problem; u and v are updated in place.
+
+    `data` is None or a pair (upper, lower) of iterables of batches, each cycled on its own. `tolerance` is what the
+    relative measures of the certificate must reach for the run to end as converged. `checkpoint` names a folder that
+    is written every `every` steps and at the end; `resume=True` goes on from it, bit for bit. `accumulate=k` makes
+    every gradient one of k batches. `hypergradient=True` has the certificate solve for the exact hypergradient, which
+    it does by itself only where v is small. `seed=None` takes a seed from torch's global generator.
+    """
+    _refuse(max_steps, tolerance, every, log_every, engine, precision, accumulate, starts, seed, checkpoint, resume)
+    upper, lower = variables(problem, u, v)
+    folder = None if checkpoint is None else Path(checkpoint)
+    saved = _open(folder, resume)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
+    print_ = _fingerprint(problem, method, upper, lower, data, accumulate, seed)
+    if saved is not None:
+        _compare(saved["fingerprint"], print_, folder)
+    sources = Sources(data, seed, lower.device)
+    with _generators(seed, lower.device) as generator:
+        setting = Setting(problem, upper, lower, sources, max_steps, tolerance, accumulate, generator)
+        first_evaluation(Derivatives(problem, upper, lower), sources)
+        try:
+            state = method.init(setting)
+            loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, print_)
+            if saved is not None:
+                loop.restore(saved)
+            return loop.run(hypergradient)
+        finally:
+            upper.release()
+
+
+class _Loop:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        state: State,
+        callbacks: Sequence[Callback],
+        folder: Path | None,
+        every: int | None,
+        log_every: int | None,
+        seed: int,
+        print_: dict[str, Any],
+    ) -> None:
+        self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
+        self.every = every or max(1, setting.max_steps // 10)
+        self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
+        self.seed, self.fingerprint = seed, print_
+        self.history = History()
+        self.step = 0
+        self.seconds = 0.0
+        self.pending: list[tuple[Tensor, int, float, int]] = []
+        self.message = ""
+        self.interrupted = False
+        self.variables: tuple[Variable, Variable] = (setting.u, setting.v)
+        self.good = self._snapshot()
+
+    def run(self, hypergradient: bool | None) -> Solution:
+        started = time.perf_counter() - self.seconds
+        watch = Run(self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds)
+        status: Status | None = self.state.ended()
+        with _noting_interrupts(self):
+            for callback in self.callbacks:
+                callback.start(watch)
+            while status is None:
+                if self.step >= self.setting.max_steps:
+                    status = Status.MAX_STEPS
+                    break
+                record = self.state.step(self.step)
+                self.step += 1
+                self.seconds = time.perf_counter() - started
+                self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
+                status = self.state.ended()
+                due = self.folder is not None and self.step % self.every == 0
+                last = status is not None or self.step >= self.setting.max_steps or self.interrupted
+                if due or last or self.step % self.log_every == 0:
+                    status = self._fetch(watch) or status
+                    if due and status is not Status.DIVERGED:
+                        self._save()
+        finished = status in (Status.CONVERGED, Status.STATIONARY, Status.STALLED, Status.INFEASIBLE, Status.MAX_STEPS)
+        if self.folder is not None and (status is not Status.DIVERGED or self.step > 0):
+            self._save()
+        minimiser = self.state.finish() if finished else None
+        certificate, residual = certify(
+            self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
+        )
+        tolerance = self.state.tolerance
+        if status is Status.MAX_STEPS and tolerance is not None and certificate.passes(tolerance):
+            status = Status.CONVERGED
+        elif status is Status.CONVERGED and tolerance is not None and not certificate.passes(10 * tolerance):
+            status = Status.STALLED
+        prices = self.state.prices()
+        equal = len(self.setting.problem.equalities)
+        solution = Solution(
+            u=self.setting.u.value, v=self.setting.v.value, status=status, steps=self.step, mode=self.state.mode,
+            history=self.history, certificate=certificate,
+            multipliers={"nu": prices.nu, "equalities": prices.mu[:equal], "inequalities": prices.mu[equal:]},
+            adjoint=[-n - prices.gamma * r for n, r in zip(prices.nu, residual, strict=True)], message=self.message, state=self.state.state_dict(),
+        )  # fmt: skip
+        for callback in self.callbacks:
+            callback.end(solution)
+        return solution
+
+    def _fetch(self, watch: Run) -> Status | None:
+        """Bring the pending records to the host; look for divergence; tell the callbacks."""
+        if not self.pending:
+            return None
+        table = torch.stack([record for record, *_ in self.pending]).cpu().tolist()
+        self.seconds = max(self.seconds, self.pending[-1][2])
+        for values, (_, step, seconds, evaluations) in zip(table, self.pending, strict=True):
+            row = dict(zip(RECORD, values, strict=True))
+            bad = [name for name, value in row.items() if not math.isfinite(value)]
+            if bad:
+                self.message = f"At step {step}, {bad[0]} is {row[bad[0]]}."
+                self.pending = []
+                self._restore_snapshot()
+                return Status.DIVERGED
+            self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
+        self.pending = []
+        if not self._finite():
+            self.message = f"At step {self.step}, u or v is not finite."
+            self._restore_snapshot()
+            return Status.DIVERGED
+        self.good = self._snapshot()
+        watch.step, watch.seconds = self.step, self.seconds
+        stop = [callback.log(watch) for callback in self.callbacks]
+        watch.seen = len(self.history)
+        if self._within_tolerance():
+            return Status.CONVERGED
+        return Status.STOPPED if any(stop) or self.interrupted else None
+
+    def _finite(self) -> bool:
+        tensors = [t for variable in self.variables for t in variable.tensors().values() if t.is_floating_point()]
+        return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
+
+    def _within_tolerance(self) -> bool:
+        """Whether the last records are small enough for the certificate to be worth measuring, and it passes."""
+        tolerance = self.state.tolerance
+        if tolerance is None or self.state.mode != "stochastic":
+            return False
+        scale, lower_scale, _ = self.state.scales()
+        row = next(self.history.rows(len(self.history) - 1))
+        if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
+            return False
+        certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
+        return certificate.passes(tolerance)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "u": _clone(self.variables[0].tensors()),
+            "v": _clone(self.variables[1].tensors()),
+            "method": _clone(self.state.state_dict()),
+        }
+
+    def _restore_snapshot(self) -> None:
+        self._write(self.good)
+        self.state.load_state_dict(self.good["method"])
+        self.step = self.good["step"]
+
+    @torch.no_grad()
+    def _write(self, saved: dict[str, Any]) -> None:
+        for name, variable in zip("uv", self.variables, strict=True):
+            for key, tensor in variable.tensors().items():
+                tensor.copy_(saved[name][key])
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        device = self.setting.v.device
+        store.save(self.folder, {
+            "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
+            "max_steps": self.setting.max_steps, "message": self.message,
+            "u": self.variables[0].tensors(), "v": self.variables[1].tensors(), "method": self.state.state_dict(),
+            "sources": self.setting.sources.state_dict(),
+            "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
+            "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "history": torch.tensor(self.history.to_lists(), dtype=torch.float64),
+        })  # fmt: skip
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if saved["max_steps"] != self.setting.max_steps:
+            warnings.warn(
+                f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
+                f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
+                f"from step {saved['step']} on.",
+                BilevelWarning,
+                stacklevel=4,
+            )
+        self._write(saved)
+        self.state.load_state_dict(saved["method"])
+        self.setting.sources.load_state_dict(saved["sources"])
+        torch.set_rng_state(saved["random"])
+        self.setting.generator.set_state(saved["generator"])
+        if saved["cuda"] is not None:
+            torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
+        self.history = History.from_lists(saved["history"].tolist())
+        self.step, self.seconds, self.message = saved["step"], saved["seconds"], saved["message"]
+        self.good = self._snapshot()
+
+
+def _clone(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _clone(item) for key, item in tree.items()}
+    return [_clone(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
+    """The checkpoint to go on from; None where there is none yet."""
+    if folder is None or not store.exists(folder):
+        return None
+    if not resume:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint already, and nothing is overwritten. Pass resume=True to go on from it, or "
+            "another folder."
+        )
+    return store.load(folder)
+
+
+def _fingerprint(
+    problem: Problem, method: Any, u: Variable, v: Variable, data: object, accumulate: int, seed: int
+) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be of this run."""
+
+    def names(functions: Sequence[Any]) -> list[str]:
+        return [str(getattr(f, "__qualname__", type(f).__qualname__)) for f in functions]
+
+    def shapes(variable: Variable) -> dict[str, str]:
+        return {key: f"{tuple(t.shape)} {t.dtype}" for key, t in variable.tensors().items()}
+
+    given = [f for f in (problem.prepare, problem.start_lower, problem.project_upper, problem.project_lower) if f]
+    return {
+        "objectives": names([problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *given]),
+        "u": shapes(u), "v": shapes(v), "method": type(method).__name__, "options": method.describe(),
+        "data": "none" if data is None else "pair", "accumulate": accumulate, "seed": seed,
+    }  # fmt: skip
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path | None) -> None:
+    for key, value in new.items():
+        if old.get(key) != value:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another run: its {key} is {old.get(key)}, here it is {value}. It is "
+                "left as it is; pass the same arguments to resume it, or another folder to start anew."
+            )
+
+
+@contextmanager
+def _generators(seed: int, device: torch.device) -> Iterator[torch.Generator]:
+    """The global generators, seeded for the run and put back after it; and one for the method's own draws."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _noting_interrupts(loop: _Loop) -> Iterator[None]:
+    """Ctrl-C ends the run after the step in hand; a second one interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(*_: object) -> None:
+        if loop.interrupted:
+            raise KeyboardInterrupt
+        loop.interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _refuse(
+    max_steps: int,
+    tolerance: float | None,
+    every: int | None,
+    log_every: int | None,
+    engine: str,
+    precision: str | None,
+    accumulate: int,
+    starts: int,
+    seed: int | None,
+    checkpoint: object,
+    resume: bool,
+) -> None:
+    for name, value in (
+        ("max_steps", max_steps),
+        ("every", every),
+        ("log_every", log_every),
+        ("accumulate", accumulate),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
+    if tolerance is not None and not tolerance > 0:
+        raise OptionError(f"tolerance must be positive; got {tolerance!r}.")
+    if engine not in ("auto", "eager"):
+        raise OptionError(f"engine must be 'auto' or 'eager'; 'compile' and 'graph' are not built yet; got {engine!r}.")
+    if precision is not None:
+        raise OptionError(f"precision must be None: mixed precision is not built yet; got {precision!r}.")
+    if starts != 1:
+        raise OptionError(f"starts must be 1: several starts are not built yet; got {starts!r}.")
+    if seed is not None and (not isinstance(seed, int) or seed < 0):
+        raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
+    if checkpoint is None and (resume or every is not None):
+        raise OptionError("resume and every need checkpoint=, the folder of the run.")

@@ -27,17 +27,17 @@ class LBFGS:
     value: float
     gradient: Tensor
     memory: int = 50
-    first: float = 1.0
-    """The length of the first trial step along -gradient: one over the expected curvature."""
+    metric: Tensor | None = None
+    """The expected inverse curvature of each coordinate; all one where it is None."""
     moves: list[Tensor] = field(default_factory=list)
     bends: list[Tensor] = field(default_factory=list)
     length: float = 0.0
     extra: Any = None
 
     @classmethod
-    def start(cls, function: Function, x: Tensor, *, memory: int = 50, first: float = 1.0) -> LBFGS:
+    def start(cls, function: Function, x: Tensor, *, memory: int = 50, metric: Tensor | None = None) -> LBFGS:
         value, gradient, extra = function(x)
-        return cls(x.clone(), value, gradient, memory, first, extra=extra)
+        return cls(x.clone(), value, gradient, memory, metric, extra=extra)
 
     def direction(self) -> Tensor:
         """-H gradient by the two-loop recursion."""
@@ -48,11 +48,11 @@ class LBFGS:
             a = rho * torch.dot(s, q)
             q -= a * y
             tape.append((rho, a))
+        if self.metric is not None:
+            q *= self.metric
         if self.moves:
             s, y = self.moves[-1], self.bends[-1]
-            q *= torch.dot(s, y) / torch.dot(y, y)
-        else:
-            q *= self.first
+            q *= torch.dot(s, y) / torch.dot(y, y if self.metric is None else y * self.metric)
         for s, y, (rho, a) in zip(self.moves, self.bends, reversed(tape), strict=True):
             q += (a - rho * torch.dot(y, q)) * s
         return -q
@@ -101,6 +101,6 @@ class LBFGS:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "x": self.x, "value": self.value, "gradient": self.gradient, "memory": self.memory, "first": self.first,
+            "x": self.x, "value": self.value, "gradient": self.gradient, "memory": self.memory, "metric": self.metric,
             "moves": list(self.moves), "bends": list(self.bends), "length": self.length,
         }  # fmt: skip

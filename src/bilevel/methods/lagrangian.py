@@ -45,7 +45,7 @@ PROBES = (1e-3, 0.1, 1.0)
 
 def default_tolerance(dtype: torch.dtype) -> float:
     """What the relative measures of the certificate can be expected to reach in this precision."""
-    return 1e-9 if dtype == torch.float64 else 30 * math.sqrt(torch.finfo(dtype).eps) * 1e-2
+    return 1e-8 if dtype == torch.float64 else 30 * math.sqrt(torch.finfo(dtype).eps) * 1e-2
 
 
 class Lagrangian:
@@ -134,8 +134,8 @@ class Lagrangian:
         if self.v.projected:
             return self._minimise_projected(start, 4 * iterations)
         value, slope, _ = self._lower_value(start)
-        first = (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300)
-        search = LBFGS(start, value, slope, memory=self.options.memory or 50, first=min(1.0, first))
+        first = min(1.0, (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300))
+        search = LBFGS(start, value, slope, self.options.memory or 100, torch.full_like(start, first))
         goal = 1e-3 * self.tolerance * slope.norm().item()
         for _ in range(iterations):
             if search.gradient.norm().item() <= goal or not search.iterate(self._lower_value):
@@ -183,6 +183,7 @@ class Lagrangian:
         curvature_g = self._power(
             lambda x: d.hessian_product(self._batches(graph=False), x, with_u=False), self.v.leaves
         )
+        self.bend_uv = self._cross()
         f_z = gradient(d.upper(self._batches(graph=True)[0][0]), self.leaves)
         bend_f = self._power(self._upper_product, self.leaves)
         bend_f = max(bend_f, 1e-3 * norm(f_z).item() / (1 + u_size + v_size), 1e-12)
@@ -199,6 +200,16 @@ class Lagrangian:
         self.set_price = new(10 * bend_f)
         self.set_mu = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
         self.bend_f, self.bend_g, self.jacobians = bend_f, max(curvature_g, 1e-12), jacobians
+
+    def _cross(self) -> float:
+        """|g_uv|: how strongly u moves the slope; a lower bound from a few random directions."""
+        d, count = self.derivatives, len(self.v.leaves)
+        sizes = []
+        for _ in range(3):
+            x = [self._random(leaf) for leaf in self.v.leaves]
+            product = d.hessian_product(self._batches(graph=True), x, with_u=True)[count:]
+            sizes.append((norm(product) / norm(x)).item() * math.sqrt(self.v.size / max(1, min(self.v.size, self.split))))
+        return max(sizes)
 
     def _upper_product(self, x: Sequence[Tensor]) -> list[Tensor]:
         f = self.derivatives.upper(self._batches(graph=True)[0][0])
@@ -241,10 +252,16 @@ class Lagrangian:
         self._new_round()
         self.epsilon = 0.1 * self.search.gradient.norm().item()
 
-    def _new_round(self) -> None:
-        curvature = self.bend_f + self.price.gamma.item() * self.bend_g**2
+    def _new_round(self, *, keep: bool = False) -> None:
+        """Minimise F anew from the present z. New multipliers leave its curvature as it is, new prices do not."""
+        gamma = self.price.gamma.item()
         z = self._flat(self.leaves)
-        self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 50, first=1 / curvature)
+        metric = torch.empty_like(z)
+        metric[: self.split] = 1 / (self.bend_f + gamma * self.bend_uv**2)
+        metric[self.split :] = 1 / (self.bend_f + gamma * self.bend_g**2)
+        pairs = (self.search.moves, self.search.bends) if keep else ([], [])
+        self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
+        self.search.moves, self.search.bends = pairs
         self.origin, self.taken = self.search.x.clone(), 0
 
     def step(self, k: int) -> Tensor:
@@ -284,16 +301,19 @@ class Lagrangian:
         if self.stalls >= STALLS or self.raises >= RAISES:
             self._check_end()
             return
+        raised = False
         if met:
             self.epsilon /= 10
-            if residual > self.best / 4:
+            if residual > max(self.best / 4, 0.1 * self.tolerance * self.scales()[1]):
                 self.price.gamma *= 10
+                raised = True
             for i, size in enumerate(sizes):
                 if size > max(self.best_h[i] / 4, self.tolerance * self._constraint_scales()[i]):
                     self.raises += 1
+                    raised = True
                     (self.set_price if i == len(self.price.gamma_h) else self.price.gamma_h[i]).mul_(10)
             self.best, self.best_h = residual, sizes
-        self._new_round()
+        self._new_round(keep=not raised)
 
     def _violations(self) -> list[float]:
         """|h| of each constraint, with the part of an inequality that its multiplier explains; then that of u in U."""
@@ -392,7 +412,7 @@ class Lagrangian:
             "gamma": self.price.gamma, "nu": self.price.nu, "gamma_h": self.price.gamma_h, "mu": self.price.mu,
             "set_price": self.set_price, "set_mu": self.set_mu, "search": self.search.state_dict(),
             "origin": self.origin, "curvature": d.curvature,
-            "numbers": [self.bend_f, self.bend_g, self.epsilon, self.best, *self.best_h], "jacobians": self.jacobians,
+            "numbers": [self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h], "jacobians": self.jacobians,
             "counters": [self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser, "status": self.status.name if self.status else None,
         }  # fmt: skip
@@ -406,7 +426,7 @@ class Lagrangian:
         self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
         self.search = LBFGS(**{key: value for key, value in state["search"].items()})
         self.origin, d.curvature = state["origin"], state["curvature"]
-        self.bend_f, self.bend_g, self.epsilon, self.best, *self.best_h = state["numbers"]
+        self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h = state["numbers"]
         self.jacobians = state["jacobians"]
         self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations = state[
             "counters"

@@ -25,7 +25,7 @@ STOCHASTIC: dict[str, Any] = {
     "average_residual": True, "advances": 20, "warm_up": 0.2, "decay": "linear", "rate_power": 0.0,
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
-DETERMINISTIC: dict[str, Any] = {"memory": 50, "inner_steps": 50}
+DETERMINISTIC: dict[str, Any] = {"memory": 100, "inner_steps": 50}
 OWN = {
     "deterministic": {*DETERMINISTIC},
     "stochastic": {

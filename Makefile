@@ -1,0 +1,46 @@
+# `make help` lists the commands. All of them can be run again at any time.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := pyproject.toml constraints.txt
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test clean
+
+# While packages are being installed, .venv/.unfinished is there. Found at the start, it tells of an interrupted
+# installation, which is begun anew; pip refusing (no network, say) changes nothing and leaves no such mark.
+define install
+	@if [ -e .venv/.unfinished ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; fi
+	@[ -e .venv ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@[ -e .venv ] || { mkdir .venv && touch .venv/.unfinished && $(PYTHON) -m venv .venv; }
+	@trap 'exit 130' INT TERM; touch .venv/.unfinished; \
+		$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '$(1)' || \
+		{ code=$$?; [ $$code -gt 128 ] || rm -f .venv/.unfinished; exit $$code; }
+	@rm -f .venv/.unfinished
+	@touch $@
+endef
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: .venv/.ready ## Make .venv with the pinned dependencies and the `bilevel` command.
+
+.venv/.ready: $(SOURCES)
+	@echo "Installing into .venv (torch is large: minutes the first time) ..."
+	$(call install,.)
+
+.venv/.ready-dev: $(SOURCES) | .venv/.ready
+	@echo "Installing the development tools into .venv ..."
+	$(call install,.[dev])
+
+demo: setup ## Solve the paper's four synthetic problems and write runs/demo/report.html.
+	@$(BIN)/bilevel demo
+
+test: setup .venv/.ready-dev ## Lint, types and tests (the slow ones: .venv/bin/pytest -m slow).
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+clean: ## Remove .venv, caches and build outputs; runs/ is kept.
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

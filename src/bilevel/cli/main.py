@@ -1,0 +1,57 @@
+"""The `bilevel` command. Exit codes: 0 done, 1 ended badly, 2 wrong use; the message is on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import BilevelError, OptionError
+from . import demo
+
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C outside of a command's own handling."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"bilevel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Solve bilevel optimization problems by the penalty method."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (that of the process by default) and return its exit code."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="bilevel")
+    except SystemExit as end:
+        if end.code != INTERRUPTED:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        print("Stopped by Ctrl-C.", file=sys.stderr)
+        return 1
+    except OptionError as error:
+        print(f"bilevel: {error}", file=sys.stderr)
+        return 2
+    except (BilevelError, OSError) as error:
+        print(f"bilevel: {error}", file=sys.stderr)
+        return 1
+    return 0

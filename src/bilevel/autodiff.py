@@ -62,16 +62,16 @@ class Gradients:
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """<a, b> over all tensors, as a tensor."""
-    if not a:
-        return torch.zeros(())
-    return torch.stack([torch.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
+    total: Tensor = torch.stack([torch.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
+    return total
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all tensors, as a tensor."""
+    """The Euclidean norm over all tensors, as a tensor; zero, on the host, where there are none."""
     if not tensors:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()) for t in tensors]))
+    return total
 
 
 def gradient(
@@ -104,6 +104,7 @@ class Derivatives:
         self.lower_evaluations = 0
         self.upper_evaluations = 0
         self.tapes: list[list[tuple[Tensor, Tensor]]] = []
+        self._proved = False  # whether an exact evaluation has gone through
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Derivatives:
             for _, batch in batches:
                 g = self.lower(batch)
                 parts.append((g.detach() * share, gradient(g * share, self.v.leaves)))
-        return _sum([[g, *s] for g, s in parts])[0], _sum([s for _, s in parts])
+        return torch.stack([g for g, _ in parts]).sum(), _sum([s for _, s in parts])
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """r, from s."""
@@ -142,7 +143,10 @@ class Derivatives:
         if self.problem.prepare is None:
             return list(batches)
         with torch.set_grad_enabled(graph):
-            made = [self.problem.prepare(self.u.value, None if pair == (None, None) else pair) for pair in batches]
+            made = [
+                self.problem.prepare(self.u.value, None if pair[0] is None and pair[1] is None else pair)
+                for pair in batches
+            ]
         return [(item, item) for item in made]
 
     # -- the derivative of F -------------------------------------------------------------------------------------
@@ -156,7 +160,8 @@ class Derivatives:
         then pulled on in each batch. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
         """
         if len(batches) == 1:
-            return self._guarded(lambda: self._one(batches[0], prices, with_u, 1.0, slope, None))
+            only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, 1.0, slope, None))
+            return only
         share = 1.0 / len(batches)
         states, means = [], []
         with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
@@ -176,7 +181,7 @@ class Derivatives:
 
         total: Gradients = self._guarded(lambda: one(0))
         for i in range(1, len(batches)):
-            total = _add(total, self._guarded(lambda i=i: one(i)))  # type: ignore[misc]
+            total = _add(total, one(i))
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
         return total
 
@@ -232,6 +237,12 @@ class Derivatives:
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
+        for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
+            if m.shape != h.shape:
+                raise ProblemError(
+                    f"constraint {i} must return the same shape for every batch; it returned {tuple(m.shape)} first "
+                    f"and {tuple(h.shape)} now. Return a mean or a sum over the batch."
+                )
         pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
         count = len(self.problem.equalities)
         return pulls[:count] + [p.clamp(min=0) for p in pulls[count:]]
@@ -289,9 +300,9 @@ class Derivatives:
 
     def _guarded(self, evaluate: Callable[[], Any]) -> Any:
         """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
-        if self.curvature == "difference":
+        if self._proved or self.curvature == "difference":
             return evaluate()
-        state = random_state(self.v.device) if self.curvature == "auto" else None
+        state = random_state(self.v.device)
         try:
             found = evaluate()
         except RuntimeError as error:
@@ -312,11 +323,12 @@ class Derivatives:
             self.curvature = "difference"
             set_random_state(state, self.v.device)
             return evaluate()
+        self._proved = True
         return found
 
     @contextmanager
     def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
-        """u takes part in the graph only when its derivative is wanted; yields what lists u's leaves after the reads."""
+        """u is part of the graph only where its derivative is wanted. Yields what lists its leaves, after the reads."""
         self.tapes = []
         if with_u:
             for rows in self.u.rows:

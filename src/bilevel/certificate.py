@@ -24,8 +24,8 @@ CG_ITERATIONS = 200
 
 def certify(
     state: State, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
-) -> tuple[Certificate, list[Tensor]]:
-    """Measure the present point of a run; the lower residual comes with it. Variables and buffers stay as they are."""
+) -> tuple[Certificate, dict[str, list[Tensor]]]:
+    """Measure the present point of a run, and the multipliers there. Variables and buffers stay as they are."""
     d = state.derivatives
     counts = d.lower_evaluations, d.upper_evaluations
     d.u.make_dense()
@@ -39,7 +39,7 @@ def certify(
 
 def _measure(
     state: State, sources: Sources, minimiser: bool | None, hypergradient: bool | None
-) -> tuple[Certificate, list[Tensor]]:
+) -> tuple[Certificate, dict[str, list[Tensor]]]:
     d, problem = state.derivatives, state.derivatives.problem
     upper, lower, full = _batches(state, sources, problem)
     _, slope = d.slope([pair for make in lower for pair in make(False)])
@@ -60,22 +60,27 @@ def _measure(
     count = len(d.v.leaves)
     if direct is not None:
         total[:count] = [a + b for a, b in zip(total[:count], direct, strict=True)]
+    slope_u = total[count:]
     error = None
     if not d.v.projected and (hypergradient or (hypergradient is None and d.v.size <= SMALL)):
-        error = _hypergradient_error(d, lower, slopes, total[count:])
+        error = _hypergradient_error(d, lower, slopes, slope_u)
+    if d.u.projected:
+        moved = d.u.project_leaves([x.detach() - y for x, y in zip(d.u.leaves, slope_u, strict=True)])
+        slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
     worst = [h.abs().max().item() if i < equal else max(0.0, h.max().item()) for i, h in enumerate(values)]
     scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
-        stationarity_u=norm(total[count:]).item(), stationarity_v=norm(total[:count]).item(),
+        stationarity_u=norm(slope_u).item(), stationarity_v=norm(total[:count]).item(),
         lower_residual=norm(residual).item(), violation=max(worst, default=0.0),
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
         damping=(state.lam() / prices.gamma).item() if prices.gamma.item() else math.inf,
         batches=max(len(upper), len(lower)) if sources else 0, full_data=full,
     )  # fmt: skip
-    return certificate, residual
+    paid = [n + prices.gamma * r for n, r in zip(prices.nu, residual, strict=True)]
+    return certificate, {"nu": paid, "equalities": pulls[:equal], "inequalities": pulls[equal:]}
 
 
 _Maker = Callable[[bool], list[Pair]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from . import callbacks
 from .autodiff import Derivatives, Pair, gradient, keeping, missing_double_backward, random_state, set_random_state
-from .errors import OptionError, ProblemError
+from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Variable
 from .sources import Sources
 
@@ -91,11 +92,15 @@ def first_evaluation(d: Derivatives, sources: Sources) -> None:
 
 def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
     """(f, g, whether f depends on v, whether g or h depends on u)"""
-    pair = d.prepare(pairs, graph=True)[0]
+    with _explained(d, "prepare", pairs[0]):
+        pair = d.prepare(pairs, graph=True)[0]
     with d.holding_u(True) as inputs:
-        g = d.lower(pair[1])
-        h = d.constraints(pair[0])
-        f = d.upper(pair[0])
+        with _explained(d, "lower", pair[1]):
+            g = d.lower(pair[1])
+        with _explained(d, "a constraint", pair[0]):
+            h = d.constraints(pair[0])
+        with _explained(d, "upper", pair[0]):
+            f = d.upper(pair[0])
         for name, value in (("upper", f), ("lower", g), *((f"constraint {i}", x) for i, x in enumerate(h))):
             if not isinstance(value, Tensor):
                 raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
@@ -111,8 +116,38 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
                 "lower must depend on v; its gradient in v is missing. Use v as it is passed in, and do not detach it, "
                 "convert it with .item(), or compute under torch.no_grad()."
             )
+        if not all(bool(torch.isfinite(s).all()) for s in gradient(g, wrt[:count], retain=True)):
+            raise ProblemError(
+                "the gradient of lower in v must be finite; it is not at the first evaluation. Look for sqrt, norm or "
+                "a power at zero, and start v elsewhere or add a small constant inside."
+            )
         coupled = any(_reaches(x, wrt[count:]) for x in (g, *h))
         return f.detach(), g.detach(), _reaches(f, wrt[:count]), coupled
+
+
+@contextmanager
+def _explained(d: Derivatives, name: str, batch: Any) -> Iterator[None]:
+    """An error of the user's own function, with the shapes it was given."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except Exception as error:
+        given = {"u": d.u.value, "v": d.v.value, "batch": batch}
+        received = "; ".join(f"{key} {_shape(value)}" for key, value in given.items())
+        raise ProblemError(
+            f"{name} failed at the first evaluation with {type(error).__name__}: {error} It received {received}."
+        ) from error
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_shape(item) for item in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_shape(item)}' for key, item in value.items())}}}"
+    return type(value).__name__
 
 
 def _reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:

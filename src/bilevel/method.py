@@ -1,4 +1,4 @@
-"""What `solve` and a method agree on. A method is a frozen dataclass of options; all that changes lives in its state."""
+"""What `solve` and a method agree on. A method is a frozen dataclass of options; what changes lives in its state."""
 
 from __future__ import annotations
 
@@ -68,5 +68,9 @@ class State(Protocol):
 
 class Method(Protocol):
     """A frozen dataclass of options. `init` starts a run; the state it returns takes the steps."""
+
+    def describe(self) -> dict[str, str]:
+        """The options that were given, as text: what a checkpoint is compared by."""
+        ...
 
     def init(self, setting: Setting) -> State: ...

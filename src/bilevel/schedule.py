@@ -1,6 +1,6 @@
 """The schedule: gamma, lam, epsilon, nu, mu; when they move and how.
 
-After an upper step with n2 = |grad_u F|^2 + |grad_v (F + lam g)|^2, the schedule advances when the first of these holds:
+With n2 = |grad_u F|^2 + |grad_v (F + lam g)|^2 after an upper step, the schedule advances when one of these holds:
 
     tolerance   n2 <= epsilon^2
     smoothed    the running mean of n2 <= epsilon^2

@@ -104,7 +104,7 @@ class Certificate:
     """
 
     stationarity_u: float
-    """|grad_u F|, of the penalised objective with the final prices."""
+    """|grad_u F|, of the penalised objective with the final prices; under `project_upper`, |u - P(u - grad_u F)|."""
     stationarity_v: float
     """|grad_v F|, without the regularisation lam g."""
     lower_residual: float
@@ -156,9 +156,10 @@ class Solution:
     history: History
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
-    """nu (lower stationarity), and mu of the equalities and inequalities, as `nu`, `equalities`, `inequalities`."""
+    """What each condition costs at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
+    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>."""
     adjoint: list[Tensor]
-    """-gamma s - nu, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
+    """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
     """What the status alone does not say: the step and the quantity that diverged, for instance."""
     candidates: list[Any] = field(default_factory=list)

@@ -66,6 +66,8 @@ def solve(
     if saved is not None:
         _compare(saved["fingerprint"], print_, folder)
     sources = Sources(data, seed, lower.device)
+    if accumulate > 1 and not sources:
+        raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
     with _generators(seed, lower.device) as generator:
         setting = Setting(problem, upper, lower, sources, max_steps, tolerance, accumulate, generator)
         first_evaluation(Derivatives(problem, upper, lower), sources)
@@ -102,6 +104,7 @@ class _Loop:
         self.seconds = 0.0
         self.pending: list[tuple[Tensor, int, float, int]] = []
         self.message = ""
+        self.finished: Status | None = None
         self.interrupted = False
         self.variables: tuple[Variable, Variable] = (setting.u, setting.v)
         self.good = self._snapshot()
@@ -109,7 +112,7 @@ class _Loop:
     def run(self, hypergradient: bool | None) -> Solution:
         started = time.perf_counter() - self.seconds
         watch = Run(self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds)
-        status: Status | None = self.state.ended()
+        status: Status | None = self.finished or self.state.ended()
         with _noting_interrupts(self):
             for callback in self.callbacks:
                 callback.start(watch)
@@ -128,11 +131,11 @@ class _Loop:
                     status = self._fetch(watch) or status
                     if due and status is not Status.DIVERGED:
                         self._save()
-        finished = status in (Status.CONVERGED, Status.STATIONARY, Status.STALLED, Status.INFEASIBLE, Status.MAX_STEPS)
-        if self.folder is not None and (status is not Status.DIVERGED or self.step > 0):
-            self._save()
+        finished = status not in (Status.STOPPED, Status.DIVERGED)
+        if status is not Status.DIVERGED:
+            self._save(status)
         minimiser = self.state.finish() if finished else None
-        certificate, residual = certify(
+        certificate, multipliers = certify(
             self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
         )
         tolerance = self.state.tolerance
@@ -140,13 +143,11 @@ class _Loop:
             status = Status.CONVERGED
         elif status is Status.CONVERGED and tolerance is not None and not certificate.passes(10 * tolerance):
             status = Status.STALLED
-        prices = self.state.prices()
-        equal = len(self.setting.problem.equalities)
         solution = Solution(
             u=self.setting.u.value, v=self.setting.v.value, status=status, steps=self.step, mode=self.state.mode,
             history=self.history, certificate=certificate,
-            multipliers={"nu": prices.nu, "equalities": prices.mu[:equal], "inequalities": prices.mu[equal:]},
-            adjoint=[-n - prices.gamma * r for n, r in zip(prices.nu, residual, strict=True)], message=self.message, state=self.state.state_dict(),
+            multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]], message=self.message,
+            state=self.state.state_dict(),
         )  # fmt: skip
         for callback in self.callbacks:
             callback.end(solution)
@@ -217,13 +218,13 @@ class _Loop:
             for key, tensor in variable.tensors().items():
                 tensor.copy_(saved[name][key])
 
-    def _save(self) -> None:
+    def _save(self, status: Status | None = None) -> None:
         if self.folder is None:
             return
         device = self.setting.v.device
         store.save(self.folder, {
             "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
-            "max_steps": self.setting.max_steps, "message": self.message,
+            "max_steps": self.setting.max_steps, "status": status.name if status else None,
             "u": self.variables[0].tensors(), "v": self.variables[1].tensors(), "method": self.state.state_dict(),
             "sources": self.setting.sources.state_dict(),
             "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
@@ -248,7 +249,9 @@ class _Loop:
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
         self.history = History.from_lists(saved["history"].tolist())
-        self.step, self.seconds, self.message = saved["step"], saved["seconds"], saved["message"]
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        if saved["status"] not in (None, Status.STOPPED.name) and saved["max_steps"] == self.setting.max_steps:
+            self.finished = Status[saved["status"]]
         self.good = self._snapshot()
 
 
@@ -341,12 +344,8 @@ def _refuse(
     checkpoint: object,
     resume: bool,
 ) -> None:
-    for name, value in (
-        ("max_steps", max_steps),
-        ("every", every),
-        ("log_every", log_every),
-        ("accumulate", accumulate),
-    ):
+    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
+    for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
     if tolerance is not None and not tolerance > 0:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 POWER_ITERATIONS = 10
 LOWER_ITERATIONS = 50
 RESTARTS = 5
-RAISES = 20
+RAISES = 8
 """How often the price of a constraint is raised in vain before the run is called infeasible."""
 STALLS = 3
 """Rounds in a row that move nothing before the run is over."""
@@ -45,7 +46,7 @@ PROBES = (1e-3, 0.1, 1.0)
 
 def default_tolerance(dtype: torch.dtype) -> float:
     """What the relative measures of the certificate can be expected to reach in this precision."""
-    return 1e-8 if dtype == torch.float64 else 30 * math.sqrt(torch.finfo(dtype).eps) * 1e-2
+    return max(1e-8, 1e3 * torch.finfo(dtype).eps)
 
 
 class Lagrangian:
@@ -60,17 +61,18 @@ class Lagrangian:
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
-        self.tolerance: float = setting.tolerance or default_tolerance(self.v.dtype)
+        self.goal = setting.tolerance or default_tolerance(self.v.dtype)
+        self.tolerance: float | None = self.goal
         if setting.tolerance is None and self.v.dtype != torch.float64:
             warnings.warn(
                 f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "
-                f"of {self.tolerance:.0e}, which that precision can reach. Use float64 for more digits.",
+                f"of {self.goal:.0e}, which that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
                 stacklevel=2,
             )
         self.status: Status | None = None
-        self.raises = 0
         self.restarts = self.stalls = 0
+        self.search: LBFGS
         self.minimiser: bool | None = None
         if self.problem.start_lower is not None:
             with torch.no_grad():
@@ -89,7 +91,7 @@ class Lagrangian:
 
     @torch.no_grad()
     def _write(self, z: Tensor, leaves: Sequence[Tensor]) -> None:
-        for leaf, part in zip(leaves, z.split([leaf.numel() for leaf in leaves]), strict=True):
+        for leaf, part in zip(leaves, torch.split(z, [leaf.numel() for leaf in leaves]), strict=True):
             leaf.copy_(part.reshape(leaf.shape))
 
     def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
@@ -136,9 +138,9 @@ class Lagrangian:
         value, slope, _ = self._lower_value(start)
         first = min(1.0, (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300))
         search = LBFGS(start, value, slope, self.options.memory or 100, torch.full_like(start, first))
-        goal = 1e-3 * self.tolerance * slope.norm().item()
+        enough = 1e-3 * self.goal * slope.norm().item()
         for _ in range(iterations):
-            if search.gradient.norm().item() <= goal or not search.iterate(self._lower_value):
+            if search.gradient.norm().item() <= enough or not search.iterate(self._lower_value):
                 break
             if not search.x.norm().item() <= 1e6 * (1 + start.norm().item()):
                 break
@@ -168,7 +170,7 @@ class Lagrangian:
                 break
             bend = torch.dot(move, new_slope - slope).item()
             x, value, slope = trial, new_value, new_slope
-            if move.norm().item() <= self.tolerance * 1e-2 * (1 + x.norm().item()):
+            if move.norm().item() <= self.goal * 1e-2 * (1 + x.norm().item()):
                 break
             t = torch.dot(move, move).item() / bend if bend > 0 else 2 * t
         self._write(x, self.v.leaves)
@@ -180,16 +182,15 @@ class Lagrangian:
         """Lf, Lg and |J_h|, and from them the prices and the scales that the tolerance is relative to."""
         d = self.derivatives
         u_size, v_size = norm(self.u.leaves).item(), norm(self.v.leaves).item()
-        curvature_g = self._power(
-            lambda x: d.hessian_product(self._batches(graph=False), x, with_u=False), self.v.leaves
-        )
+        still = self._batches(graph=False)
+        curvature_g = self._power(lambda x: d.hessian_product(still, x, with_u=False), self.v.leaves)
         self.bend_uv = self._cross()
         f_z = gradient(d.upper(self._batches(graph=True)[0][0]), self.leaves)
         bend_f = self._power(self._upper_product, self.leaves)
         bend_f = max(bend_f, 1e-3 * norm(f_z).item() / (1 + u_size + v_size), 1e-12)
         values = d.constraints(self._batches(graph=True)[0][0])
         jacobians = [self._jacobian_size(i, h) for i, h in enumerate(values)]
-        new = lambda x: torch.tensor(x, dtype=self.v.dtype, device=self.v.device)  # noqa: E731
+        new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
         gamma, gamma_h = self.options.gamma, self.options.gamma_h
         self.price = Prices(
             gamma=new(10 * bend_f / max(curvature_g, 1e-12) ** 2 if gamma is None else gamma),
@@ -208,7 +209,9 @@ class Lagrangian:
         for _ in range(3):
             x = [self._random(leaf) for leaf in self.v.leaves]
             product = d.hessian_product(self._batches(graph=True), x, with_u=True)[count:]
-            sizes.append((norm(product) / norm(x)).item() * math.sqrt(self.v.size / max(1, min(self.v.size, self.split))))
+            sizes.append(
+                (norm(product) / norm(x)).item() * math.sqrt(self.v.size / max(1, min(self.v.size, self.split)))
+            )
         return max(sizes)
 
     def _upper_product(self, x: Sequence[Tensor]) -> list[Tensor]:
@@ -248,7 +251,8 @@ class Lagrangian:
 
     def _start(self) -> None:
         """Begin with no multipliers at the present z."""
-        self.epsilon, self.best, self.best_h = math.inf, math.inf, [math.inf] * (len(self.price.mu) + 1)
+        count = len(self.price.mu) + 1
+        self.epsilon, self.best, self.best_h, self.raises = math.inf, math.inf, [math.inf] * count, [0] * count
         self._new_round()
         self.epsilon = 0.1 * self.search.gradient.norm().item()
 
@@ -270,12 +274,13 @@ class Lagrangian:
         limit = 100 * (1 + self.origin.norm().item())
         if moved and not (self.search.x - self.origin).norm().item() <= limit:
             self._write(self.origin, self.leaves)
-            self.price.gamma *= 10
+            for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
+                price.mul_(10)
             self._new_round()
             return self._record(0)
         self._write(self.search.x, self.leaves)  # the line search may have left another trial there
         size = self.search.gradient.norm().item()
-        met = size <= self.epsilon or size <= 0.1 * self.tolerance * self.scales()[0]
+        met = size <= self.epsilon or size <= 0.1 * self.goal * self.scales()[0]
         record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
         if met or not moved or self.taken >= (self.options.inner_steps or 50):
             self._end_round(met, moved)
@@ -285,7 +290,10 @@ class Lagrangian:
         """Move the multipliers; then either finish, or set out on the next round."""
         sizes = self._violations()
         residual = norm(self.at().residual).item()
-        solved = self._solved(residual, sizes)
+        self.stalls = 0 if moved or self.taken > 1 else self.stalls + 1
+        if self._solved(residual, sizes) or self.stalls >= STALLS or max(self.raises) >= RAISES:
+            self._check_end()
+            return
         with torch.no_grad():
             for n, r in zip(self.price.nu, self.at().residual, strict=True):
                 n += self.price.gamma * r
@@ -294,22 +302,15 @@ class Lagrangian:
                 m.copy_(m + c * h if i < equal else (m + c * h).clamp(min=0))
             if self.u.projected:
                 self.set_mu = [self.set_price * o for o in self._outside()]
-        if solved:
-            self._check_end()
-            return
-        self.stalls = 0 if moved or self.taken > 1 else self.stalls + 1
-        if self.stalls >= STALLS or self.raises >= RAISES:
-            self._check_end()
-            return
         raised = False
         if met:
             self.epsilon /= 10
-            if residual > max(self.best / 4, 0.1 * self.tolerance * self.scales()[1]):
+            if residual > max(self.best / 4, 0.1 * self.goal * self.scales()[1]):
                 self.price.gamma *= 10
                 raised = True
             for i, size in enumerate(sizes):
-                if size > max(self.best_h[i] / 4, self.tolerance * self._constraint_scales()[i]):
-                    self.raises += 1
+                if size > max(self.best_h[i] / 4, self.goal * self._constraint_scales()[i]):
+                    self.raises[i] += 1
                     raised = True
                     (self.set_price if i == len(self.price.gamma_h) else self.price.gamma_h[i]).mul_(10)
             self.best, self.best_h = residual, sizes
@@ -330,7 +331,7 @@ class Lagrangian:
         scale, lower, _ = self.scales()
         measures = [self.search.gradient.norm().item() / scale, residual / lower]
         measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
-        return max(measures) <= self.tolerance
+        return bool(max(measures) <= self.goal)
 
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
@@ -346,7 +347,7 @@ class Lagrangian:
         held = self._flat(self.v.leaves)
         g, _, _ = self._lower_value(held)
         best, lowest = held, g
-        margin = max(1e-9 if self.v.dtype == torch.float64 else 1e-5, self.tolerance) * (abs(g) + self._reach_g(held))
+        margin = max(1e-9 if self.v.dtype == torch.float64 else 1e-5, self.goal) * (abs(g) + self._reach_g(held))
         for size in PROBES:
             direction = self._random(held)
             direction *= size * (1 + held.norm()) / direction.norm()
@@ -362,7 +363,7 @@ class Lagrangian:
             self._write(held, self.v.leaves)
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
             if not self._solved(norm(self.at().residual).item(), sizes := self._violations()):
-                infeasible = any(x > self.tolerance * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
+                infeasible = any(x > self.goal * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
                 self.status = Status.INFEASIBLE if infeasible else Status.STALLED
             return
         self.restarts += 1
@@ -372,7 +373,7 @@ class Lagrangian:
 
     def _reach_g(self, v: Tensor) -> float:
         """How much g changes over a millionth of the scale of v: what a fall must exceed to count."""
-        return 1e-6 * self.bend_g * (1 + v.norm().item()) ** 2
+        return 1e-6 * self.bend_g * (1 + norm([v]).item()) ** 2
 
     def _record(self, reason: int) -> Tensor:
         at, price = self.at(), self.price
@@ -412,8 +413,10 @@ class Lagrangian:
             "gamma": self.price.gamma, "nu": self.price.nu, "gamma_h": self.price.gamma_h, "mu": self.price.mu,
             "set_price": self.set_price, "set_mu": self.set_mu, "search": self.search.state_dict(),
             "origin": self.origin, "curvature": d.curvature,
-            "numbers": [self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h], "jacobians": self.jacobians,
-            "counters": [self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations],
+            "numbers": [self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h],
+            "jacobians": self.jacobians,
+            "counters": [self.taken, self.restarts, self.stalls], "raises": self.raises,
+            "evaluations": [d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser, "status": self.status.name if self.status else None,
         }  # fmt: skip
 
@@ -424,12 +427,12 @@ class Lagrangian:
             gamma_h=[t.clone() for t in state["gamma_h"]], mu=[t.clone() for t in state["mu"]],
         )  # fmt: skip
         self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
-        self.search = LBFGS(**{key: value for key, value in state["search"].items()})
+        self.search = LBFGS(**state["search"])
         self.origin, d.curvature = state["origin"], state["curvature"]
         self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h = state["numbers"]
         self.jacobians = state["jacobians"]
-        self.taken, self.restarts, self.stalls, self.raises, d.lower_evaluations, d.upper_evaluations = state[
-            "counters"
-        ]
+        self.taken, self.restarts, self.stalls = state["counters"]
+        self.raises = list(state["raises"])
+        d.lower_evaluations, d.upper_evaluations = state["evaluations"]
         self.minimiser = state["minimiser"]
         self.status = Status[state["status"]] if state["status"] else None

@@ -57,7 +57,7 @@ class Penalty:
     lam: float | None = None
     """The first weight of g in v's step, which keeps v at a minimum of g. None: from the sizes of f and g."""
     epsilon: float | None = None
-    """The first tolerance: the schedule advances when the penalised gradient is smaller. None: never for that reason."""
+    """The first tolerance: the schedule advances when the penalised gradient is smaller. None: never."""
     nu: float | None = None
     """The first value of every multiplier of grad_v g = 0."""
     multipliers: bool | None = None
@@ -85,7 +85,7 @@ class Penalty:
     lower_optimizer: OptimizerFactory | None = None
     """None: Adam with a learning rate of 3e-3."""
     lower_batches: Literal["fresh", "shared"] | None = None
-    """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step, as the paper."""
+    """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     cotangent: Literal["same", "running", "other"] | None = None
     """Which grad_v g multiplies the curvature: of the same batch, a running mean, or of another batch."""
 

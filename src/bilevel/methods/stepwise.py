@@ -119,7 +119,8 @@ class Stepwise:
                 f_v += norm(first[: len(self.v.leaves)]).item()
                 f_z += norm(first).item()
                 if self.u.rows:
-                    rows = [sum(i.numel() for i, _ in tape) / len(r) for tape, r in zip(d.tapes, self.u.rows)]
+                    tapes = zip(d.tapes, self.u.rows, strict=True)
+                    rows = [sum(i.numel() for i, _ in tape) / len(r) for tape, r in tapes]
                     coverage = min(1.0, max(rows) * self.setting.accumulate) or 1.0
                 if not shapes:
                     shapes = [h.shape for h in values]
@@ -150,11 +151,8 @@ class Stepwise:
         factor = self._factor(k)
         shared: list[Pair] | None = None
         final: list[Pair] | None = None
-        if (
-            options.lower_batches == "shared"
-            or self.problem.prepare is not None
-            or self.problem.start_lower is not None
-        ):
+        episodic = self.problem.prepare is not None or self.problem.start_lower is not None
+        if episodic or options.lower_batches == "shared":
             final = d.prepare(self._draw(), graph=moving)
             shared = detached(final)
         if self.problem.start_lower is not None and shared is not None:
@@ -169,7 +167,8 @@ class Stepwise:
         lowered = self._with_lam(gradients)
         if moving:
             self.upper.step(gradients.u, gradients.rows, factor)
-        size_u = norm([*gradients.u, *(g for parts in gradients.rows for _, g in parts)]).to(self.v.device)
+        moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
+        size_u = norm(moved) if moved else torch.zeros_like(gradients.f)
         size_v = norm(lowered)
         record = [
             gradients.f, gradients.g, size_u, size_v, norm(gradients.residual), self._violation(gradients.constraints),
@@ -249,8 +248,9 @@ class Stepwise:
         self.schedule.load_state_dict(state["schedule"])
         self.upper.load_state_dict(state["upper"])
         self.lower.load_state_dict(state["lower"])
-        for mine, saved in zip([*self.running, self.running_weight], [*state["running"], state["running_weight"]]):
+        for mine, saved in zip(self.running, state["running"], strict=True):
             mine.copy_(saved)
+        self.running_weight.copy_(state["running_weight"])
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]

@@ -77,7 +77,7 @@ def smooth(seed: int, *, quadratic: bool) -> Smooth:
 
 def newton(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
     """The stationary point of a scalar function near v, to machine precision."""
-    gradient, hessian = torch.func.grad(function), torch.func.hessian(function)
+    gradient, hessian = torch.func.grad(function), torch.func.jacrev(torch.func.grad(function))
     for _ in range(60):
         step = torch.linalg.solve(hessian(v), gradient(v))
         v = v - step * min(1.0, 1.0 / step.norm().item())
@@ -114,8 +114,7 @@ def slope_of(xs: list[float], ys: list[float]) -> float:
 @given(seed=st.integers(0, 10**6), gamma=st.sampled_from([30.0, 1e3, 1e5]), quadratic=st.booleans(), prices=st.booleans())
 def test_gradient_in_u_at_the_minimiser_over_v_is_the_implicit_hypergradient_there(seed, gamma, quadratic, prices):
     s = smooth(seed, quadratic=quadratic)
-    # With multipliers the same holds: f_v + g_vv (nu + gamma s) = 0 at the minimiser of a quadratic lower problem, and
-    # of any other where F is convex, which gamma nu of size one keeps it.
+    # With multipliers the same holds: f_v + g_vv (nu + gamma s) = 0 at the minimiser.
     nu = 0.1 * normal(torch.Generator().manual_seed(seed + 1), Q) if prices else None
     v, found, adjoint = at_minimum(s, gamma, nu=nu)
     exact, q = s.hypergradient(s.u, v)
@@ -157,8 +156,7 @@ def test_regularisation_damps_the_inverse_in_the_hypergradient_by_lam_over_gamma
 @pytest.mark.parametrize("quadratic", [True, False])
 def test_adjoint_of_a_solution_is_the_inverse_lower_hessian_times_the_upper_slope(quadratic):
     s = smooth(0, quadratic=quadratic)
-    u, v = leaf(s.u), leaf(torch.zeros(Q))
-    v = leaf(torch.zeros(Q, dtype=torch.float64))
+    u, v = leaf(s.u), leaf(torch.zeros(Q, dtype=torch.float64))
     problem = Problem(lambda u, v, _: s.f(u, v), lambda u, v, _: s.g(u, v))
     solution = solve(problem, Penalty(), u, v, max_steps=1000, seed=0)
     assert solution.status is Status.CONVERGED
@@ -369,29 +367,34 @@ def test_run_from_a_point_that_is_no_lower_minimiser_ends_at_one_or_says_that_it
     ends_well(solution, lambda x: well(x) + tilt * x + 0.05 * u.item() * x, v.item())
 
 
+@pytest.mark.parametrize("pull", [0.05, 1.0])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_saddle_of_the_lower_objective_is_left(seed):
-    """A minimum of g along v[1], a maximum along v[0], which no gradient at the start shows."""
+def test_saddle_of_the_lower_objective_is_left_or_named(seed, pull):
+    """A minimum of g along v[1], a maximum along v[0], which no gradient at the start shows and f likes best."""
 
     def lower(u, v, _):
         return well(v[0]) + 0.2 * v[0] ** 3 / 3 + (v[1] - u[0]) ** 2 / 2
 
     # g has its minima over v[0] where v^2 + 0.2 v - 1 = 0; the lower one is at the negative root.
     best = -0.1 - (0.01 + 1) ** 0.5
-    problem = Problem(lambda u, v, _: (v**2).sum() / 2 + (u[0] - 1) ** 2 / 2, lower)
+    problem = Problem(lambda u, v, _: pull * v[0] ** 2 / 2 + v[1] ** 2 / 2 + (u[0] - 1) ** 2 / 2, lower)
     u = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     v = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     solution = solve(problem, Penalty(), u, v, max_steps=2000, seed=seed)
-    assert solution.status is Status.CONVERGED
-    assert solution.certificate.lower_minimiser is True
     # v[1] = u[0] halfway between 0 and 1. Converged to a relative 1e-9.
-    torch.testing.assert_close(v.tolist(), [best, 0.5], rtol=0, atol=1e-6)
-    torch.testing.assert_close(u.tolist(), [0.5], rtol=0, atol=1e-6)
+    torch.testing.assert_close([u.item(), v[1].item()], [0.5, 0.5], rtol=0, atol=1e-6)
+    if solution.status is Status.CONVERGED:
+        assert solution.certificate.lower_minimiser is True
+        assert v[0].item() == pytest.approx(best, abs=1e-6)
+    else:
+        assert pull == 1.0  # a weak pull does not draw the run back over the ridge
+        assert solution.status is Status.STATIONARY
+        assert solution.certificate.lower_minimiser is False
 
 
 # -- sets -------------------------------------------------------------------------------------------------------------
 
-STOCHASTIC_STEPS = 600
+STOCHASTIC_STEPS = 300
 MODES = {
     # Converged to a relative 1e-9; kinks of the projection and its multiplier cost some digits.
     "deterministic": (lambda: Penalty(), 3000, 1e-5),
@@ -422,6 +425,7 @@ def test_upper_variable_ends_at_the_solution_inside_its_set(name, mode):
     solution = solve(problem, method(), u, v, max_steps=steps, seed=0)
     best = SETS[name]((A + ALPHA * B) / (1 + ALPHA))
     assert solution.mode == mode
+    assert solution.status is (Status.CONVERGED if mode == "deterministic" else Status.MAX_STEPS)
     assert (best - (A + ALPHA * B) / (1 + ALPHA)).norm() > 0.1  # the set matters
     torch.testing.assert_close(u.detach(), best, rtol=0, atol=tolerance)
     torch.testing.assert_close(v.detach(), best, rtol=0, atol=tolerance)
@@ -430,21 +434,26 @@ def test_upper_variable_ends_at_the_solution_inside_its_set(name, mode):
 
 
 def reduced_solution(convex: Any, a: Tensor, b: Tensor) -> Tensor:
-    """The minimiser u of f(u, P(u)) by gradient descent through the projection."""
-    u = leaf(b)
-    for _ in range(2000):
-        v = convex(u)
-        (d,) = torch.autograd.grad(((v - a) ** 2).sum() / 2 + ALPHA * ((u - b) ** 2).sum() / 2, u)
-        with torch.no_grad():
-            u -= 0.3 * d
-    assert d.norm() < 1e-12
-    return u.detach()
+    """The minimiser u of f(u, P(u)), by gradient descent through the projection from three starts."""
+    ends = []
+    for start in (a, b, three()):
+        u = leaf(start)
+        for _ in range(300):
+            f = ((convex(u) - a) ** 2).sum() / 2 + ALPHA * ((u - b) ** 2).sum() / 2
+            (d,) = torch.autograd.grad(f, u)
+            with torch.no_grad():
+                u -= 0.5 * d
+        assert d.norm() < 1e-12
+        ends.append((f.item(), u.detach()))
+    return min(ends, key=lambda end: end[0])[1]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "inside"), [("deterministic", False), ("deterministic", True), ("stochastic", False)],
+    ids=["deterministic-active", "deterministic-inactive", "stochastic-active"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("inside", [False, True], ids=["active", "inactive"])
-def test_lower_variable_ends_at_the_solution_inside_its_set(name, inside, mode):
+def test_lower_variable_ends_at_the_solution_inside_its_set(name, mode, inside):
     """v is the projection of u; f pulls v to a and u to b."""
     method, steps, tolerance = MODES[mode]
     convex = SETS[name]
@@ -455,14 +464,15 @@ def test_lower_variable_ends_at_the_solution_inside_its_set(name, inside, mode):
         project_lower=convex,
     )
     best = reduced_solution(convex, a, b)
-    if name != "simplex":
+    if name != "simplex":  # whose plane is never met by accident
         assert ((convex(best) - best).norm() < 1e-12) == inside
     u, v = three(), three()
-    solve(problem, method(), u, v, max_steps=steps, seed=0)
+    solution = solve(problem, method(), u, v, max_steps=steps, seed=0)
     torch.testing.assert_close(u.detach(), best, rtol=0, atol=tolerance)
     torch.testing.assert_close(v.detach(), convex(best), rtol=0, atol=tolerance)
     # In the set to the last place or two.
     torch.testing.assert_close(convex(v.detach()), v.detach(), rtol=0, atol=1e-14)
+    assert solution.status is (Status.CONVERGED if mode == "deterministic" else Status.MAX_STEPS)
 
 
 def test_projection_by_name_leaves_the_other_tensors_free():

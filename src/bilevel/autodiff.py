@@ -23,12 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .batches import Pair
 from .errors import BilevelWarning, ProblemError
 from .problem import Objective, Problem, Variable
+from .replay import keeping, random_state, set_random_state
 
 Curvature = Literal["auto", "exact", "difference"]
-Pair = tuple[Any, Any]
-"""(upper batch, lower batch)"""
 
 
 @dataclass
@@ -262,6 +262,8 @@ class Derivatives:
                     for leaf, value, direction in zip(leaves, held, pull, strict=True):
                         leaf.copy_(value + sign * step * direction)
                 set_random_state(state, self.v.device)
+                for rows in self.u.rows:
+                    rows.replay()
                 sides.append(gradient(self.lower(batch), wrt, retain=True))
             with torch.no_grad():
                 for leaf, value in zip(leaves, held, strict=True):
@@ -285,7 +287,6 @@ class Derivatives:
 
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
         """g_vv d, followed by g_uv d where asked, by the curvature in force."""
-        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
         share = 1.0 / len(batches)
 
         def one(batch: Any) -> list[Tensor]:
@@ -296,7 +297,7 @@ class Derivatives:
                 s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
 
-        return _sum([[d * share + zero for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
+        return _sum([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 
     def _guarded(self, evaluate: Callable[[], Any]) -> Any:
         """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
@@ -335,7 +336,7 @@ class Derivatives:
                 rows.start_tape()
 
             def inputs() -> list[Tensor]:
-                self.tapes = [list(rows._tape or []) for rows in self.u.rows]
+                self.tapes = [rows.tape() for rows in self.u.rows]
                 return [*self.u.leaves, *(leaf for tape in self.tapes for _, leaf in tape)]
 
             try:
@@ -365,53 +366,6 @@ def missing_double_backward(error: RuntimeError) -> str | None:
     if "heckpoint" in text and ".grad()" in text:
         return "re-entrant checkpointing"
     return None
-
-
-def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The state of the global generators that a forward pass on this device draws from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(state: Any, device: torch.device) -> None:
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-
-
-def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with `function` applied to every tensor in its tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(each_tensor(function, item) for item in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(each_tensor(function, item) for item in batch)
-    if isinstance(batch, dict):
-        return {key: each_tensor(function, item) for key, item in batch.items()}
-    return batch
-
-
-def detached(batches: Sequence[Pair]) -> list[Pair]:
-    """The batches, cut from the graph of `prepare`."""
-    return [each_tensor(Tensor.detach, pair) for pair in batches]
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`."""
-    return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-@contextmanager
-def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Put the buffers back as they were."""
-    saved = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
 
 
 def _scalar(value: Any, name: str) -> Tensor:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, Pair, dot, gradient, keeping, norm
+from .autodiff import Derivatives, dot, gradient, norm
+from .batches import Pair
 from .method import State
 from .problem import Problem
+from .replay import keeping
 from .solution import Certificate
 from .sources import Sources
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from . import callbacks
-from .autodiff import Derivatives, Pair, gradient, keeping, missing_double_backward, random_state, set_random_state
+from .autodiff import Derivatives, gradient, missing_double_backward
+from .batches import Pair
 from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Variable
+from .replay import keeping, random_state, set_random_state
 from .sources import Sources
 
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, Pair, Prices
+from .autodiff import Derivatives, Prices
+from .batches import Pair
 from .problem import Problem, Variable
 from .solution import Status
 from .sources import Sources

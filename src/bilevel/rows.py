@@ -44,6 +44,7 @@ class Rows:
         if not self.values.is_floating_point():
             raise VariableError(f"Rows holds real numbers; got dtype {self.values.dtype}. Pass dtype=torch.float32.")
         self._tape: list[tuple[Tensor, Tensor]] | None = None
+        self._cursor: int | None = None
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -55,6 +56,9 @@ class Rows:
         """The rows at `index`; while a gradient in u is wanted, as a leaf of its own that the step differentiates."""
         if self._tape is None:
             return self.values[index]
+        if self._cursor is not None:
+            self._cursor += 1
+            return self._tape[self._cursor - 1][1]
         if not isinstance(index, Tensor) or index.dtype == torch.bool:
             index = torch.arange(len(self), device=self.values.device)[index]
         leaf = self.values[index].detach().requires_grad_()
@@ -65,10 +69,18 @@ class Rows:
         """From here on, note which rows are read."""
         self._tape = []
 
-    def stop_tape(self) -> list[tuple[Tensor, Tensor]]:
-        """The (index, leaf) pairs read since `start_tape`."""
-        tape, self._tape = self._tape or [], None
-        return tape
+    def tape(self) -> list[tuple[Tensor, Tensor]]:
+        """The (index, leaf) pairs read so far."""
+        return list(self._tape or ())
+
+    def replay(self) -> None:
+        """From here on, hand out the leaves on the tape again, in order: the same evaluation is done once more."""
+        if self._tape is not None:
+            self._cursor = 0
+
+    def stop_tape(self) -> None:
+        """Read rows as plain values again."""
+        self._tape, self._cursor = None, None
 
 
 class RowAdam:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .autodiff import Pair, move
+from .batches import Pair, move
 from .errors import DataError
 
 

@@ -17,24 +17,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..autodiff import Derivatives, Gradients, Pair, Prices, dot, gradient, norm
+from ..autodiff import Derivatives, Gradients, Prices, dot, norm
+from ..batches import Pair
 from ..errors import BilevelWarning
 from ..lbfgs import LBFGS
+from ..lower_level import flatten, lower_value, minimise, write
 from ..method import Setting
+from ..scales import Scales, measure
 from ..solution import Status
 
 if TYPE_CHECKING:
     from .penalty import Penalty
 
-POWER_ITERATIONS = 10
-LOWER_ITERATIONS = 50
 RESTARTS = 5
 RAISES = 8
 """How often the price of a constraint is raised in vain before the run is called infeasible."""
@@ -77,7 +79,7 @@ class Lagrangian:
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._batches(graph=False)[0][0])
-        self._minimise_lower(LOWER_ITERATIONS)
+        minimise(self.derivatives, self.goal)
         self._measure()
         self._start()
 
@@ -86,19 +88,11 @@ class Lagrangian:
     def _batches(self, *, graph: bool) -> list[Pair]:
         return self.derivatives.prepare([(None, None)], graph=graph)
 
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-    @torch.no_grad()
-    def _write(self, z: Tensor, leaves: Sequence[Tensor]) -> None:
-        for leaf, part in zip(leaves, torch.split(z, [leaf.numel() for leaf in leaves]), strict=True):
-            leaf.copy_(part.reshape(leaf.shape))
-
     def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
         """F, grad F and their parts at z; leaves u and v there."""
-        self._write(z, self.leaves)
+        write(z, self.leaves)
         at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
-        slope = self._flat([*at.u, *at.v])
+        slope = flatten([*at.u, *at.v])
         value = at.f + dot(self.price.nu, at.residual) + self.price.gamma / 2 * dot(at.residual, at.residual)
         equal = len(self.problem.equalities)
         for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, at.constraints, strict=True)):
@@ -109,7 +103,7 @@ class Lagrangian:
         if self.u.projected:
             out = self._outside()
             value = value + (dot(out, out) * self.set_price**2 - dot(self.set_mu, self.set_mu)) / (2 * self.set_price)
-            slope[: self.split] += self.set_price * self._flat(out)
+            slope[: self.split] += self.set_price * flatten(out)
         return value.item(), slope, at
 
     @torch.no_grad()
@@ -125,127 +119,22 @@ class Lagrangian:
         parts: Gradients = self.search.extra
         return parts
 
-    def _lower_value(self, v: Tensor) -> tuple[float, Tensor, None]:
-        self._write(v, self.v.leaves)
-        g, s = self.derivatives.slope(self._batches(graph=False))
-        return g.item(), self._flat(s), None
-
-    def _minimise_lower(self, iterations: int) -> float:
-        """Minimise g(u, .) from the present v; leaves v at the best point, and returns g there."""
-        start = self._flat(self.v.leaves)
-        if self.v.projected:
-            return self._minimise_projected(start, 4 * iterations)
-        value, slope, _ = self._lower_value(start)
-        first = min(1.0, (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300))
-        search = LBFGS(start, value, slope, self.options.memory or 100, torch.full_like(start, first))
-        enough = 1e-3 * self.goal * slope.norm().item()
-        for _ in range(iterations):
-            if search.gradient.norm().item() <= enough or not search.iterate(self._lower_value):
-                break
-            if not search.x.norm().item() <= 1e6 * (1 + start.norm().item()):
-                break
-        self._write(search.x, self.v.leaves)
-        return search.value
-
-    def _minimise_projected(self, x: Tensor, iterations: int) -> float:
-        """The same over the set of `project_lower`: projected gradient with Barzilai-Borwein steps."""
-
-        def projected(point: Tensor) -> Tensor:
-            self._write(point, self.v.leaves)
-            self.v.project()
-            return self._flat(self.v.leaves)
-
-        x = projected(x)
-        value, slope, _ = self._lower_value(x)
-        t = 0.1 * (1 + x.norm().item()) / max(slope.norm().item(), 1e-300)
-        for _ in range(iterations):
-            for _ in range(40):
-                trial = projected(x - t * slope)
-                new_value, new_slope, _ = self._lower_value(trial)
-                move = trial - x
-                if new_value <= value - 1e-4 / t * torch.dot(move, move).item():
-                    break
-                t /= 2
-            else:
-                break
-            bend = torch.dot(move, new_slope - slope).item()
-            x, value, slope = trial, new_value, new_slope
-            if move.norm().item() <= self.goal * 1e-2 * (1 + x.norm().item()):
-                break
-            t = torch.dot(move, move).item() / bend if bend > 0 else 2 * t
-        self._write(x, self.v.leaves)
-        return value
-
-    # -- scales ------------------------------------------------------------------------------------------------------
-
     def _measure(self) -> None:
-        """Lf, Lg and |J_h|, and from them the prices and the scales that the tolerance is relative to."""
-        d = self.derivatives
-        u_size, v_size = norm(self.u.leaves).item(), norm(self.v.leaves).item()
-        still = self._batches(graph=False)
-        curvature_g = self._power(lambda x: d.hessian_product(still, x, with_u=False), self.v.leaves)
-        self.bend_uv = self._cross()
-        f_z = gradient(d.upper(self._batches(graph=True)[0][0]), self.leaves)
-        bend_f = self._power(self._upper_product, self.leaves)
-        bend_f = max(bend_f, 1e-3 * norm(f_z).item() / (1 + u_size + v_size), 1e-12)
-        values = d.constraints(self._batches(graph=True)[0][0])
-        jacobians = [self._jacobian_size(i, h) for i, h in enumerate(values)]
+        """Measure the problem at the present point and set the prices by its sizes."""
+        scales = measure(self.derivatives, self.setting.generator)
+        with torch.no_grad():
+            shapes = [torch.zeros_like(h) for h in self.derivatives.constraints(self._batches(graph=False)[0][0])]
         new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
         gamma, gamma_h = self.options.gamma, self.options.gamma_h
         self.price = Prices(
-            gamma=new(10 * bend_f / max(curvature_g, 1e-12) ** 2 if gamma is None else gamma),
+            gamma=new(10 * scales.f / scales.g**2 if gamma is None else gamma),
             nu=[torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves],
-            gamma_h=[new(10 * bend_f / max(j, 1e-12) ** 2 if gamma_h is None else gamma_h) for j in jacobians],
-            mu=[torch.zeros_like(h, requires_grad=False) for h in values],
+            gamma_h=[new(10 * scales.f / j**2 if gamma_h is None else gamma_h) for j in scales.jacobians],
+            mu=shapes,
         )
-        self.set_price = new(10 * bend_f)
+        self.set_price = new(10 * scales.f)
         self.set_mu = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
-        self.bend_f, self.bend_g, self.jacobians = bend_f, max(curvature_g, 1e-12), jacobians
-
-    def _cross(self) -> float:
-        """|g_uv|: how strongly u moves the slope; a lower bound from a few random directions."""
-        d, count = self.derivatives, len(self.v.leaves)
-        sizes = []
-        for _ in range(3):
-            x = [self._random(leaf) for leaf in self.v.leaves]
-            product = d.hessian_product(self._batches(graph=True), x, with_u=True)[count:]
-            sizes.append(
-                (norm(product) / norm(x)).item() * math.sqrt(self.v.size / max(1, min(self.v.size, self.split)))
-            )
-        return max(sizes)
-
-    def _upper_product(self, x: Sequence[Tensor]) -> list[Tensor]:
-        f = self.derivatives.upper(self._batches(graph=True)[0][0])
-        first = gradient(f, self.leaves, keep_graph=True)
-        return gradient(first, self.leaves, cotangent=list(x))
-
-    def _power(self, product: Callable[[Sequence[Tensor]], list[Tensor]], like: Sequence[Tensor]) -> float:
-        """The largest |eigenvalue| of a symmetric map, by power iterations from a random start."""
-        x = [self._random(t) for t in like]
-        size = 0.0
-        for _ in range(POWER_ITERATIONS):
-            length = norm(x)
-            if not length.item() > 0:
-                return 0.0
-            x = product([t / length for t in x])
-            size = norm(x).item()
-        return size
-
-    def _jacobian_size(self, i: int, h: Tensor) -> float:
-        """|J_h| by power iterations on J'J, the second factor by the double-backward trick."""
-
-        def product(x: Sequence[Tensor]) -> list[Tensor]:
-            value = self.derivatives.constraints(self._batches(graph=True)[0][0])[i]
-            w = torch.zeros_like(value, requires_grad=True)
-            back = gradient(value, self.leaves, cotangent=[w], keep_graph=True)
-            along = gradient(back, [w], cotangent=list(x))[0] if any(b.requires_grad for b in back) else w.detach()
-            value = self.derivatives.constraints(self._batches(graph=True)[0][0])[i]
-            return gradient(value, self.leaves, cotangent=[along.detach()])
-
-        return math.sqrt(self._power(product, self.leaves))
-
-    def _random(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self.setting.generator, dtype=like.dtype).to(like.device)
+        self.sizes = scales
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -259,10 +148,10 @@ class Lagrangian:
     def _new_round(self, *, keep: bool = False) -> None:
         """Minimise F anew from the present z. New multipliers leave its curvature as it is, new prices do not."""
         gamma = self.price.gamma.item()
-        z = self._flat(self.leaves)
+        z = flatten(self.leaves)
         metric = torch.empty_like(z)
-        metric[: self.split] = 1 / (self.bend_f + gamma * self.bend_uv**2)
-        metric[self.split :] = 1 / (self.bend_f + gamma * self.bend_g**2)
+        metric[: self.split] = 1 / (self.sizes.f + gamma * self.sizes.cross**2)
+        metric[self.split :] = 1 / (self.sizes.f + gamma * self.sizes.g**2)
         pairs = (self.search.moves, self.search.bends) if keep else ([], [])
         self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
         self.search.moves, self.search.bends = pairs
@@ -273,12 +162,12 @@ class Lagrangian:
         self.taken += 1
         limit = 100 * (1 + self.origin.norm().item())
         if moved and not (self.search.x - self.origin).norm().item() <= limit:
-            self._write(self.origin, self.leaves)
+            write(self.origin, self.leaves)
             for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
                 price.mul_(10)
             self._new_round()
             return self._record(0)
-        self._write(self.search.x, self.leaves)  # the line search may have left another trial there
+        write(self.search.x, self.leaves)  # the line search may have left another trial there
         size = self.search.gradient.norm().item()
         met = size <= self.epsilon or size <= 0.1 * self.goal * self.scales()[0]
         record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
@@ -336,44 +225,46 @@ class Lagrangian:
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
         reach = 1 + norm(self.leaves).item()
-        return [max(j, 1e-12) * reach for j in self.jacobians] + [reach]
+        return [j * reach for j in self.sizes.jacobians] + [reach]
 
     def scales(self) -> tuple[float, float, float]:
         reach = 1 + norm(self.leaves).item()
-        return self.bend_f * reach, self.bend_g * reach, min(self._constraint_scales())
+        return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:
         """Move v away, minimise g again: if g falls, v was no minimiser; go on from the lower point."""
-        held = self._flat(self.v.leaves)
-        g, _, _ = self._lower_value(held)
+        held = flatten(self.v.leaves)
+        g, _, _ = lower_value(self.derivatives, held)
         best, lowest = held, g
         margin = max(1e-9 if self.v.dtype == torch.float64 else 1e-5, self.goal) * (abs(g) + self._reach_g(held))
         for size in PROBES:
-            direction = self._random(held)
+            direction = torch.randn(held.shape, generator=self.setting.generator, dtype=held.dtype).to(held)
             direction *= size * (1 + held.norm()) / direction.norm()
             for sign in (1, -1):
-                self._write(held + sign * direction, self.v.leaves)
-                value = self._minimise_lower(LOWER_ITERATIONS)
+                write(held + sign * direction, self.v.leaves)
+                value = minimise(self.derivatives, self.goal)
                 if value < lowest - margin:
-                    best, lowest = self._flat(self.v.leaves), value
+                    best, lowest = flatten(self.v.leaves), value
             if lowest < g - margin:
                 break
         self.minimiser = best is held
         if self.minimiser or self.restarts >= RESTARTS:
-            self._write(held, self.v.leaves)
+            write(held, self.v.leaves)
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
             if not self._solved(norm(self.at().residual).item(), sizes := self._violations()):
                 infeasible = any(x > self.goal * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
                 self.status = Status.INFEASIBLE if infeasible else Status.STALLED
             return
         self.restarts += 1
-        self._write(best, self.v.leaves)
+        write(best, self.v.leaves)
         self._measure()
+        # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
+        self.price.gamma.mul_(100.0**self.restarts)
         self._start()
 
     def _reach_g(self, v: Tensor) -> float:
         """How much g changes over a millionth of the scale of v: what a fall must exceed to count."""
-        return 1e-6 * self.bend_g * (1 + norm([v]).item()) ** 2
+        return 1e-6 * self.sizes.g * (1 + norm([v]).item()) ** 2
 
     def _record(self, reason: int) -> Tensor:
         at, price = self.at(), self.price
@@ -413,8 +304,8 @@ class Lagrangian:
             "gamma": self.price.gamma, "nu": self.price.nu, "gamma_h": self.price.gamma_h, "mu": self.price.mu,
             "set_price": self.set_price, "set_mu": self.set_mu, "search": self.search.state_dict(),
             "origin": self.origin, "curvature": d.curvature,
-            "numbers": [self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h],
-            "jacobians": self.jacobians,
+            "sizes": asdict(self.sizes),
+            "numbers": [self.epsilon, self.best, *self.best_h],
             "counters": [self.taken, self.restarts, self.stalls], "raises": self.raises,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser, "status": self.status.name if self.status else None,
@@ -429,8 +320,8 @@ class Lagrangian:
         self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
         self.search = LBFGS(**state["search"])
         self.origin, d.curvature = state["origin"], state["curvature"]
-        self.bend_f, self.bend_g, self.bend_uv, self.epsilon, self.best, *self.best_h = state["numbers"]
-        self.jacobians = state["jacobians"]
+        self.epsilon, self.best, *self.best_h = state["numbers"]
+        self.sizes = Scales(**state["sizes"])
         self.taken, self.restarts, self.stalls = state["counters"]
         self.raises = list(state["raises"])
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Derivatives, Gradients, Pair, Prices, detached, gradient, norm
+from ..autodiff import Derivatives, Gradients, Prices, gradient, norm
+from ..batches import Pair, detached
 from ..descent import Descent
 from ..errors import OptionError
 from ..method import Setting

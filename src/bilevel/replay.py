@@ -1,0 +1,34 @@
+"""Doing a forward pass again as if it had not been done: the generators it draws from, the buffers it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The state of the global generators that a forward pass on this device draws from."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: Any, device: torch.device) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+@contextmanager
+def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Put the buffers back as they were."""
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)

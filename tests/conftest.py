@@ -26,12 +26,12 @@ class Quadratic:
     |grad_v g|^2 and to f, so that the solution is the same with and without data.
     """
 
-    H: Tensor = field(default_factory=lambda: _tensor([2.0, 0.5], [0.5, 1.0]))
+    H: Tensor = field(default_factory=lambda: _tensor([1.5, 0.3], [0.3, 1.0]))
     C: Tensor = field(default_factory=lambda: _tensor([1.0, -0.5, 0.3], [0.2, 0.8, -0.4]))
     c: Tensor = field(default_factory=lambda: _tensor(0.3, -0.2))
     a: Tensor = field(default_factory=lambda: _tensor(1.0, -1.0))
     b: Tensor = field(default_factory=lambda: _tensor(0.5, -0.5, 0.2))
-    alpha: float = 0.5
+    alpha: float = 1.0
 
     def upper(self, u: Tensor, v: Tensor, batch: Tensor | None) -> Tensor:
         target = self.a if batch is None else self.a + batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def case(
         return torch.logsumexp(B @ hidden + 0.5 * (B @ hidden) ** 2, 0) + (w * v**4).sum() / 4 + (u[:Q] * v**2).sum()
 
     def upper(u, v, batch):
-        (A, B, w), index = batch
+        (A, _, w), index = batch
         u, v = read(u, index), flat(v)
         return torch.log(torch.cosh(A @ torch.cat([u, v]))).sum() + torch.sin(w * v).sum() + (u**3).sum() / 6
 
@@ -134,6 +135,12 @@ def case(
     return Case(problem, [(batch(), batch()) for _ in range(count)], prices, normal(P) / 2, v)
 
 
+def residual(V: Variable, s: Sequence[Tensor]) -> list[Tensor]:
+    """v - P(v - s); s itself without a projection."""
+    moved = V.project_leaves([x - y for x, y in zip(V.leaves, s, strict=True)])
+    return [x - p for x, p in zip(V.leaves, moved, strict=True)]
+
+
 def as_written(case: Case, u: Any, v: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """F built as a scalar, letter by letter from the docstring of autodiff.py; with its derivatives in u and in v."""
     problem, prices = case.problem, case.prices
@@ -144,7 +151,7 @@ def as_written(case: Case, u: Any, v: Any) -> tuple[Tensor, list[Tensor], list[T
     s = torch.autograd.grad(g, V.leaves, create_graph=True)
     r = list(s)
     if problem.project_lower is not None:
-        r = [x - p for x, p in zip(V.leaves, V.project_leaves([x - y for x, y in zip(V.leaves, s)]))]
+        r = residual(V, s)
     F = f + sum((n * x).sum() + prices.gamma / 2 * (x * x).sum() for n, x in zip(prices.nu, r, strict=True))
     functions = [*problem.equalities, *problem.inequalities]
     for i, (function, mu, c) in enumerate(zip(functions, prices.mu, prices.gamma_h, strict=True)):
@@ -202,7 +209,7 @@ def compare(
 
 @settings(deadline=None, max_examples=120)
 @given(**cases)
-def test_gradient_of_F_is_that_of_the_objective_as_written(u_kind, v_kind, **options):
+def test_gradient_of_F_is_that_of_the_objective_as_written(u_kind, v_kind, **options):  # noqa: N802
     # Sums of a few dozen products of size one lose some 1e-14; 1e-10 is what is promised.
     compare("exact", 1e-10, u_kind, v_kind, **options)
 
@@ -252,8 +259,7 @@ def test_values_that_come_with_the_gradient_are_means_over_the_batches(u_kind, v
     torch.testing.assert_close(found.f, f.detach(), **near)
     torch.testing.assert_close(found.g, g.detach(), **near)
     torch.testing.assert_close(together(found.slope), together(list(s)), **near)
-    r = [x.detach() - p for x, p in zip(V.leaves, V.project_leaves([x.detach() - y for x, y in zip(V.leaves, s)]))]
-    torch.testing.assert_close(together(found.residual), together(r), **near)
+    torch.testing.assert_close(together(found.residual), together(residual(V, s)).detach(), **near)
     for h, function in zip(found.constraints, [*c.problem.equalities, *c.problem.inequalities], strict=True):
         mean = sum(function(u, v, batch) for batch, _ in c.batches) / count
         torch.testing.assert_close(h, mean.detach(), **near)

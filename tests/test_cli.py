@@ -104,7 +104,7 @@ def test_the_same_seed_finds_the_same_errors_and_another_does_not(ran, tmp_path,
     assert code == 0, errors
     assert json.loads((tmp_path / "result.json").read_text())["problems"][0]["worst_error"] != first["worst_error"]
     assert "report.html" in output
-    assert "1 of 1" in output
+    assert "1/1" in output
 
 
 def test_version_and_help(capsys):

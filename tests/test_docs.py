@@ -16,7 +16,7 @@ def blocks():
             yield pytest.param(code, id=f"{page}-{i}")
 
 
-@pytest.mark.parametrize("code", blocks())
+@pytest.mark.parametrize("code", list(blocks()))
 def test_the_code_of_the_documents_runs(code):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

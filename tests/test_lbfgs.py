@@ -35,6 +35,11 @@ def run(search: LBFGS, function, *, most: int, goal: float) -> int:
     return most
 
 
+def metric(size: int, first: float) -> Tensor:
+    """The expected inverse curvature of each coordinate: the length of the first trial step along -gradient."""
+    return torch.full((size,), first, dtype=torch.float64)
+
+
 def rosenbrock(x: Tensor) -> Tensor:
     return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
 
@@ -53,7 +58,7 @@ def quadratic(seed: int, size: int, condition: float):
 @pytest.mark.parametrize("memory", [3, 50])
 def test_minimises_rosenbrock(start, memory):
     f = with_gradient(rosenbrock)
-    search = LBFGS.start(f, torch.tensor(start, dtype=torch.float64), memory=memory, first=1e-3)
+    search = LBFGS.start(f, torch.tensor(start, dtype=torch.float64), memory=memory, metric=metric(len(start), 1e-3))
     taken = run(search, f, most=200, goal=1e-9)
     assert taken < 200
     # |x - 1| <= |gradient| / (smallest eigenvalue, 0.4) = 2.5e-9 at the minimum.
@@ -70,7 +75,7 @@ def test_minimises_rosenbrock(start, memory):
 def test_minimises_random_convex_quadratics(seed, size, condition, first):
     function, best = quadratic(seed, size, condition)
     f = with_gradient(function)
-    search = LBFGS.start(f, torch.zeros(size, dtype=torch.float64), first=first)
+    search = LBFGS.start(f, torch.zeros(size, dtype=torch.float64), metric=metric(size, first))
     run(search, f, most=400, goal=1e-10)
     # Along the flattest direction (curvature condition^-1/2) values stop changing at a distance of
     # sqrt(eps * value / curvature), some 1e-7; from there the gradient decides, and 1e-5 is far from failing.
@@ -94,9 +99,18 @@ def test_every_iteration_lowers_the_value_and_keeps_value_and_gradient_of_its_po
         assert torch.equal(search.gradient, gradient)
 
 
+def test_metric_that_knows_the_curvature_solves_a_badly_scaled_quadratic_in_one_iteration():
+    curvature = torch.tensor([1e-4, 1.0, 1e4], dtype=torch.float64)
+    f = with_gradient(lambda x: (curvature * (x - 1) ** 2).sum() / 2)
+    search = LBFGS.start(f, torch.zeros(3, dtype=torch.float64), metric=1 / curvature)
+    assert search.iterate(f)
+    # A Newton step: one up to the rounding of a division and a product.
+    torch.testing.assert_close(search.x, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
 def test_iteration_keeps_at_most_memory_pairs():
     f = with_gradient(rosenbrock)
-    search = LBFGS.start(f, torch.tensor([-1.2, 1.0, 0.5], dtype=torch.float64), memory=4, first=1e-3)
+    search = LBFGS.start(f, torch.tensor([-1.2, 1.0, 0.5], dtype=torch.float64), memory=4, metric=metric(3, 1e-3))
     for _ in range(10):
         assert search.iterate(f)
     assert len(search.moves) == len(search.bends) == 4
@@ -113,7 +127,7 @@ def test_trial_points_that_are_not_finite_are_survived(bad):
             return bad, torch.full_like(x, bad), None
         return (x - x.log()).sum().item(), 1 - 1 / x, None
 
-    search = LBFGS.start(f, torch.tensor([3.0, 5.0], dtype=torch.float64), first=1e3)
+    search = LBFGS.start(f, torch.tensor([3.0, 5.0], dtype=torch.float64), metric=metric(2, 1e3))
     run(search, f, most=100, goal=1e-9)
     assert seen
     # The curvature at the minimum is one: the point is as near as the gradient is small.
@@ -126,7 +140,7 @@ def test_finite_value_with_a_gradient_that_is_not_finite_is_survived():
             return -1e3, torch.full_like(x, math.nan), None
         return (x - x.log()).sum().item(), 1 - 1 / x, None
 
-    search = LBFGS.start(f, torch.tensor([3.0], dtype=torch.float64), first=1e3)
+    search = LBFGS.start(f, torch.tensor([3.0], dtype=torch.float64), metric=metric(1, 1e3))
     run(search, f, most=100, goal=1e-9)
     torch.testing.assert_close(search.x, torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-8)
 
@@ -147,7 +161,7 @@ def test_iteration_says_so_where_no_step_lowers_the_value():
 
 
 def test_memory_that_misleads_is_forgotten():
-    """After the function has changed, a stored pair gives an ascent direction; the iteration falls back to -gradient."""
+    """After the function has changed, a stored pair gives an ascent direction: it falls back to -gradient."""
     f = with_gradient(lambda x: (x * x).sum() / 2)
     search = LBFGS.start(f, torch.tensor([1.0, -2.0], dtype=torch.float64))
     search.moves = [torch.tensor([1.0, 0.0], dtype=torch.float64)]
@@ -162,11 +176,15 @@ def test_state_dict_round_trip_continues_bit_for_bit(stop, seed):
     f = with_gradient(rosenbrock)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(4, generator=generator, dtype=torch.float64)
-    straight = LBFGS.start(f, start, memory=5, first=1e-3)
+    straight = LBFGS.start(f, start, memory=5, metric=metric(4, 1e-3))
     for _ in range(stop):
         straight.iterate(f)
     saved = {
-        key: [t.clone() for t in value] if isinstance(value, list) else value.clone() if torch.is_tensor(value) else value
+        key: [t.clone() for t in value]
+        if isinstance(value, list)
+        else value.clone()
+        if torch.is_tensor(value)
+        else value
         for key, value in straight.state_dict().items()
     }
     resumed = LBFGS(**saved)
@@ -179,7 +197,7 @@ def test_state_dict_round_trip_continues_bit_for_bit(stop, seed):
 
 def test_state_dict_is_not_changed_by_later_iterations():
     f = with_gradient(rosenbrock)
-    search = LBFGS.start(f, torch.tensor([-1.2, 1.0], dtype=torch.float64), first=1e-3)
+    search = LBFGS.start(f, torch.tensor([-1.2, 1.0], dtype=torch.float64), metric=metric(2, 1e-3))
     for _ in range(3):
         search.iterate(f)
     state = search.state_dict()

@@ -170,7 +170,8 @@ def test_reading_rows_gives_the_same_values_whether_or_not_a_gradient_is_wanted(
     plain = rows[index]
     rows.start_tape()
     leaf = rows[index]
-    tape = rows.stop_tape()
+    tape = rows.tape()
+    rows.stop_tape()
     assert torch.equal(plain, leaf.detach())
     assert leaf.requires_grad
     assert tape[0][1] is leaf
@@ -187,10 +188,25 @@ def test_negative_row_numbers_count_from_the_end_in_a_step_too():
     before = rows.values.clone()
     rows.start_tape()
     leaf = rows[torch.tensor([-1, 4, 0])]
-    ((index, _),) = rows.stop_tape()
+    ((index, _),) = rows.tape()
+    rows.stop_tape()
     RowAdam(rows).step(index, torch.ones_like(leaf), RATE)
     # A first visit moves by the rate, but for tiny / |gradient| = 1e-8.
-    torch.testing.assert_close(before - rows.values, RATE * torch.tensor([1.0, 0, 0, 0, 1]), rtol=1e-7, atol=1e-15)
+    torch.testing.assert_close(
+        before - rows.values, RATE * torch.tensor([1.0, 0, 0, 0, 1], dtype=torch.float64), rtol=1e-7, atol=1e-15
+    )
+
+
+def test_replay_hands_out_the_leaves_of_the_tape_again_in_order():
+    rows = Rows(5, init=normal(0, 5))
+    rows.start_tape()
+    first = [rows[torch.tensor([0, 1])], rows[torch.tensor([3])]]
+    rows.replay()
+    assert rows[torch.tensor([0, 1])] is first[0]
+    assert rows[torch.tensor([3])] is first[1]
+    assert len(rows.tape()) == 2
+    rows.stop_tape()
+    assert not rows[torch.tensor([0])].requires_grad
 
 
 def weighted(n: int, seed: int):
@@ -215,11 +231,11 @@ def test_rows_work_in_solve_without_more_than_being_declared():
     problem, data = weighted(35, seed=0)
     u = Rows(35, dtype=torch.float64)
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    solution = solve(problem, Penalty(), u, v, data, max_steps=200, seed=0)
+    method = Penalty(lower_optimizer=partial(torch.optim.Adam, lr=0.03))  # so that 150 steps suffice
+    solution = solve(problem, method, u, v, data, max_steps=150, seed=0)
     assert solution.u is u
     # As groups: a single right one is dispensable, and a single wrong one may happen to help.
-    assert u.values[20:].mean() < -0.5
-    assert u.values[:20].mean() > 0.5
+    assert u.values[:20].mean() - u.values[20:].mean() > 1
     assert not u.values.requires_grad
 
 
@@ -307,7 +323,7 @@ def test_rows_are_refused_as_the_lower_variable():
 def test_optimizer_other_than_adam_is_refused_for_rows():
     problem, data = weighted(40, seed=0)
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(OptionError, match="upper_optimizer must be torch.optim.Adam .* got SGD"):
+    with pytest.raises(OptionError, match=r"upper_optimizer must be torch\.optim\.Adam .* got SGD"):
         solve(
             problem, Penalty(upper_optimizer=partial(torch.optim.SGD, lr=0.1)), Rows(40, dtype=torch.float64), v, data,
             max_steps=1,

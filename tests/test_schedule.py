@@ -38,8 +38,8 @@ def schedule(seed: int = 0, *, epsilon=0.5, every=None, smoothing=None, multipli
         mu=[normal(generator, *CONSTRAINTS[0])] + [normal(generator, *shape).abs() for shape in CONSTRAINTS[1:]],
     )
     return Schedule(
-        prices, number(4.0), number(epsilon), factors=FACTORS, every=every, smoothing=smoothing,
-        multipliers=multipliers, averaged=averaged, equalities=1,
+        prices, number(4.0), None if epsilon is None else number(epsilon), factors=FACTORS, every=every,
+        smoothing=smoothing, multipliers=multipliers, averaged=averaged, equalities=1,
     )  # fmt: skip
 
 
@@ -57,8 +57,10 @@ def held(s: Schedule) -> list[Tensor]:
     return [s.prices.gamma, s.lam, s.epsilon, *s.prices.nu, *s.prices.mu, *s.prices.gamma_h]
 
 
-def observe(s: Schedule, square: float, seed: int = 0) -> str:
-    return REASONS[int(s.observe(number(square), gradients(seed)).item())]
+def observe(s: Schedule, square: float, seed: int = 0, sign: float = 1.0) -> str:
+    """One upper step whose gradient has the squared norm `square`, along one direction and its opposite."""
+    dense = [number(sign * 0.6 * square**0.5), torch.full((4,), sign * 0.4 * square**0.5, dtype=torch.float64)]
+    return REASONS[int(s.observe(number(square), gradients(seed), dense).item())]
 
 
 def test_tolerance_fires_at_epsilon_and_not_above():
@@ -71,15 +73,15 @@ def test_tolerance_fires_at_epsilon_and_not_above():
 
 
 def test_schedule_without_rules_never_advances():
-    s = schedule(epsilon=0.0)
+    s = schedule(epsilon=None)
     before = copy.deepcopy(held(s))
     assert [observe(s, 1e-30, k) for k in range(50)] == [""] * 50
     assert all(torch.equal(a, b) for a, b in zip(before, held(s), strict=True))
 
 
 def test_epsilon_of_none_does_not_fire_even_on_a_gradient_of_zero():
-    """`epsilon=None` is stored as zero and means: never for that reason."""
-    assert observe(schedule(epsilon=0.0), 0.0) == ""
+    assert observe(schedule(epsilon=None), 0.0) == ""
+    assert observe(schedule(epsilon=None, smoothing=0.0), 0.0) == ""
 
 
 @pytest.mark.parametrize("every", [1, 3, 7])
@@ -99,32 +101,42 @@ def test_tolerance_is_named_where_several_rules_hold():
     assert observe(schedule(every=1, smoothing=0.0), 0.01) == "tolerance"
 
 
-def test_smoothed_mean_is_named_before_the_number_of_steps():
-    s = schedule(epsilon=1.0, every=2, smoothing=0.5)
-    assert observe(s, 0.0) == "tolerance"
-    assert observe(s, 1.2) == ""
-    # The mean of 0, 1.2, 1.1 with weights 1/8, 1/4, 1/2 is 0.97; the last value alone is above the tolerance of 0.64.
-    s.epsilon.fill_(1.0)
-    assert observe(s, 1.1) == "smoothed"
+def test_smoothed_rule_fires_where_noise_alone_keeps_the_gradient_large():
+    """Opposite gradients of size one: none is below the tolerance, their running mean is."""
+    s = schedule(epsilon=0.7, smoothing=0.5)
+    # The mean starts at 1, then is 0 after -1; two steps are what a memory of 0.5 spans.
+    assert observe(s, 1.0, sign=1.0) == ""
+    assert observe(s, 1.0, sign=-1.0) == "smoothed"
 
 
-def test_smoothed_mean_equals_the_weighted_mean_of_all_values():
-    beta, squares = 0.8, [5.0, 3.0, 4.0, 2.5, 3.5, 2.0, 6.0, 1.0]
-    s = schedule(epsilon=1e-9, smoothing=beta)
-    for k, x in enumerate(squares):
-        observe(s, x)
-        weights = [beta ** (k - i) for i in range(k + 1)]
-        expected = sum(w * y for w, y in zip(weights, squares, strict=False)) / sum(weights)
-        # Two running sums of positive numbers: a few units of the last place.
-        assert (s.smooth / s.weight).item() == pytest.approx(expected, rel=1e-14)
+def test_smoothed_rule_does_not_fire_on_a_steady_gradient():
+    s = schedule(epsilon=0.99, smoothing=0.5)
+    assert [observe(s, 1.0) for _ in range(20)] == [""] * 20
 
 
-def test_smoothed_rule_waits_for_as_many_steps_as_the_mean_spans():
-    s = schedule(epsilon=1.0, smoothing=0.75)
-    s.smooth.fill_(0.1)
-    s.weight.fill_(1.0)  # a mean of 0.1, far below the tolerance
-    # 1 / (1 - 0.75) = 4 steps; each value alone is above the tolerance.
-    assert [observe(s, 1.1) for _ in range(4)] == ["", "", "", "smoothed"]
+def test_smoothed_rule_is_named_before_the_number_of_steps():
+    s = schedule(epsilon=0.7, smoothing=0.5, every=2)
+    assert [observe(s, 1.0, sign=sign) for sign in (1.0, -1.0)] == ["", "smoothed"]
+
+
+def test_smoothed_rule_starts_anew_after_an_advance_and_waits_for_as_many_steps_as_it_spans():
+    s = schedule(epsilon=0.7, smoothing=0.75)
+    s.epsilon_factor = 1.0
+    # 1 / (1 - 0.75) = 4 steps; the mean 1, 1/2, 5/8 is below 0.7 from the second step on.
+    signs = [1.0, -1.0, 1.0, -1.0]
+    for _ in range(3):
+        assert [observe(s, 1.0, sign=sign) for sign in signs] == ["", "", "", "smoothed"]
+
+
+def test_smoothed_mean_is_the_running_mean_since_the_last_advance():
+    beta, s = 0.8, schedule(epsilon=1e-9, smoothing=0.8)
+    mean = None
+    for x, sign in ((5.0, 1.0), (3.0, -1.0), (4.0, 1.0), (2.5, 1.0), (6.0, -1.0)):
+        observe(s, x, sign=sign)
+        now = sign * 0.6 * x**0.5
+        mean = now if mean is None else beta * mean + (1 - beta) * now
+        # A few roundings of a running mean.
+        assert s.smooth[0].item() == pytest.approx(mean, rel=1e-13)
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,7 +191,7 @@ def test_multiplier_of_an_equality_may_be_negative():
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10**6), every=st.integers(1, 6))
 def test_averaged_multipliers_move_by_the_mean_residual_since_the_last_advance(seed, every):
-    s = schedule(seed, every=every, averaged=True, epsilon=0.0)
+    s = schedule(seed, every=every, averaged=True, epsilon=None)
     for start in (0, every):
         before, gamma = copy.deepcopy(s.prices.nu), s.prices.gamma.item()
         for k in range(every):
@@ -232,4 +244,4 @@ def test_decisions_are_not_read_on_the_host():
         prices, new(()), new(()), factors=FACTORS, every=3, smoothing=0.5, multipliers=True, averaged=True, equalities=1
     )
     at = Gradients(new(()), new(()), [new((2,))], [new((2,))], [new((2,)), new(())], [new((2,))])
-    assert s.observe(new(()), at).device.type == "meta"
+    assert s.observe(new(()), at, [new((3,))]).device.type == "meta"

@@ -51,9 +51,10 @@ def test_no_feasible_point_nearby_has_a_lower_upper_objective(index):
     _, sizes, rows = torch.linalg.svd(curvature[10:])
     free = rows[int((sizes > 1e-9).sum()) :]
     assert len(free) >= 10
-    for _ in range(50):
-        step = free.T @ torch.randn(len(free), generator=generator, dtype=torch.float64)
-        assert example.problem.upper(u + step[:10], v + step[10:], None) >= best - 1e-12
+    for size in (1e-3, 1.0):  # short steps see a slope, long ones a fall further off
+        for _ in range(50):
+            step = size * free.T @ torch.randn(len(free), generator=generator, dtype=torch.float64)
+            assert example.problem.upper(u + step[:10], v + step[10:], None) >= best - 1e-12
 
 
 @each
@@ -147,10 +148,19 @@ def test_the_defaults_solve_each_problem(index, seed):
 
 @pytest.mark.slow
 @each
-def test_the_defaults_solve_each_problem_from_twenty_starts_in_other_dimensions(index):
-    for dimension in (2, 10, 40):
-        for seed in range(20):
-            assert attempt(examples(dimension, seed=seed)[index], Penalty(), seed).distance <= 1e-6
+def test_the_defaults_solve_each_problem_from_twenty_starts(index):
+    for seed in range(20):
+        assert attempt(examples(seed=seed)[index], Penalty(), seed).distance <= 1e-6
+
+
+@pytest.mark.slow
+@each
+@pytest.mark.parametrize("dimension", [2, 40])
+def test_each_problem_is_solved_in_other_dimensions(index, dimension):
+    # The tolerance is relative and 1e-6 is not: in 40 dimensions that asks for a digit more than the default.
+    for seed in range(20):
+        found = attempt(examples(dimension, seed=seed)[index], Penalty(), seed, tolerance=1e-10)
+        assert found.distance <= 1e-6
 
 
 def test_an_attempt_has_one_error_for_the_start_and_one_for_each_step():

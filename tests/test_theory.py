@@ -91,11 +91,11 @@ def at_minimum(s: Smooth, gamma: float, *, lam: float = 0.0, nu: Tensor | None =
     """(v-hat, grad_u F, -gamma s - nu) at the minimiser over v of F + lam g."""
     nu = torch.zeros(Q, dtype=torch.float64) if nu is None else nu
 
-    def F(v: Tensor) -> Tensor:
+    def penalised(v: Tensor) -> Tensor:
         r = s.slope(s.u, v)
         return (s.f(s.u, v) + nu @ r + gamma / 2 * r @ r + lam * s.g(s.u, v)) / (1 + gamma)
 
-    v = newton(F, newton(lambda v: s.g(s.u, v), torch.zeros(Q, dtype=torch.float64)))
+    v = newton(penalised, newton(lambda v: s.g(s.u, v), torch.zeros(Q, dtype=torch.float64)))
     problem = Problem(lambda u, v, _: s.f(u, v), lambda u, v, _: s.g(u, v))
     d = Derivatives(problem, Variable(leaf(s.u), "u"), Variable(leaf(v), "v"), "exact")
     prices = Prices(gamma=torch.tensor(gamma, dtype=torch.float64), nu=[nu])
@@ -111,7 +111,9 @@ def slope_of(xs: list[float], ys: list[float]) -> float:
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10**6), gamma=st.sampled_from([30.0, 1e3, 1e5]), quadratic=st.booleans(), prices=st.booleans())
+@given(
+    seed=st.integers(0, 10**6), gamma=st.sampled_from([30.0, 1e3, 1e5]), quadratic=st.booleans(), prices=st.booleans()
+)
 def test_gradient_in_u_at_the_minimiser_over_v_is_the_implicit_hypergradient_there(seed, gamma, quadratic, prices):
     s = smooth(seed, quadratic=quadratic)
     # With multipliers the same holds: f_v + g_vv (nu + gamma s) = 0 at the minimiser.
@@ -343,7 +345,7 @@ def ends_well(solution: Solution, lower: Callable[[Tensor], Tensor], v: float) -
     assert solution.certificate.lower_minimiser is False
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     ("start_u", "start_v", "tilt", "wish"),
     [
@@ -362,7 +364,7 @@ def test_run_from_a_point_that_is_no_lower_minimiser_ends_at_one_or_says_that_it
 
     problem = Problem(lambda u, v, _: ((v - wish) ** 2).sum() + ((u - start_u) ** 2).sum(), lower)
     u, v = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (start_u, start_v))
-    solution = solve(problem, Penalty(), u, v, max_steps=2000, seed=seed)
+    solution = solve(problem, Penalty(), u, v, max_steps=400, seed=seed)
     assert solution.status in (Status.CONVERGED, Status.STATIONARY)
     ends_well(solution, lambda x: well(x) + tilt * x + 0.05 * u.item() * x, v.item())
 
@@ -380,7 +382,7 @@ def test_saddle_of_the_lower_objective_is_left_or_named(seed, pull):
     problem = Problem(lambda u, v, _: pull * v[0] ** 2 / 2 + v[1] ** 2 / 2 + (u[0] - 1) ** 2 / 2, lower)
     u = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     v = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    solution = solve(problem, Penalty(), u, v, max_steps=2000, seed=seed)
+    solution = solve(problem, Penalty(), u, v, max_steps=400, seed=seed)
     # v[1] = u[0] halfway between 0 and 1. Converged to a relative 1e-9.
     torch.testing.assert_close([u.item(), v[1].item()], [0.5, 0.5], rtol=0, atol=1e-6)
     if solution.status is Status.CONVERGED:

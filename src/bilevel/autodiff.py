@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -175,13 +176,21 @@ class Derivatives:
         count = len(self.v.leaves)
         pulled = mean[:count] if slope is None else list(slope)
 
-        def one(i: int) -> Gradients:
-            set_random_state(states[i], self.v.device)
-            return self._one(batches[i], prices, with_u, share, pulled, mean[count:])
+        # g and h are evaluated again with the draws they had; f goes on from where those ended.
+        onward = random_state(self.v.device)
+        total: Gradients | None = None
+        for batch, state in zip(batches, states, strict=True):
+            resume = partial(set_random_state, onward, self.v.device)
 
-        total: Gradients = self._guarded(lambda: one(0))
-        for i in range(1, len(batches)):
-            total = _add(total, one(i))
+            def one(batch: Pair = batch, state: Any = state, resume: Callable[[], None] = resume) -> Gradients:
+                set_random_state(state, self.v.device)
+                return self._one(batch, prices, with_u, share, pulled, mean[count:], resume)
+
+            part: Gradients = self._guarded(one)
+            onward = random_state(self.v.device)
+            total = part if total is None else _add(total, part)
+        if total is None:
+            raise ProblemError("penalised needs at least one batch; got none.")
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
         return total
 
@@ -193,6 +202,7 @@ class Derivatives:
         share: float,
         given_slope: Sequence[Tensor] | None,
         given_constraints: Sequence[Tensor] | None,
+        before_upper: Callable[[], None] | None = None,
     ) -> Gradients:
         exact = self.curvature != "difference"
         leaves = self.v.leaves
@@ -202,12 +212,16 @@ class Derivatives:
             s = gradient(g, leaves, keep_graph=exact, retain=with_u)
             slope = [x.detach() for x in s]
             h = self.constraints(batch[0])
+            if before_upper is not None:
+                before_upper()
             f = self.upper(batch[0])
             direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
             values = [x.detach() for x in h] if given_constraints is None else list(given_constraints)
             pull_h = self.constraint_cotangents(values, prices)
             wrt = [*leaves, *inputs()]
             if exact:
+                if not self._proved:
+                    _refuse_once_differentiable(s)
                 found = gradient([f, *s, *h], wrt, cotangent=[None, *pull, *pull_h])
             else:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
@@ -295,15 +309,19 @@ class Derivatives:
                     state = random_state(self.v.device)
                     return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
                 s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
+                if not self._proved:
+                    _refuse_once_differentiable(s)
                 return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
 
         return _sum([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 
     def _guarded(self, evaluate: Callable[[], Any]) -> Any:
         """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
-        if self._proved or self.curvature == "difference":
+        if self.curvature == "difference":
             return evaluate()
-        state = random_state(self.v.device)
+        state = None if self._proved else random_state(self.v.device)
+        buffers = [] if self._proved else [*self.v.buffers(), *self.u.buffers()]
+        saved = [buffer.clone() for buffer in buffers]
         try:
             found = evaluate()
         except RuntimeError as error:
@@ -322,7 +340,11 @@ class Derivatives:
                 stacklevel=2,
             )
             self.curvature = "difference"
-            set_random_state(state, self.v.device)
+            if state is not None:
+                set_random_state(state, self.v.device)
+            with torch.no_grad():
+                for buffer, value in zip(buffers, saved, strict=True):
+                    buffer.copy_(value)
             return evaluate()
         self._proved = True
         return found
@@ -361,11 +383,29 @@ def missing_double_backward(error: RuntimeError) -> str | None:
         return found.group(1)
     if "double backward" in text and ("compile" in text or "aot_autograd" in text):
         return "torch.compile"
-    if "differentiate twice" in text or "once_differentiable" in text:
+    if "once_differentiable" in text or "differentiate twice" in text:
         return "an autograd.Function marked once_differentiable"
     if "heckpoint" in text and ".grad()" in text:
         return "re-entrant checkpointing"
     return None
+
+
+def _refuse_once_differentiable(tensors: Sequence[Tensor]) -> None:
+    """Raise where the graph of a gradient has a node that stands for a missing derivative.
+
+    autograd raises only when it runs such a node; asked for the gradient in other tensors, it passes it by and the
+    result is wrong without a word.
+    """
+    seen: set[Any] = set()
+    todo = [tensor.grad_fn for tensor in tensors]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function marked once_differentiable cannot be differentiated twice")
+        todo += [following for following, _ in node.next_functions]
 
 
 def _scalar(value: Any, name: str) -> Tensor:
@@ -381,7 +421,7 @@ def _scalar(value: Any, name: str) -> Tensor:
 def _sum(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     total = list(lists[0])
     for other in lists[1:]:
-        total = list(torch._foreach_add(total, list(other)))
+        total = list(torch._foreach_add(total, list(other))) if total else []
     return total
 
 

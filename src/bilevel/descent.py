@@ -41,6 +41,9 @@ class Descent:
                     f"own; got {type(model).__name__}."
                 )
             group = model.param_groups[0]
+            for name in ("weight_decay", "amsgrad", "maximize"):
+                if group[name]:
+                    raise OptionError(f"{option} must not set {name} where the variable holds Rows; got {group[name]}.")
             self.row_rate = float(group["lr"])
             self.row_optimizers = [
                 RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows

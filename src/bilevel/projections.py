@@ -20,7 +20,9 @@ class Box:
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
             raise OptionError("Box needs low, high or both; got neither.")
-        if self.low is not None and self.high is not None and not bool((torch.as_tensor(self.low) <= self.high).all()):
+        low, high = (torch.as_tensor(0.0 if bound is None else bound) for bound in (self.low, self.high))
+        ordered = self.low is None or self.high is None or bool((low <= high).all())
+        if not ordered or bool(low.isnan().any()) or bool(high.isnan().any()):
             raise OptionError(f"Box needs low <= high; got low={self.low}, high={self.high}.")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,8 +38,8 @@ class Ball:
     dim: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.radius > 0:
-            raise OptionError(f"radius must be positive; got {self.radius}.")
+        if not 0 < self.radius < float("inf"):
+            raise OptionError(f"radius must be positive and finite; got {self.radius}.")
 
     def __call__(self, x: Tensor) -> Tensor:
         offset = x - self.center
@@ -55,14 +57,16 @@ class Simplex:
     dim: int = -1
 
     def __post_init__(self) -> None:
-        if not self.total > 0:
-            raise OptionError(f"total must be positive; got {self.total}.")
+        if not 0 < self.total < float("inf"):
+            raise OptionError(f"total must be positive and finite; got {self.total}.")
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.movedim(self.dim, -1)
+        # Shifting all entries alike changes nothing and keeps the sums below small.
+        x = x - x.amax(-1, keepdim=True).detach()
         ordered = x.sort(-1, descending=True).values
         excess = ordered.cumsum(-1) - self.total
         count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
-        support = (ordered * count > excess).sum(-1, keepdim=True)
+        support = (ordered * count > excess).sum(-1, keepdim=True).clamp(min=1)
         shift = excess.gather(-1, support - 1) / support
         return (x - shift).clamp(min=0).movedim(-1, self.dim)

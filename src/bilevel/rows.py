@@ -62,7 +62,7 @@ class Rows:
         if not isinstance(index, Tensor) or index.dtype == torch.bool:
             index = torch.arange(len(self), device=self.values.device)[index]
         leaf = self.values[index].detach().requires_grad_()
-        self._tape.append((index.reshape(-1), leaf))
+        self._tape.append((index.reshape(-1) % len(self), leaf))
         return leaf
 
     def start_tape(self) -> None:

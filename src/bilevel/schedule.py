@@ -1,9 +1,9 @@
 """The schedule: gamma, lam, epsilon, nu, mu; when they move and how.
 
-With n2 = |grad_u F|^2 + |grad_v (F + lam g)|^2 after an upper step, the schedule advances when one of these holds:
+With G = (grad_u F, grad_v (F + lam g)) after an upper step, the schedule advances when the first of these holds:
 
-    tolerance   n2 <= epsilon^2
-    smoothed    the running mean of n2 <= epsilon^2
+    tolerance   |G| <= epsilon
+    smoothed    |running mean of G since the last advance| <= epsilon    (the noise of minibatches averages out)
     steps       `every` upper steps have passed since the last advance
 
 and an advance does
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autodiff import Gradients, Prices
+from .autodiff import Gradients, Prices, dot
 
 
 class Schedule:
@@ -30,7 +30,7 @@ class Schedule:
         self,
         prices: Prices,
         lam: Tensor,
-        epsilon: Tensor,
+        epsilon: Tensor | None,
         *,
         factors: tuple[float, float, float],
         every: int | None,
@@ -39,30 +39,30 @@ class Schedule:
         averaged: bool,
         equalities: int,
     ) -> None:
-        self.prices, self.lam, self.epsilon = prices, lam, epsilon
+        self.prices, self.lam = prices, lam
+        self.tolerant = epsilon is not None
+        self.epsilon = torch.zeros_like(lam) if epsilon is None else epsilon
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
         self.every, self.smoothing, self.multipliers, self.equalities = every, smoothing, multipliers, equalities
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros((), dtype=torch.int64, device=lam.device)
-        self.smooth = torch.zeros_like(epsilon)
-        self.weight = torch.zeros_like(epsilon)
+        self.smooth: list[Tensor] = []
         # The running mean of r since the last advance: one minibatch's r is mostly noise.
         self.mean = [torch.zeros_like(n) for n in prices.nu] if averaged else []
 
     @torch.no_grad()
-    def observe(self, square: Tensor, gradients: Gradients) -> Tensor:
-        """Take in one upper step; advance if it is time. Returns the position in `REASONS`, as a tensor."""
+    def observe(self, square: Tensor, gradients: Gradients, dense: Sequence[Tensor] = ()) -> Tensor:
+        """Take in one upper step with |G|^2 = `square`; advance if it is time.
+
+        `dense` are the tensors of G that the smoothed rule averages (Rows, of which each step sees others, are not
+        among them). Returns the position in `REASONS`, as a tensor.
+        """
         self.since += 1
-        limit = self.epsilon**2
-        tolerance = square <= limit
-        smoothed = torch.zeros_like(tolerance)
-        if self.smoothing is not None:
-            self.smooth.lerp_(square.to(self.smooth.dtype), 1 - self.smoothing)
-            self.weight.lerp_(torch.ones_like(self.weight), 1 - self.smoothing)
-            # A mean over fewer steps than it is meant to span is no mean yet.
-            smoothed = (self.smooth / self.weight <= limit) & (self.since * (1 - self.smoothing) >= 1)
-        steps = torch.zeros_like(tolerance) if self.every is None else self.since >= self.every
+        off = torch.zeros_like(square, dtype=torch.bool)
+        tolerance = square <= self.epsilon**2 if self.tolerant else off
+        smoothed = self._smoothed(dense) if self.tolerant and self.smoothing is not None else off
+        steps = off if self.every is None else self.since >= self.every
         fire = tolerance | smoothed | steps
         if self.mean:
             share = 1.0 / self.since.to(self.lam.dtype)
@@ -70,6 +70,16 @@ class Schedule:
                 mean.lerp_(r, share.to(mean.dtype))
         self._advance(fire, self.mean or gradients.residual, gradients.constraints)
         return torch.where(tolerance, 1, torch.where(smoothed, 2, torch.where(steps, 3, 0)))
+
+    def _smoothed(self, dense: Sequence[Tensor]) -> Tensor:
+        memory = self.smoothing or 0.0
+        if not self.smooth:
+            self.smooth = [torch.zeros_like(g) for g in dense]
+        # A mean over fewer steps than it is meant to span is no mean yet: the first step since an advance replaces it.
+        keep = (self.since > 1).to(self.lam.dtype) * memory
+        for mean, g in zip(self.smooth, dense, strict=True):
+            mean.lerp_(g, (1 - keep).to(mean.dtype))
+        return (dot(self.smooth, self.smooth) <= self.epsilon**2) & (self.since * (1 - memory) >= 1)
 
     def _advance(self, fire: Tensor, residual: Sequence[Tensor], constraints: Sequence[Tensor]) -> None:
         prices, on = self.prices, fire.to(self.lam.dtype)
@@ -85,10 +95,8 @@ class Schedule:
             (self.lam, self.lam_factor),
             (self.epsilon, self.epsilon_factor),
         ):
-            value.mul_(torch.where(fire, factor, 1.0).to(value.dtype))
+            value.mul_(torch.where(fire, torch.full_like(value, factor), torch.ones_like(value)))
         self.since.mul_(~fire)
-        for mean in self.mean:
-            mean.mul_(1 - on)
 
     @torch.no_grad()
     def restart_multipliers(self) -> None:
@@ -105,11 +113,13 @@ class Schedule:
         return {
             "gamma": prices.gamma, "nu": prices.nu, "gamma_h": prices.gamma_h, "mu": prices.mu,
             "lam": self.lam, "epsilon": self.epsilon, "gamma_start": self.gamma_start, "nu_start": self.nu_start,
-            "since": self.since, "smooth": self.smooth, "weight": self.weight, "mean": self.mean,
+            "since": self.since, "smooth": self.smooth, "mean": self.mean,
         }  # fmt: skip
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.smooth:
+            self.smooth = [torch.zeros_like(t, device=self.lam.device) for t in state["smooth"]]
         for name, mine in self.state_dict().items():
             for a, b in zip(*([x] if isinstance(x, Tensor) else x for x in (mine, state[name])), strict=True):
                 a.copy_(b)

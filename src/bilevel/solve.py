@@ -141,7 +141,7 @@ class _Loop:
         tolerance = self.state.tolerance
         if status is Status.MAX_STEPS and tolerance is not None and certificate.passes(tolerance):
             status = Status.CONVERGED
-        elif status is Status.CONVERGED and tolerance is not None and not certificate.passes(10 * tolerance):
+        elif status is Status.CONVERGED and tolerance is not None and not certificate.passes(tolerance):
             status = Status.STALLED
         solution = Solution(
             u=self.setting.u.value, v=self.setting.v.value, status=status, steps=self.step, mode=self.state.mode,

@@ -154,14 +154,16 @@ class Attempt:
         return self.errors[-1]
 
 
-def attempt(example: Example, method: Method, seed: int, *, max_steps: int = 3000) -> Attempt:
-    """Solve an example from the start of this seed."""
+def attempt(
+    example: Example, method: Method, seed: int, *, max_steps: int = 3000, tolerance: float | None = None
+) -> Attempt:
+    """Solve an example from the start of this seed; the options are those of `solve`."""
     u, v = example.start(seed)
     trace = _Trace(example, u, v)
     began = time.perf_counter()
     solution = solve(
         example.problem, method, u, v,
-        max_steps=max_steps, callbacks=[trace], log_every=1, seed=seed, hypergradient=False,
+        max_steps=max_steps, tolerance=tolerance, callbacks=[trace], log_every=1, seed=seed, hypergradient=False,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     return Attempt(solution, [*trace.errors[:-1], example.error(u, v)], example.distance(u, v), seconds)

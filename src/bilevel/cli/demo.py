@@ -139,7 +139,7 @@ def _history(results: Results) -> Iterator[dict[str, Any]]:
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     titles = {example.name: example.title for example in examples(DIMENSION)}
     return [
-        (titles[p["name"]], f"{p['solved']} of {p['starts']}", f"{p['median_error']:.1e}", f"{p['median_steps']:g}",
+        (titles[p["name"]], f"{p['solved']}/{p['starts']}", f"{p['median_error']:.1e}", f"{p['median_steps']:g}",
          f"{p['seconds']:.1f}")
         for p in result["problems"]
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def _report(results: Results, result: Mapping[str, Any], config: Mapping[str, An
         outcome=result["message"],
         good=result["status"] == "converged",
         table=ReportTable(
-            f"A start is solved when it ends within {GOAL_TEXT} of a solution. Seconds are those of all starts together.",
+            f"A start is solved if it ends within {GOAL_TEXT} of a solution. Seconds are of all starts together.",
             HEADINGS, _rows(result),
         ),
         legend="Error against step, from every start (thin) and in the median (thick). The dashed line is the goal, "

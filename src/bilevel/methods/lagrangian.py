@@ -38,17 +38,19 @@ if TYPE_CHECKING:
     from .penalty import Penalty
 
 RESTARTS = 5
+SETTLING = 20
+"""Most L-BFGS iterations on v after the last projection of u."""
 RAISES = 8
 """How often the price of a constraint is raised in vain before the run is called infeasible."""
-STALLS = 3
-"""Rounds in a row that move nothing before the run is over."""
+STALLS = 20
+"""Rounds in a row that bring nothing nearer before the run is over; one that cannot move at all counts for several."""
 PROBES = (1e-3, 0.1, 1.0)
 """How far, relative to 1 + |v|, the end check moves v before it minimises g again; each way and back."""
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
     """What the relative measures of the certificate can be expected to reach in this precision."""
-    return max(1e-8, 1e3 * torch.finfo(dtype).eps)
+    return max(1e-10, 1e3 * torch.finfo(dtype).eps)
 
 
 class Lagrangian:
@@ -63,12 +65,12 @@ class Lagrangian:
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
-        self.goal = setting.tolerance or default_tolerance(self.v.dtype)
-        self.tolerance: float | None = self.goal
+        self.tolerance: float | None = setting.tolerance or default_tolerance(self.v.dtype)
+        self.goal = 0.5 * self.tolerance  # what the rounds aim at, so that the certificate, measured anew, passes
         if setting.tolerance is None and self.v.dtype != torch.float64:
             warnings.warn(
                 f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "
-                f"of {self.goal:.0e}, which that precision can reach. Use float64 for more digits.",
+                f"of {self.tolerance:.0e}, which that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
                 stacklevel=2,
             )
@@ -141,6 +143,7 @@ class Lagrangian:
     def _start(self) -> None:
         """Begin with no multipliers at the present z."""
         count = len(self.price.mu) + 1
+        self.lowest = math.inf
         self.epsilon, self.best, self.best_h, self.raises = math.inf, math.inf, [math.inf] * count, [0] * count
         self._new_round()
         self.epsilon = 0.1 * self.search.gradient.norm().item()
@@ -179,8 +182,12 @@ class Lagrangian:
         """Move the multipliers; then either finish, or set out on the next round."""
         sizes = self._violations()
         residual = norm(self.at().residual).item()
-        self.stalls = 0 if moved or self.taken > 1 else self.stalls + 1
-        if self._solved(residual, sizes) or self.stalls >= STALLS or max(self.raises) >= RAISES:
+        measure = self._measure_of(residual, sizes)
+        if measure < 0.9 * self.lowest:
+            self.lowest, self.stalls = measure, 0
+        else:
+            self.stalls += 1 if moved or self.taken > 1 else STALLS // 3
+        if measure <= self.goal or self.stalls >= STALLS or max(self.raises) >= RAISES:
             self._check_end()
             return
         with torch.no_grad():
@@ -216,11 +223,12 @@ class Lagrangian:
             sizes.append(norm(moved).item())
         return sizes
 
-    def _solved(self, residual: float, sizes: Sequence[float]) -> bool:
+    def _measure_of(self, residual: float, sizes: Sequence[float]) -> float:
+        """The largest of the relative measures: what is compared with the tolerance."""
         scale, lower, _ = self.scales()
         measures = [self.search.gradient.norm().item() / scale, residual / lower]
         measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
-        return bool(max(measures) <= self.goal)
+        return float(max(measures))
 
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
@@ -251,15 +259,16 @@ class Lagrangian:
         if self.minimiser or self.restarts >= RESTARTS:
             write(held, self.v.leaves)
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
-            if not self._solved(norm(self.at().residual).item(), sizes := self._violations()):
+            if self._measure_of(norm(self.at().residual).item(), sizes := self._violations()) > self.goal:
                 infeasible = any(x > self.goal * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
                 self.status = Status.INFEASIBLE if infeasible else Status.STALLED
             return
         self.restarts += 1
+        self.minimiser = None
         write(best, self.v.leaves)
         self._measure()
         # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
-        self.price.gamma.mul_(100.0**self.restarts)
+        self.price.gamma.mul_(10.0**self.restarts)
         self._start()
 
     def _reach_g(self, v: Tensor) -> float:
@@ -285,9 +294,26 @@ class Lagrangian:
 
     def finish(self) -> bool | None:
         """Put u and v in their sets exactly: the multipliers bring them there only to the tolerance."""
-        self.u.project()
+        if self.u.projected:
+            self.u.project()
+            self._settle_lower()
         self.v.project()
         return self.minimiser
+
+    def _settle_lower(self) -> None:
+        """Minimise F over v alone: u was moved by a hair, which the price of the slope magnifies."""
+
+        def restricted(v: Tensor) -> tuple[float, Tensor, None]:
+            value, slope, _ = self._penalised(torch.cat([z[: self.split], v]))
+            return value, slope[self.split :], None
+
+        z = flatten(self.leaves)
+        metric = torch.full_like(z[self.split :], 1 / (self.sizes.f + self.price.gamma.item() * self.sizes.g**2))
+        search = LBFGS.start(restricted, z[self.split :], metric=metric)
+        for _ in range(SETTLING):
+            if search.gradient.norm().item() <= 0.1 * self.goal * self.scales()[0] or not search.iterate(restricted):
+                break
+        write(torch.cat([z[: self.split], search.x]), self.leaves)
 
     def episode(self) -> list[Pair] | None:
         return None
@@ -305,7 +331,7 @@ class Lagrangian:
             "set_price": self.set_price, "set_mu": self.set_mu, "search": self.search.state_dict(),
             "origin": self.origin, "curvature": d.curvature,
             "sizes": asdict(self.sizes),
-            "numbers": [self.epsilon, self.best, *self.best_h],
+            "numbers": [self.lowest, self.epsilon, self.best, *self.best_h],
             "counters": [self.taken, self.restarts, self.stalls], "raises": self.raises,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser, "status": self.status.name if self.status else None,
@@ -320,7 +346,7 @@ class Lagrangian:
         self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
         self.search = LBFGS(**state["search"])
         self.origin, d.curvature = state["origin"], state["curvature"]
-        self.epsilon, self.best, *self.best_h = state["numbers"]
+        self.lowest, self.epsilon, self.best, *self.best_h = state["numbers"]
         self.sizes = Scales(**state["sizes"])
         self.taken, self.restarts, self.stalls = state["counters"]
         self.raises = list(state["raises"])

@@ -78,7 +78,7 @@ class Stepwise:
         if every is None and options.advances:
             every = max(1, self.setting.max_steps // options.advances)
         self.schedule = Schedule(
-            prices, new(lam), new(filled["epsilon"] or 0.0),
+            prices, new(lam), None if filled["epsilon"] is None else new(filled["epsilon"]),
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
@@ -161,10 +161,20 @@ class Stepwise:
                 self.problem.start_lower(self.v.value, shared[0][0])
             self.lower.restart()
             schedule.restart_multipliers()
-        for _ in range(options.lower_steps or 1):
-            gradients = self._penalised(shared or self._draw(), with_u=False)
+        # One of the T + 1 draws is for the upper step, each time another one: with batches in a fixed order it would
+        # else see only some of them.
+        count = options.lower_steps or 1
+        for i in range(count + 1):
+            if shared is None:
+                batches = self._draw()
+                if i == k % (count + 1):
+                    final = batches
+                    continue
+            elif i == count:
+                break
+            gradients = self._penalised(shared or batches, with_u=False)
             self.lower.step(self._with_lam(gradients), (), factor)
-        gradients = self._penalised(final or self._draw(), with_u=moving)
+        gradients = self._penalised(final or [], with_u=moving)
         lowered = self._with_lam(gradients)
         if moving:
             self.upper.step(gradients.u, gradients.rows, factor)
@@ -177,7 +187,7 @@ class Stepwise:
             factor * self.upper.rate * moving, factor * self.lower.rate,
         ]  # fmt: skip
         row = torch.stack([x.detach().to(torch.float64) for x in record])
-        reason = schedule.observe(size_u**2 + size_v**2, gradients)
+        reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
         return torch.cat([row, reason.to(torch.float64).reshape(1)])
 
     def _draw(self) -> list[Pair]:

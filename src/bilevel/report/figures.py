@@ -42,7 +42,7 @@ def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, la
         axes.semilogy(np.median(values, axis=0), color=ACCENT, linewidth=2.4)
         axes.axhline(goal, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7)
         axes.set(xlabel="step", ylabel="error", xlim=(0, max(length - 1, 1)))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
         axes.grid(True)
         return _inline(figure, name, label)
 

@@ -1,0 +1,371 @@
+"""What every method must do: reach the known answer, repeat itself bit for bit, resume bit for bit, count its
+evaluations, report divergence, and refuse bad options by name. A new method is one more `Case`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bilevel import Callback, OptionError, Penalty, Problem, Run, Solution, Status, solve
+from bilevel.autodiff import Derivatives
+from bilevel.solution import COLUMNS
+
+ADAM = partial(torch.optim.Adam, lr=0.05)
+PRESET: dict[str, Any] = {
+    "lower_steps": 3, "gamma": 3.0, "epsilon": 0.03, "upper_rate": 0.02, "lower_rate": 0.02, "decay": "linear",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    method: Any
+    data: bool
+    steps: int
+    error: float
+    """What the relative error must fall below, and why."""
+
+
+CASES = [
+    # The run ends at a relative stationarity of 1e-8; the problem's condition number is about 10.
+    Case("deterministic", Penalty(), False, 200, 1e-6),
+    # Adam's steps at the end are about 0.05 / steps, and gamma keeps a bias of the order 1/gamma before nu removes it.
+    Case(
+        "stochastic",
+        Penalty(mode="stochastic", lower_steps=3, lower_optimizer=ADAM, upper_optimizer=ADAM),
+        True,
+        200,
+        0.06,
+    ),
+    # Without multipliers the error is of the order 1/gamma; gamma ends between 5 and 80.
+    Case("algorithm 1", Penalty.algorithm_1(**PRESET), False, 200, 0.01),
+    Case("algorithm 1 with data", Penalty.algorithm_1(**PRESET), True, 200, 0.03),
+    Case("algorithm 2", Penalty.algorithm_2(lam=0.1, **PRESET), False, 200, 0.01),
+    Case("algorithm 2 with data", Penalty.algorithm_2(lam=0.1, **PRESET), True, 200, 0.03),
+]
+
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+stepwise = pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name.replace(" ", "_"))
+with_data = pytest.mark.parametrize(
+    "case", [case for case in CASES if case.data], ids=lambda case: case.name.replace(" ", "_")
+)
+
+
+def run(quadratic: Any, case: Case, *, problem: Problem | None = None, **options: Any) -> Solution:
+    u, v = quadratic.start()
+    data = quadratic.data() if case.data else None
+    options = {"max_steps": case.steps, "seed": 3} | options
+    return solve(problem or quadratic.problem, case.method, u, v, data, **options)
+
+
+def difference(a: Solution, b: Solution) -> list[str]:
+    """The names of what is not the same in both, bit for bit. Clocks differ, and are left out."""
+    found = [name for name in ("u", "v") if not torch.equal(getattr(a, name), getattr(b, name))]
+    found += [f"history {name}" for name in COLUMNS if name != "seconds" and a.history[name] != b.history[name]]
+    for name in a.multipliers:
+        pairs = zip(a.multipliers[name], b.multipliers[name], strict=True)
+        found += [name for x, y in pairs if not torch.equal(x, y)]
+    found += [name for name in ("status", "steps", "mode", "certificate") if getattr(a, name) != getattr(b, name)]
+    return found
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, run: Run) -> bool:
+        return run.step >= self.step
+
+
+# -- answers and bits --------------------------------------------------------------------------------------------------
+
+
+@each
+def test_known_answer_is_reached(quadratic, case):
+    solution = run(quadratic, case)
+    assert quadratic.error(solution.u, solution.v) < case.error
+    assert solution.status in (Status.CONVERGED, Status.MAX_STEPS)
+    assert solution.mode == ("deterministic" if case.name == "deterministic" else "stochastic")
+
+
+@each
+def test_same_seed_gives_the_same_bits(quadratic, case):
+    short = replace(case, steps=30)
+    assert difference(run(quadratic, short), run(quadratic, short)) == []
+
+
+@with_data
+def test_other_seed_gives_other_bits_with_data(quadratic, case):
+    short = replace(case, steps=10)
+    one, other = run(quadratic, short, seed=1), run(quadratic, short, seed=2)
+    assert not torch.equal(one.v, other.v)
+    assert not torch.equal(one.u, other.u)
+
+
+@each
+@pytest.mark.parametrize("stop", [1, 11])
+def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
+    short = replace(case, steps=25)
+    straight = run(quadratic, short, checkpoint=tmp_path / "straight", every=7)
+    options = {"checkpoint": tmp_path / "halves", "every": 7}
+    half = run(quadratic, short, callbacks=[StopAt(stop)], log_every=1, **options)
+    assert half.status is Status.STOPPED
+    assert half.steps == stop
+    resumed = run(quadratic, short, resume=True, **options)
+    assert difference(straight, resumed) == []
+
+
+@each
+def test_finished_run_resumes_as_finished(quadratic, case, tmp_path):
+    short = replace(case, steps=20)
+    first = run(quadratic, short, checkpoint=tmp_path)
+    again = run(quadratic, short, checkpoint=tmp_path, resume=True)
+    assert difference(first, again) == []
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+class Counter(Callback):
+    """Counts the calls of both objectives, and notes the counts after every step."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.calls = {"upper": 0, "lower": 0}
+        self.after: list[dict[str, int]] = []
+        self.problem = Problem(self._counted("upper", problem.upper), self._counted("lower", problem.lower))
+
+    def _counted(self, name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(u: Any, v: Any, batch: Any) -> Tensor:
+            self.calls[name] += 1
+            return function(u, v, batch)
+
+        return counted
+
+    def start(self, run: Run) -> None:
+        self.after.append(dict(self.calls))
+
+    def log(self, run: Run) -> None:
+        self.after.append(dict(self.calls))
+
+    def each_step(self, name: str) -> list[int]:
+        return [b[name] - a[name] for a, b in pairwise(self.after)]
+
+
+STEPS = 6
+
+
+def counts(quadratic: Any, case: Case, **options: Any) -> tuple[list[int], list[int], list[int]]:
+    """(lower, upper) calls of each step, and what the history says of the lower ones."""
+    counter = Counter(quadratic.problem)
+    solution = run(
+        quadratic, case, problem=counter.problem, callbacks=[counter], log_every=1, max_steps=STEPS, **options
+    )
+    recorded = solution.history["evaluations"]
+    return counter.each_step("lower"), counter.each_step("upper"), [b - a for a, b in pairwise(recorded)]
+
+
+@stepwise
+def test_objectives_are_evaluated_once_for_each_lower_and_upper_step(quadratic, case):
+    exact = replace(case, method=replace(case.method, curvature="exact", cotangent="same", warm_up=0.0))
+    lower, upper, recorded = counts(quadratic, exact)
+    once = exact.method.lower_steps + 1
+    assert lower == upper == [once] * STEPS
+    assert recorded == [once] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("lower_steps", [1, 4])
+@pytest.mark.parametrize("batches", ["fresh", "shared"])
+@pytest.mark.parametrize(
+    ("options", "accumulate", "lower_cost", "upper_cost"),
+    [
+        pytest.param({"cotangent": "same"}, 1, 1, 1, id="same"),
+        pytest.param({"cotangent": "running"}, 1, 1, 1, id="running"),
+        pytest.param({"cotangent": "other"}, 1, 2, 1, id="other"),
+        pytest.param({"cotangent": "same"}, 3, 6, 3, id="accumulate"),
+        pytest.param({"cotangent": "running"}, 2, 4, 2, id="running-accumulate"),
+        pytest.param({"cotangent": "other"}, 2, 6, 2, id="other-accumulate"),
+        pytest.param({"curvature": "difference"}, 1, 3, 1, id="difference"),
+    ],
+)
+def test_settings_cost_their_stated_number_of_evaluations(
+    quadratic, options, accumulate, lower_cost, upper_cost, lower_steps, batches
+):
+    method = Penalty(
+        mode="stochastic", lower_steps=lower_steps, warm_up=0.5, lower_batches=batches,
+        **({"curvature": "exact"} | options),
+    )  # fmt: skip
+    lower, upper, recorded = counts(quadratic, Case("", method, True, STEPS, 0.0), accumulate=accumulate)
+    assert lower == [lower_cost * (lower_steps + 1)] * STEPS
+    assert upper == [upper_cost * (lower_steps + 1)] * STEPS
+    assert recorded == lower[1:]
+
+
+def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypatch):
+    gradients = 0
+    penalised = Derivatives.penalised
+
+    def counted(self, *args, **options):
+        nonlocal gradients
+        gradients += 1
+        return penalised(self, *args, **options)
+
+    monkeypatch.setattr(Derivatives, "penalised", counted)
+    counter = Counter(quadratic.problem)
+    noted = []
+
+    class Note(Callback):
+        def start(self, run):
+            noted.append(gradients)
+
+        log = start
+
+    solution = run(
+        quadratic, replace(CASES[0], method=Penalty(curvature="exact")), problem=counter.problem,
+        callbacks=[counter, Note()], log_every=1,
+    )  # fmt: skip
+    assert solution.status is Status.CONVERGED
+    steps = [b - a for a, b in pairwise(noted)][:-1]  # the last step holds the end check
+    assert len(steps) > 5
+    assert min(steps) >= 1
+    assert counter.each_step("lower")[:-1] == steps
+    assert counter.each_step("upper")[:-1] == steps
+    recorded = solution.history["evaluations"]
+    assert [b - a for a, b in pairwise(recorded)][:-1] == steps[1:]
+
+
+# -- divergence --------------------------------------------------------------------------------------------------------
+
+
+class Watch(Callback):
+    """Copies u and v before the first step and at every log."""
+
+    def __init__(self, u: Tensor, v: Tensor) -> None:
+        self.u, self.v = u, v
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def start(self, run: Run) -> None:
+        self.states[run.step] = (self.u.detach().clone(), self.v.detach().clone())
+
+    def log(self, run: Run) -> None:
+        self.start(run)
+
+
+def bomb(function: Callable[..., Tensor], calls: int, value: float) -> Callable[..., Tensor]:
+    """The function for so many calls, then the value times it."""
+    left = calls
+
+    def armed(u: Any, v: Any, batch: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        return function(u, v, batch) * (value if left < 0 else 1.0)
+
+    return armed
+
+
+def check_divergence(solution: Solution, watch: Watch, log_every: int) -> int:
+    """The step that the message names."""
+    assert solution.status is Status.DIVERGED
+    assert torch.isfinite(solution.u).all()
+    assert torch.isfinite(solution.v).all()
+    u, v = watch.states[solution.steps]
+    assert torch.equal(solution.u, u)
+    assert torch.equal(solution.v, v)
+    assert solution.steps == max(watch.states)
+    words = solution.message.split()
+    assert words[:2] == ["At", "step"], solution.message
+    step = int(words[2].strip(","))
+    assert solution.steps < step <= solution.steps + log_every
+    assert all(math.isfinite(x) for name in ("upper", "lower", "residual") for x in solution.history[name])
+    return step
+
+
+@each
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["upper", "lower"])
+def test_divergence_is_reported_within_log_every_steps_and_the_last_finite_state_returned(
+    quadratic, case, value, which
+):
+    u, v = quadratic.start()
+    # 40 calls end in the middle of every run: after the first steps, before the end check of the deterministic mode.
+    both = {"upper": quadratic.upper, "lower": quadratic.lower}
+    problem = Problem(**(both | {which: bomb(both[which], 40, value)}))
+    watch = Watch(u, v)
+    solution = solve(
+        problem, case.method, u, v, quadratic.data() if case.data else None,
+        max_steps=30, log_every=4, callbacks=[watch], seed=0, hypergradient=False,
+    )  # fmt: skip
+    check_divergence(solution, watch, 4)
+    assert any(name in solution.message for name in ("upper", "lower", "grad_u", "grad_v", "residual"))
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 50])
+def test_learning_rate_that_is_too_large_diverges_and_is_named(quadratic, log_every):
+    u, v = quadratic.start()
+    watch = Watch(u, v)
+    sgd = partial(torch.optim.SGD, lr=1e3)
+    method = Penalty(mode="stochastic", lower_steps=2, warm_up=0.0, lower_optimizer=sgd, upper_optimizer=sgd)
+    solution = solve(
+        quadratic.problem, method, u, v, max_steps=200, log_every=log_every, callbacks=[watch], seed=0
+    )  # fmt: skip
+    step = check_divergence(solution, watch, log_every)
+    assert step < 100
+    assert len(solution.history) >= solution.steps
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "batch"), ("curvature", "fisher"), ("curvature", None), ("decay", "cosine"), ("lower_batches", "own"),
+        ("cotangent", "mean"), ("lower_steps", 0), ("lower_steps", 1.5), ("lower_steps", True), ("lower_steps", "5"),
+        ("advance_every", 0), ("memory", 0), ("inner_steps", -1), ("advances", -1), ("gamma", -1.0),
+        ("gamma", math.nan), ("gamma_h", -1.0), ("lam", -1.0), ("epsilon", -1e-3), ("rate_power", -1),
+        ("gamma_factor", 0.9), ("lam_factor", 1.1), ("epsilon_factor", 1.1), ("warm_up", 1.0), ("warm_up", -0.1),
+        ("smoothing", 1.0), ("upper_optimizer", "adam"), ("lower_optimizer", 0.1),
+    ],
+)  # fmt: skip
+def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
+    with pytest.raises(OptionError) as caught:
+        Penalty(**{name: value})
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_optimizer_in_place_of_a_factory_is_refused():
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(OptionError, match="upper_optimizer must be a factory"):
+        Penalty(upper_optimizer=optimizer)
+
+
+@pytest.mark.parametrize("preset", [Penalty.algorithm_1, Penalty.algorithm_2])
+def test_presets_refuse_bad_options_too(preset):
+    with pytest.raises(OptionError, match="lower_steps must be at least 1; got 0"):
+        preset(lower_steps=0)
+
+
+@each
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_steps", 0), ("max_steps", 2.5), ("tolerance", 0.0), ("tolerance", -1.0), ("tolerance", math.nan),
+        ("every", 0), ("log_every", 0), ("accumulate", 0), ("engine", "graph"), ("precision", "bf16"), ("starts", 2),
+        ("seed", -1), ("seed", 1.5), ("resume", True), ("every", 5),
+    ],
+)  # fmt: skip
+def test_solve_refuses_bad_arguments_with_their_name(quadratic, case, name, value):
+    u, v = quadratic.start()
+    options = {"max_steps": 1} | {name: value}
+    with pytest.raises(OptionError, match=name):
+        solve(quadratic.problem, case.method, u, v, quadratic.data() if case.data else None, **options)
+    assert not u.any()
+    assert not v.any()

@@ -1,0 +1,205 @@
+"""A stochastic step reads no device value on the host.
+
+On the CPU a dispatch mode refuses what would wait for the device; on a GPU torch's own debug mode does. torch.optim
+is exempt: some of its optimizers read their own counters.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bilevel import Ball, Box, Penalty, Problem, Rows, Simplex, solve
+from bilevel.methods.stepwise import Stepwise
+
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    # Sizes that depend on values are read on the host, too.
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+}
+OPTIM = torch.optim.__path__[0]
+
+
+class HostReadError(AssertionError):
+    pass
+
+
+class NoHostReadErrors(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in READS and not _inside_optim():
+            raise HostReadError(f"{function} inside a step")
+        return function(*args, **(kwargs or {}))
+
+
+def _inside_optim() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(OPTIM):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Counts the steps, each of which runs under the mode."""
+    taken = []
+    plain = Stepwise.step
+
+    def step(self: Stepwise, k: int) -> Tensor:
+        with NoHostReadErrors():
+            record = plain(self, k)
+        taken.append(k)
+        return record
+
+    monkeypatch.setattr(Stepwise, "step", step)
+    return taken
+
+
+def classify(device: str = "cpu", *, constrained: bool = False, rows: bool = True) -> tuple[Problem, Any, Any, Any]:
+    """Weighted classification with a network: (problem, u, v, data)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 3, generator=generator).to(device)
+    y = torch.randint(2, (24,), generator=generator).to(device)
+    index = torch.arange(24, device=device)
+    torch.manual_seed(0)
+    v = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 2)).to(device)
+    u = Rows(24, device=device) if rows else torch.zeros(24, device=device, requires_grad=True)
+
+    def upper(u: Any, v: Any, batch: Any) -> Tensor:
+        return cross_entropy(v(batch[0]), batch[1])
+
+    def lower(u: Any, v: Any, batch: Any) -> Tensor:
+        w = torch.sigmoid(u[batch[2]])
+        return (w * cross_entropy(v(batch[0]), batch[1], reduction="none")).sum() / w.sum()
+
+    options: dict[str, Any] = {}
+    if constrained:
+        options = {
+            "equalities": [lambda u, v, batch: v[4].weight.sum(1) - 1],
+            "inequalities": [lambda u, v, batch: v[0].weight - 0.1, lambda u, v, batch: v[0].bias.square().sum() - 1],
+            "project_upper": Box(-3.0, 3.0),
+        }
+    data = (
+        [(x[i : i + 6], y[i : i + 6]) for i in (0, 6)],
+        [(x[i : i + 8], y[i : i + 8], index[i : i + 8]) for i in (0, 8, 16)],
+    )
+    return Problem(upper, lower, **options), u, v, data
+
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+METHODS = {
+    "defaults": Penalty(),
+    "running": Penalty(cotangent="running"),
+    "other": Penalty(cotangent="other"),
+    "difference": Penalty(curvature="difference"),
+    "shared": Penalty(lower_batches="shared", decay="constant", warm_up=0.0),
+    "multipliers": Penalty(advance_every=1, multipliers=True, average_residual=False, warm_up=0.0, nu=0.1),
+    "averaged": Penalty(advance_every=2, multipliers=True, average_residual=True, warm_up=0.0),
+    "tolerances": Penalty(epsilon=10.0, smoothing=0.5, rate_power=1.0, warm_up=0.0),
+    "algorithm 1": Penalty.algorithm_1(),
+    "algorithm 2": Penalty.algorithm_2(),
+    "momentum": Penalty(lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
+}
+each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@each
+@pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
+def test_step_reads_nothing_on_the_host(steps, method, constrained):
+    problem, u, v, data = classify(constrained=constrained)
+    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+    assert steps == list(range(5))
+
+
+@pytest.mark.parametrize("projection", [Box(-0.1, None), Ball(0.3), Ball(0.3, dim=-1), Simplex()], ids=repr)
+def test_step_with_a_projected_lower_variable_reads_nothing_on_the_host(steps, projection):
+    problem = Problem(
+        lambda u, v, batch: torch.sum((v - batch) ** 2), lambda u, v, batch: torch.sum((v - u) ** 2) * batch,
+        project_lower=projection, project_upper=projection,
+    )  # fmt: skip
+    u, v = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), 0.2, requires_grad=True)
+    solve(problem, Penalty(), u, v, ([1.0], [1.0, 2.0]), max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+    assert steps == list(range(5))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulated"])
+def test_step_with_a_plain_tensor_reads_nothing_on_the_host(steps, options):
+    problem, u, v, data = classify(rows=False)
+    solve(problem, Penalty(), u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False, **options)
+    assert steps == list(range(5))
+
+
+def test_episode_reads_nothing_on_the_host(steps):
+    def start(v: Tensor, prepared: Any) -> None:
+        v.zero_()
+
+    problem = Problem(
+        lambda u, v, x: torch.sum((v - x) ** 2), lambda u, v, x: torch.sum((v - 2 * x) ** 2),
+        prepare=lambda u, batches: torch.tanh(u) * batches[0], start_lower=start,
+    )  # fmt: skip
+    u, v = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    solve(problem, Penalty(), u, v, ([1.0], [1.0]), max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+    assert steps == list(range(5))
+
+
+def test_objective_that_reads_on_the_host_is_caught(steps):
+    """The mode sees a read: without this the tests above could not fail."""
+    problem, u, v, data = classify()
+    reading = Problem(lambda *a: problem.upper(*a) * float(v[0].bias.sum().item() < 1e9), problem.lower)
+    with pytest.raises(HostReadError):
+        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, hypergradient=False)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_steps(monkeypatch):
+    """Counts the steps, each of which runs with synchronisation as an error."""
+    taken = []
+    plain = Stepwise.step
+
+    def step(self: Stepwise, k: int) -> Tensor:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            record = plain(self, k)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        taken.append(k)
+        return record
+
+    monkeypatch.setattr(Stepwise, "step", step)
+    return taken
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@each
+@pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
+def test_step_does_not_wait_for_the_gpu(gpu_steps, method, constrained):
+    problem, u, v, data = classify("cuda", constrained=constrained)
+    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+    assert gpu_steps == list(range(5))
+
+
+@gpu
+def test_objective_that_waits_for_the_gpu_is_caught(gpu_steps):
+    problem, u, v, data = classify("cuda")
+    reading = Problem(lambda *a: problem.upper(*a) * float(v[0].bias.sum().item() < 1e9), problem.lower)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, hypergradient=False)

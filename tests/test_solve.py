@@ -178,11 +178,21 @@ class Record:
         return [batch for step in self.steps for which, batch in step if which == name]
 
 
+def used(step: list[tuple[str, Any]]) -> list[tuple[Any, Any]]:
+    """The (upper, lower) batches of each gradient of a step, the upper step's last."""
+    upper, lower = ([batch for which, batch in step if which == name] for name in ("upper", "lower"))
+    return list(zip(upper, lower, strict=True))
+
+
 def test_sources_are_cycled_each_on_its_own_and_every_lower_step_gets_a_fresh_pair():
     record = Record()
-    record.run(plain(lower_steps=2), ([0, 1], [10, 11, 12]), 4)
-    assert record.order("upper") == [i % 2 for i in range(12)]
-    assert record.order("lower") == [10 + i % 3 for i in range(12)]
+    steps = record.run(plain(lower_steps=2), ([0, 1], [10, 11, 12]), 6)
+    pairs = [(i % 2, 10 + i % 3) for i in range(18)]
+    for k, step in enumerate(steps):
+        drawn = pairs[3 * k : 3 * k + 3]
+        # The upper step takes another one of the draws each time, so that it sees all batches of a fixed order.
+        last = drawn.pop(k % 3)
+        assert used(step) == [*drawn, last]
 
 
 def test_shared_batches_are_one_pair_for_the_whole_upper_step():
@@ -196,8 +206,10 @@ def test_accumulation_takes_so_many_pairs_for_each_gradient():
     record = Record()
     steps = record.run(plain(lower_steps=1), (range(100), range(100, 200)), 3, accumulate=3)
     for k, step in enumerate(steps):
-        drawn = range(6 * k, 6 * k + 6)
-        assert [b for which, b in step if which == "upper"] == list(drawn)
+        drawn = list(range(6 * k, 6 * k + 6))
+        upper = [b for which, b in step if which == "upper"]
+        assert sorted(upper) == drawn
+        assert sorted((upper[:3], upper[3:])) == [drawn[:3], drawn[3:]]  # neighbours make up one gradient
         # Each lower batch is read twice: for the mean slope, and to be pulled on.
         assert sorted(b for which, b in step if which == "lower") == sorted([100 + i for i in drawn] * 2)
 
@@ -215,8 +227,9 @@ def test_other_cotangent_comes_from_a_lower_batch_of_its_own(batches):
 
 def test_running_cotangent_draws_nothing_more():
     record = Record()
-    record.run(plain(lower_steps=2, cotangent="running"), (range(50), range(50)), 3)
-    assert record.order("lower") == record.order("upper") == list(range(9))
+    steps = record.run(plain(lower_steps=2, cotangent="running"), (range(50), range(50)), 3)
+    for k, step in enumerate(steps):
+        assert sorted(used(step)) == [(i, i) for i in range(3 * k, 3 * k + 3)]
 
 
 def loader(kind: str, n: int = 12) -> DataLoader[Any]:
@@ -451,6 +464,19 @@ def test_callback_that_returns_true_stops_the_run_with_a_partial_solution(quadra
     assert ended == [solution]
     assert u.detach().abs().min() > 0
     assert math.isfinite(solution.certificate.stationarity)
+
+
+def test_run_that_ends_by_itself_at_the_step_where_a_callback_stops_it_has_its_own_status(quadratic):
+    u, v = quadratic.start()
+    straight = solve(quadratic.problem, Penalty(), u, v, max_steps=100, log_every=1, seed=0)
+    assert straight.status is Status.CONVERGED
+    u, v = quadratic.start()
+    solution = solve(
+        quadratic.problem, Penalty(), u, v, max_steps=100, log_every=1, seed=0,
+        callbacks=[Each(lambda run: run.step == straight.steps)],
+    )  # fmt: skip
+    assert solution.status is Status.CONVERGED
+    assert solution.certificate.lower_minimiser is True
 
 
 def test_early_stopping_ends_a_run_that_no_longer_falls(quadratic):

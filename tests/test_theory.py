@@ -80,7 +80,7 @@ def newton(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
     gradient, hessian = torch.func.grad(function), torch.func.jacrev(torch.func.grad(function))
     for _ in range(60):
         step = torch.linalg.solve(hessian(v), gradient(v))
-        v = v - step * min(1.0, 1.0 / step.norm().item())
+        v = v - step * min(1.0, 1.0 / max(step.norm().item(), 1e-300))
         if step.norm() <= 1e-15 * (1 + v.norm()):
             break
     assert torch.linalg.eigvalsh(hessian(v)).min() > 0

@@ -50,7 +50,7 @@ PROBES = (1e-3, 0.1, 1.0)
 
 def default_tolerance(dtype: torch.dtype) -> float:
     """What the relative measures of the certificate can be expected to reach in this precision."""
-    return max(1e-10, 1e3 * torch.finfo(dtype).eps)
+    return max(1e-9, 1e3 * torch.finfo(dtype).eps)
 
 
 class Lagrangian:
@@ -66,7 +66,8 @@ class Lagrangian:
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
         self.tolerance: float | None = setting.tolerance or default_tolerance(self.v.dtype)
-        self.goal = 0.5 * self.tolerance  # what the rounds aim at, so that the certificate, measured anew, passes
+        # What the rounds aim at, so that the certificate passes, which is measured after the last projection.
+        self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
         if setting.tolerance is None and self.v.dtype != torch.float64:
             warnings.warn(
                 f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "

@@ -103,7 +103,7 @@ class RowAdam:
         # write, the same numbers: no sort, no host read, no dependence on the order of writing.
         self._sum.index_add_(0, index, gradient)
         g = self._sum[index]
-        self._sum[index] = 0
+        self._sum.index_fill_(0, index, 0.0)
         b1, b2 = self.betas
         mean = torch.lerp(g, self.mean[index], b1)
         square = torch.lerp(g * g, self.square[index], b2)

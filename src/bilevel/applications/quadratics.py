@@ -58,7 +58,8 @@ def quadratic(seed: int, number: int) -> Quadratic:
         return torch.sum((v - a) ** 2) / 2 + alpha * torch.sum((u - b) ** 2) / 2
 
     def lower(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return v @ H @ v / 2 - v @ (C @ u + c)
+        value: Tensor = v @ H @ v / 2 - v @ (C @ u + c)
+        return value
 
     u, v = (size_u * normal(p)).requires_grad_(), (size_v * normal(q)).requires_grad_()
     return Quadratic(Problem(upper, lower), u, v, torch.cat([best_u, M @ best_u + m]))

@@ -49,6 +49,8 @@ class Stepwise:
             raise OptionError("prepare cannot read Rows: keep per-example variables out of prepare, in lower.")
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.tolerance = setting.tolerance
+        episodic = self.problem.prepare is not None or self.problem.start_lower is not None
+        self.shared = episodic or options.lower_batches == "shared"
         self.warm_up = round((options.warm_up or 0.0) * setting.max_steps)
         self._start()
         self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
@@ -147,34 +149,41 @@ class Stepwise:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, k: int) -> Tensor:
-        options, d, schedule = self.options, self.derivatives, self.schedule
-        moving = k >= self.warm_up
-        factor = self._factor(k)
-        shared: list[Pair] | None = None
-        final: list[Pair] | None = None
-        episodic = self.problem.prepare is not None or self.problem.start_lower is not None
-        if episodic or options.lower_batches == "shared":
-            final = d.prepare(self._draw(), graph=moving)
-            shared = detached(final)
-        if self.problem.start_lower is not None and shared is not None:
-            with torch.no_grad():
-                self.problem.start_lower(self.v.value, shared[0][0])
-            self.lower.restart()
-            schedule.restart_multipliers()
-        # One of the T + 1 draws is for the upper step, each time another one: with batches in a fixed order it would
-        # else see only some of them.
-        count = options.lower_steps or 1
+        moving, factor = k >= self.warm_up, self._factor(k)
+        count = self.options.lower_steps or 1
+        if self.shared:
+            batches = self.derivatives.prepare(self._draw(), graph=moving)
+            still = detached(batches)
+            self._start_episode(still)
+            for _ in range(count):
+                self._lower_step(still, factor)
+            return self._upper_step(batches, factor, moving)
+        # One of the T + 1 draws is for the upper step, each time another one: of batches in a fixed order it would else
+        # see only some.
         for i in range(count + 1):
-            if shared is None:
-                batches = self._draw()
-                if i == k % (count + 1):
-                    final = batches
-                    continue
-            elif i == count:
-                break
-            gradients = self._penalised(shared or batches, with_u=False)
-            self.lower.step(self._with_lam(gradients), (), factor)
-        gradients = self._penalised(final or [], with_u=moving)
+            draw = self._draw()
+            if i == k % (count + 1):
+                batches = draw
+            else:
+                self._lower_step(draw, factor)
+        return self._upper_step(batches, factor, moving)
+
+    def _start_episode(self, batches: list[Pair]) -> None:
+        """Put v at its start, and with it all that belongs to the lower problem of one episode."""
+        if self.problem.start_lower is not None:
+            with torch.no_grad():
+                self.problem.start_lower(self.v.value, batches[0][0])
+            self.lower.restart()
+            self.schedule.restart_multipliers()
+
+    def _lower_step(self, batches: list[Pair], factor: Tensor) -> None:
+        gradients = self._penalised(batches, with_u=False)
+        self.lower.step(self._with_lam(gradients), (), factor)
+
+    def _upper_step(self, batches: list[Pair], factor: Tensor, moving: bool) -> Tensor:
+        """Move u, then the schedule; returns the record of the step."""
+        schedule = self.schedule
+        gradients = self._penalised(batches, with_u=moving)
         lowered = self._with_lam(gradients)
         if moving:
             self.upper.step(gradients.u, gradients.rows, factor)

@@ -53,13 +53,14 @@ WHAT_MATTERS: dict[str, dict[str, Any]] = {
     "lower_batches='shared'": {"lower_batches": "shared"},
     "multipliers=False": {"multipliers": False},
     "average_residual=False": {"average_residual": False},
-    "epsilon=0.1 |grad F|, smoothing=0.9": {"epsilon": "scale", "smoothing": 0.9},
+    "epsilon a tenth of the first gradient, smoothing=0.9": {"epsilon": "scale", "smoothing": 0.9},
 }
 RATES: dict[str, dict[str, Any]] = {
     f"{name}, {decay}, rate_power={power:g}": {"rate_power": power, "decay": decay} | optimizer
     for name, optimizer, decay, powers in (
         ("Adam 5e-3", {}, "linear", (0.5, 1.0)),
         ("Adam 5e-3", {}, "constant", (0.0,)),
+        ("SGD 0.1", {"sgd": 0.1}, "constant", (0.0, 1.0)),
         ("SGD 0.3", {"sgd": 0.3}, "constant", (0.0, 1.0)),
         ("SGD 1", {"sgd": 1.0}, "constant", (0.0, 1.0)),
     )

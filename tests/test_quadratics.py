@@ -1,20 +1,11 @@
-"""With no option given, random strongly convex quadratics and the paper's four problems are solved.
-
-    g = v'Hv/2 - v'(Cu + c)        f = |v - a|^2/2 + alpha |u - b|^2/2
-
-Dimensions 2 to 50; the condition number of H to 100; the scales of H, C, u and v from 0.1 to 10; alpha from 0.01 to 1.
-"""
+"""With no option given, random strongly convex quadratics and the paper's four problems are solved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from bilevel import Penalty, Problem, solve
+from bilevel import Penalty, solve
+from bilevel.applications.quadratics import quadratic
 from bilevel.applications.synthetic import examples
 
 SEEDS = range(11, 16)
@@ -23,53 +14,12 @@ COUNT, PART = 100, 20
 STEPS = 3000
 
 
-@dataclass(frozen=True)
-class Quadratic:
-    problem: Problem
-    u: Tensor
-    v: Tensor
-    best: Tensor
-    """The solution (u, v), in one vector."""
-
-    @property
-    def error(self) -> float:
-        z = torch.cat([self.u, self.v]).detach()
-        return float((z - self.best).norm() / self.best.norm())
-
-
-def quadratic(seed: int, number: int) -> Quadratic:
-    draw = np.random.default_rng([seed, number])
-
-    def scale(low: float, high: float) -> float:
-        return float(np.exp(draw.uniform(np.log(low), np.log(high))))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.from_numpy(draw.standard_normal(shape))
-
-    p, q = (int(n) for n in draw.integers(2, 51, 2))
-    size_h, size_c, size_u, size_v = (scale(0.1, 10) for _ in range(4))
-    condition, alpha = scale(1, 100), scale(0.01, 1)
-    basis, _ = torch.linalg.qr(normal(q, q))
-    H = size_h * basis @ torch.diag(torch.logspace(0, -np.log10(condition), q, dtype=torch.float64)) @ basis.T
-    H = (H + H.T) / 2
-    C = size_c * normal(q, p) / np.sqrt(p)
-    c, a, b = size_h * size_v * normal(q), size_v * normal(q), size_u * normal(p)
-    M, m = torch.linalg.solve(H, C), torch.linalg.solve(H, c)
-    best_u = torch.linalg.solve(M.T @ M + alpha * torch.eye(p, dtype=torch.float64), alpha * b + M.T @ (a - m))
-    problem = Problem(
-        lambda u, v, _: torch.sum((v - a) ** 2) / 2 + alpha * torch.sum((u - b) ** 2) / 2,
-        lambda u, v, _: v @ H @ v / 2 - v @ (C @ u + c),
-    )
-    u, v = (size_u * normal(p)).requires_grad_(), (size_v * normal(q)).requires_grad_()
-    return Quadratic(problem, u, v, torch.cat([best_u, M @ best_u + m]))
-
-
 def errors(seed: int, numbers: range) -> list[float]:
     found = []
     for number in numbers:
         case = quadratic(seed, number)
         solve(case.problem, Penalty(), case.u, case.v, max_steps=STEPS, seed=number, hypergradient=False)
-        found.append(case.error)
+        found.append(case.error())
     return found
 
 
@@ -96,5 +46,5 @@ def test_defaults_solve_the_papers_problems_from_twenty_starts(index):
     for start in range(20):
         u, v = example.start(start)
         solve(example.problem, Penalty(), u, v, max_steps=STEPS, seed=start, hypergradient=False)
-        # The run ends at a relative 1e-8; the solution and the start are of the size 1 to 10.
-        assert example.distance(u, v) < 1e-5, f"start {start}"
+        # The run ends at a relative 1e-9; A's smallest singular value magnifies it.
+        assert example.distance(u, v) < 1e-6, f"start {start}"

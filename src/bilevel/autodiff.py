@@ -124,12 +124,13 @@ class Derivatives:
     def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
         """g and s = grad_v g, first order only, over the batches."""
         share = 1.0 / len(batches)
+        total: list[Tensor] = []
         with self.holding_u(False):
-            parts = []
             for _, batch in batches:
-                g = self.lower(batch)
-                parts.append((g.detach() * share, gradient(g * share, self.v.leaves)))
-        return torch.stack([g for g, _ in parts]).sum(), _sum([s for _, s in parts])
+                g = self.lower(batch) * share
+                part = [g.detach(), *gradient(g, self.v.leaves)]
+                total = _sum([total, part]) if total else part
+        return total[0], total[1:]
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """r, from s."""
@@ -164,15 +165,16 @@ class Derivatives:
             only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, 1.0, slope, None))
             return only
         share = 1.0 / len(batches)
-        states, means = [], []
+        states: list[Any] = []
+        mean: list[Tensor] = []
         with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
             for batch in batches:
                 states.append(random_state(self.v.device))
                 g = self.lower(batch[1])
                 s = gradient(g * share, self.v.leaves)
                 with torch.no_grad():
-                    means.append(s + [h * share for h in self.constraints(batch[0])])
-        mean = _sum(means)
+                    part = s + [h * share for h in self.constraints(batch[0])]
+                    mean = _sum([mean, part]) if mean else part
         count = len(self.v.leaves)
         pulled = mean[:count] if slope is None else list(slope)
 
@@ -186,9 +188,9 @@ class Derivatives:
                 set_random_state(state, self.v.device)
                 return self._one(batch, prices, with_u, share, pulled, mean[count:], resume)
 
-            part: Gradients = self._guarded(one)
+            found: Gradients = self._guarded(one)
             onward = random_state(self.v.device)
-            total = part if total is None else _add(total, part)
+            total = found if total is None else _add(total, found)
         if total is None:
             raise ProblemError("penalised needs at least one batch; got none.")
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
@@ -221,7 +223,7 @@ class Derivatives:
             wrt = [*leaves, *inputs()]
             if exact:
                 if not self._proved:
-                    _refuse_once_differentiable(s)
+                    refuse_once_differentiable(s)
                 found = gradient([f, *s, *h], wrt, cotangent=[None, *pull, *pull_h])
             else:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
@@ -310,7 +312,7 @@ class Derivatives:
                     return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
                 s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
-                    _refuse_once_differentiable(s)
+                    refuse_once_differentiable(s)
                 return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
 
         return _sum([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
@@ -390,7 +392,7 @@ def missing_double_backward(error: RuntimeError) -> str | None:
     return None
 
 
-def _refuse_once_differentiable(tensors: Sequence[Tensor]) -> None:
+def refuse_once_differentiable(tensors: Sequence[Tensor]) -> None:
     """Raise where the graph of a gradient has a node that stands for a missing derivative.
 
     autograd raises only when it runs such a node; asked for the gradient in other tensors, it passes it by and the

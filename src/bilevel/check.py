@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import callbacks
-from .autodiff import Derivatives, gradient, missing_double_backward
+from .autodiff import Derivatives, gradient, missing_double_backward, refuse_once_differentiable
 from .batches import Pair
 from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Variable
@@ -171,6 +171,7 @@ def _check(d: Derivatives, pairs: Sequence[Pair]) -> Check:
     started = time.perf_counter()
     try:
         s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
+        refuse_once_differentiable(s)
         gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
     except RuntimeError as error:
         operator = missing_double_backward(error)

@@ -6,6 +6,7 @@ of it is stored beside it, so that a truncated or altered file is never taken fo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +45,8 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         finally:
             os.close(entry)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. The one before, if any, is untouched."
         ) from error
@@ -60,7 +62,8 @@ def load(folder: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies, aligned as torch allocates: the last bit of a sum can depend on where its terms lie.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint at {path}.") from error
     except (OSError, SafetensorError, ValueError) as error:
@@ -88,7 +91,7 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = node.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(node, dict):
-        return {"dict": {key: _pack(item, f"{name}/{key}", tensors) for key, item in node.items()}}
+        return {"dict": {key: _pack(item, f"{name}/{_escape(key)}", tensors) for key, item in node.items()}}
     if isinstance(node, (list, tuple)):
         return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
     if node is None or isinstance(node, (bool, int, float, str)):
@@ -96,6 +99,11 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"a checkpoint holds tensors, numbers and text; {name or 'the state'} is {type(node).__name__}."
     )
+
+
+def _escape(key: str) -> str:
+    """A key that has the separator in it, as JSON pointers write it: two tensors never share a name."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _unpack(node: Any, tensors: dict[str, Tensor]) -> Any:

@@ -128,7 +128,8 @@ class _Loop:
                 due = self.folder is not None and self.step % self.every == 0
                 last = status is not None or self.step >= self.setting.max_steps or self.interrupted
                 if due or last or self.step % self.log_every == 0:
-                    status = self._fetch(watch) or status
+                    found = self._fetch(watch)
+                    status = found if status is None or found is Status.DIVERGED else status
                     if due and status is not Status.DIVERGED:
                         self._save()
         finished = status not in (Status.STOPPED, Status.DIVERGED)
@@ -239,7 +240,7 @@ class _Loop:
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
                 f"from step {saved['step']} on.",
                 BilevelWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         self._write(saved)
         self.state.load_state_dict(saved["method"])

@@ -70,12 +70,17 @@ class Source:
         self.epoch, self.taken = epoch, 0
         self._iterator: Iterator[Any] | None = None
 
+    def _own_generators(self) -> list[torch.Generator]:
+        """The generators that the loader or its sampler was given by the user."""
+        owners = (self.items, getattr(self.items, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
     def _start(self) -> None:
         seed = hash_seed(self._seed, self.name, self.epoch)
         self._generators = _Generators(seed)
-        for owner in (self.items, getattr(self.items, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
+        for generator in self._own_generators():
+            generator.manual_seed(seed)
         if callable(set_epoch := getattr(getattr(self.items, "sampler", None), "set_epoch", None)):
             set_epoch(self.epoch)
         with self._generators:
@@ -100,13 +105,18 @@ class Source:
     def peek(self, most: int) -> tuple[list[Any], bool]:
         """The first batches of pass 0, at most `most`, and whether these were all. The position is not moved."""
         probe = Source(self.items, self.name, self._seed, self.device)
-        probe._start()
+        held = [(generator, generator.get_state()) for generator in self._own_generators()]
         batches: list[Any] = []
-        with probe._generators:
-            for batch in probe._iterator or ():
-                if len(batches) == most:
-                    return batches, False
-                batches.append(move(batch, self.device))
+        try:
+            probe._start()
+            with probe._generators:
+                for batch in probe._iterator or ():
+                    if len(batches) == most:
+                        return batches, False
+                    batches.append(move(batch, self.device))
+        finally:
+            for generator, state in held:
+                generator.set_state(state)
         if not batches:
             raise DataError(f"the {self.name} data is empty: it gave no batch. Pass at least one.")
         return batches, True

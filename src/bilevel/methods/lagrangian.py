@@ -73,7 +73,7 @@ class Lagrangian:
                 f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "
                 f"of {self.tolerance:.0e}, which that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
         self.status: Status | None = None
         self.restarts = self.stalls = 0

@@ -41,10 +41,11 @@ def main() -> None:
     command = f"python benchmarks/quadratics.py --seeds {' '.join(map(str, options.seeds))}"
     lines = [
         "# Random quadratics with the defaults", "",
-        f"Written by `{command}` (`src/bilevel/applications/quadratics.py` states the family). `Penalty()`, no option, at most",
-        f"{STEPS:,} steps, float64. The seeds were not used for choosing constants. Evaluations are of the lower objective,",
-        "those of the start and of the end check among them.", "",
-        "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | median evaluations | endings |",
+        f"Written by `{command}`.",
+        "`src/bilevel/applications/quadratics.py` states the family of problems and their solution.",
+        f"`Penalty()`, no option, at most {STEPS:,} steps, float64. The seeds were not used for choosing constants.",
+        "Evaluations are of the lower objective, those of the start and of the end check among them.", "",
+        "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | evaluations (median) | endings |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     with ProcessPoolExecutor(options.processes) as pool:

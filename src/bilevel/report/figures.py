@@ -55,9 +55,8 @@ def _inline(figure: Figure, name: str, label: str) -> Markup:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    box = re.search(r'viewBox="[^"]*"', svg)
-    assert box is not None  # matplotlib writes one always
-    opening = f'<svg {box[0]} role="img" aria-label="{escape(label)}">'
+    box = "".join(re.findall(r'viewBox="[^"]*"', svg)[:1])
+    opening = f'<svg {box} role="img" aria-label="{escape(label)}">'
     svg = re.sub(r"^<svg[^>]*>", lambda _: opening, svg)
     prefix = re.sub(r"[^a-zA-Z0-9-]", "-", name)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)

@@ -76,6 +76,8 @@ ROBUST: dict[str, dict[str, Any]] = {
     "300 trusted": {"trusted": 300},
     "lower loss x 10": {"scale_g": 10.0},
     "2,000 steps": {"steps": 2000},
+    "2,000 steps, lam_factor=0.9": {"steps": 2000, "options": {"lam_factor": 0.9}},
+    "2,000 steps, previous constants": {"steps": 2000, "options": PREVIOUS},
 }
 DEFAULTS = "matters/the defaults"
 """The run of the row `same` too: it is the default."""
@@ -83,6 +85,7 @@ COTANGENTS = ("same", "running", "other")
 SQUARES = {name: (name, 20) for name in COTANGENTS} | {
     f"{name}, batches of 100": (name, 100) for name in ("same", "running")
 }
+SQUARES["same, full batches"] = ("same", 200)
 
 
 # -- digits ------------------------------------------------------------------------------------------------------------
@@ -347,7 +350,9 @@ def plan(store: Store, tables: Sequence[str], kinds: Sequence[str], seeds: Seque
             for name, options in variants.items() if table in tables else ():
                 store.make(f"{table}/{name}/{kind}/{span}", lambda k=kind, o=options: digits(k, seeds, o))
         for name, setting in ROBUST.items() if "robust" in tables else ():
-            store.make(f"robust/{name}/{kind}/{span}", lambda k=kind, s=setting: digits(k, seeds, {}, **s))
+            store.make(
+                f"robust/{name}/{kind}/{span}", lambda k=kind, s=setting: digits(k, seeds, **({"options": {}} | s))
+            )
         for name in COTANGENTS[1:] if "cotangent" in tables else ():
             store.make(f"cotangent/{name}/{kind}/{span}", lambda k=kind, c=name: digits(k, seeds, {"cotangent": c}))
     for kind in ("ridge", "groups") if "squares" in tables else ():

@@ -21,8 +21,8 @@ from .stepwise import Stepwise
 Mode = Literal["deterministic", "stochastic"]
 
 STOCHASTIC: dict[str, Any] = {
-    "lower_steps": 5, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
-    "average_residual": True, "advances": 20, "warm_up": 0.2, "decay": "linear", "rate_power": 0.0,
+    "lower_steps": 5, "gamma_factor": 1.3, "lam_factor": 1.0, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
+    "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear", "rate_power": 0.0,
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
 DETERMINISTIC: dict[str, Any] = {"memory": 100, "inner_steps": 50}
@@ -83,7 +83,7 @@ class Penalty:
     upper_optimizer: OptimizerFactory | None = None
     """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam with a learning rate of 3e-3."""
+    """None: Adam with a learning rate of 5e-3."""
     lower_batches: Literal["fresh", "shared"] | None = None
     """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     cotangent: Literal["same", "running", "other"] | None = None

@@ -4,7 +4,7 @@
 
 With data and no options, the scales come from the first batches,
 
-    gamma = sum |f_v| / sum |g_vv s|,   lam = sum |f_v| / sum |s|,
+    gamma = 0.3 sum |f_v| / sum |g_vv s|,   lam = sum |f_v| / sum |s|,
 
 the first steps move v only, and the learning rates fall linearly to zero.
 """
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 SCALE_BATCHES = 5
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
-LOWER_RATE = 3e-3
+LOWER_RATE = 5e-3
+GAMMA_SHARE = 0.3
+"""The first gamma |g_vv s| as a share of |f_v|: v must reach a minimum of g before the penalty holds it there."""
 
 
 class Stepwise:
@@ -139,7 +141,7 @@ class Stepwise:
             unit = norm(direction)
             product = d.hessian_product(prepared[:1], [x / unit for x in direction], with_u=False)
             bent = count * max(norm(product).item() ** 2 * length, 1e-12)
-        gamma = f_v / bent if f_v > 0 else 1.0
+        gamma = GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0
         lam = f_v / slope if slope > 0 and f_v > 0 else 1.0
         gamma_h = [(f_v / count) / max((s / count) ** 2 * 0.1 * length, 1e-12) or 1.0 for s in size_h]
         sizes = [s / count * length for s in size_h]

@@ -35,7 +35,7 @@ from bilevel.methods import stepwise
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "minibatch.md"
-HELD_OUT = 200
+HELD_OUT = 300
 """The first of the seeds that no constant is chosen on."""
 MODELS = {"softmax": (), "mlp64": (64,), "mlp128": (128,)}
 PREVIOUS = {"gamma_share": 1.0, "lam_factor": 0.9, "gamma_factor": 1.1, "warm_up": 0.2, "rate": 3e-3}
@@ -44,8 +44,9 @@ SGD = torch.optim.SGD
 WHAT_MATTERS: dict[str, dict[str, Any]] = {
     "the defaults": {},
     "previous constants": PREVIOUS,
-    "lam_factor=0.9": {"lam_factor": 0.9},
-    "gamma_factor=1.1": {"gamma_factor": 1.1},
+    "lam_factor=1": {"lam_factor": 1.0},
+    "gamma_factor=1.3": {"gamma_factor": 1.3},
+    "gamma_factor=1.3, lam_factor=1": {"gamma_factor": 1.3, "lam_factor": 1.0},
     "the first gamma 3 times": {"gamma_share": 0.9},
     "warm_up=0": {"warm_up": 0.0},
     "lower rate 1e-3": {"rate": 1e-3},

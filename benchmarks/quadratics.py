@@ -45,7 +45,7 @@ def main() -> None:
         "`src/bilevel/applications/quadratics.py` states the family of problems and their solution.",
         f"`Penalty()`, no option, at most {STEPS:,} steps, float64. The seeds were not used for choosing constants.",
         "Evaluations are of the lower objective, those of the start and of the end check among them.", "",
-        "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | evaluations (median) | endings |",
+        "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | evaluations | endings |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     with ProcessPoolExecutor(options.processes) as pool:

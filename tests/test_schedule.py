@@ -40,6 +40,7 @@ def schedule(seed: int = 0, *, epsilon=0.5, every=None, smoothing=None, multipli
     return Schedule(
         prices, number(4.0), None if epsilon is None else number(epsilon), factors=FACTORS, every=every,
         smoothing=smoothing, multipliers=multipliers, averaged=averaged, equalities=1,
+        like=[number(0.0), torch.zeros(4, dtype=torch.float64)],
     )  # fmt: skip
 
 
@@ -241,7 +242,16 @@ def test_decisions_are_not_read_on_the_host():
     new = lambda shape: torch.zeros(shape, device="meta", dtype=torch.float64)  # noqa: E731
     prices = Prices(gamma=new(()), nu=[new((2,))], gamma_h=[new(()), new(())], mu=[new((2,)), new(())])
     s = Schedule(
-        prices, new(()), new(()), factors=FACTORS, every=3, smoothing=0.5, multipliers=True, averaged=True, equalities=1
+        prices,
+        new(()),
+        new(()),
+        factors=FACTORS,
+        every=3,
+        smoothing=0.5,
+        multipliers=True,
+        averaged=True,
+        equalities=1,
+        like=[new((3,))],
     )
     at = Gradients(new(()), new(()), [new((2,))], [new((2,))], [new((2,)), new(())], [new((2,))])
     assert s.observe(new(()), at, [new((3,))]).device.type == "meta"

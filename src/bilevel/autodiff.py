@@ -253,15 +253,14 @@ class Derivatives:
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
+        """What is paid for each constraint; see `paid`. Refuses values whose shape is not that of the multipliers."""
         for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
             if m.shape != h.shape:
                 raise ProblemError(
                     f"constraint {i} must return the same shape for every batch; it returned {tuple(m.shape)} first "
                     f"and {tuple(h.shape)} now. Return a mean or a sum over the batch."
                 )
-        pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
-        count = len(self.problem.equalities)
-        return pulls[:count] + [p.clamp(min=0) for p in pulls[count:]]
+        return paid(values, prices, len(self.problem.equalities))
 
     def _difference(self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any) -> list[Tensor]:
         """d<pull, s> as a central difference of grad g along `pull`, with the same random draws."""
@@ -272,7 +271,7 @@ class Derivatives:
         step = eps * (1 + norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
         after = random_state(self.v.device)
         sides = []
-        with keeping(self.v.buffers() + self.u.buffers()):
+        with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
             for sign in (1.0, -1.0):
                 with torch.no_grad():
                     for leaf, value, direction in zip(leaves, held, pull, strict=True):
@@ -281,9 +280,6 @@ class Derivatives:
                 for rows in self.u.rows:
                     rows.replay()
                 sides.append(gradient(self.lower(batch), wrt, retain=True))
-            with torch.no_grad():
-                for leaf, value in zip(leaves, held, strict=True):
-                    leaf.copy_(value)
         set_random_state(after, self.v.device)
         return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
 
@@ -344,9 +340,8 @@ class Derivatives:
             self.curvature = "difference"
             if state is not None:
                 set_random_state(state, self.v.device)
-            with torch.no_grad():
-                for buffer, value in zip(buffers, saved, strict=True):
-                    buffer.copy_(value)
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.data.copy_(value)
             return evaluate()
         self._proved = True
         return found
@@ -376,6 +371,18 @@ class Derivatives:
             finally:
                 for leaf in self.u.leaves:
                     leaf.requires_grad_(True)
+
+
+def paid(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:
+    """mu + gamma_h h, and max(0, mu + gamma_h h) for inequalities: the pull of each constraint, and the next mu."""
+    pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
+    return pulls[:equalities] + [pull.clamp(min=0) for pull in pulls[equalities:]]
+
+
+def violation(values: Sequence[Tensor], equalities: int) -> Tensor:
+    """The largest violation of a constraint, as a tensor; there is at least one."""
+    sizes = [h.abs().amax() if i < equalities else h.amax().clamp(min=0) for i, h in enumerate(values)]
+    return torch.stack(sizes).amax()
 
 
 def missing_double_backward(error: RuntimeError) -> str | None:

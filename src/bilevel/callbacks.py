@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ class Callback:
     def end(self, solution: Solution) -> None:
         """After the last step and the certificate."""
 
+    def close(self) -> None:
+        """Last of all, also where the run ended with an exception."""
+
 
 class Progress(Callback):
     """A bar on standard error: steps per second, f, |grad_v g|, gamma, time left. Quiet where that is no terminal."""
@@ -75,7 +78,7 @@ class Progress(Callback):
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
 
-    def end(self, solution: Solution) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -117,8 +120,8 @@ class TensorBoard(Callback):
                     self._writer.add_scalar(name, value, row["step"])
         return None
 
-    def end(self, solution: Solution) -> None:
-        self._writer.close()
+    def close(self) -> None:
+        self._writer.flush()
 
 
 class EarlyStopping(Callback):
@@ -136,12 +139,22 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.least, self.value = monitor, patience, least, value
         self.best, self.best_step = math.inf, 0
 
+    def start(self, run: Run) -> None:
+        """Begin anew; of a resumed run, with what its history shows."""
+        self.best, self.best_step = math.inf, run.step if self.value else 0
+        if self.value is None:
+            self._see((row["step"], row[self.monitor]) for row in run.history.rows())
+
     def log(self, run: Run) -> bool | None:
-        rows = [(run.step, float(self.value()))] if self.value else [(r["step"], r[self.monitor]) for r in run.rows()]
-        for step, now in rows:
+        self._see(
+            [(run.step, float(self.value()))] if self.value else ((r["step"], r[self.monitor]) for r in run.rows())
+        )
+        return run.step - self.best_step >= self.patience
+
+    def _see(self, values: Iterable[tuple[int, float]]) -> None:
+        for step, now in values:
             if now < self.best - self.least * abs(self.best) or self.best == math.inf:
                 self.best, self.best_step = now, step
-        return run.step - self.best_step >= self.patience
 
 
 def show(text: str) -> None:

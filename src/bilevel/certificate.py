@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, dot, gradient, norm
+from .autodiff import Derivatives, dot, gradient, norm, violation
 from .batches import Pair
 from .method import State
 from .problem import Problem
@@ -70,12 +70,11 @@ def _measure(
         moved = d.u.project_leaves([x.detach() - y for x, y in zip(d.u.leaves, slope_u, strict=True)])
         slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
-    worst = [h.abs().max().item() if i < equal else max(0.0, h.max().item()) for i, h in enumerate(values)]
     scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(), stationarity_v=norm(total[:count]).item(),
-        lower_residual=norm(residual).item(), violation=max(worst, default=0.0),
+        lower_residual=norm(residual).item(), violation=violation(values, equal).item() if values else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
         damping=(state.lam() / prices.gamma).item() if prices.gamma.item() else math.inf,

@@ -103,6 +103,9 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
             h = d.constraints(pair[0])
         with _explained(d, "upper", pair[0]):
             f = d.upper(pair[0])
+        for i, value in enumerate(h):
+            if isinstance(value, Tensor) and value.numel() == 0:
+                raise ProblemError(f"constraint {i} must return at least one number; got shape {tuple(value.shape)}.")
         for name, value in (("upper", f), ("lower", g), *((f"constraint {i}", x) for i, x in enumerate(h))):
             if not isinstance(value, Tensor):
                 raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def save(folder: Path, state: dict[str, Any]) -> None:
             temporary.unlink()
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. The one before, if any, is untouched."
+        ) from error
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder and see that it can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{FILE}.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be written: {error}. Pass a folder that can be."
         ) from error
 
 
@@ -94,6 +108,8 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": {key: _pack(item, f"{name}/{_escape(key)}", tensors) for key, item in node.items()}}
     if isinstance(node, (list, tuple)):
         return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"float": str(node)}  # JSON has no infinity
     if node is None or isinstance(node, (bool, int, float, str)):
         return {"value": node}
     raise CheckpointError(
@@ -114,7 +130,7 @@ def _unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
         return {key: _unpack(item, tensors) for key, item in value.items()}
     if kind == "list":
         return [_unpack(item, tensors) for item in value]
-    return value
+    return float(value) if kind == "float" else value
 
 
 def _digest(tree: str, tensors: dict[str, Tensor]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import OptionError
-from .problem import Variable
+from .problem import Projection, Variable
 from .rows import RowAdam
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -20,17 +20,23 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 class Descent:
-    def __init__(self, variable: Variable, factory: OptimizerFactory, option: str) -> None:
+    """`row_rate` is the learning rate of Rows where the factory is not the user's."""
+
+    def __init__(
+        self, variable: Variable, factory: OptimizerFactory, option: str, *, row_rate: float | None = None
+    ) -> None:
         self.variable = variable
         self.optimizer = _build(factory, variable.leaves, option) if variable.leaves else None
         self.rates: list[tuple[Tensor, float]] = []
         device = variable.device
         for group in self.optimizer.param_groups if self.optimizer else ():
             base = float(group["lr"])
-            rate = torch.full((), base, device=device)
+            rate = torch.full((), base, dtype=variable.dtype, device=device)
             group["lr"] = rate
             if device.type == "cuda" and "capturable" in group:
                 group["capturable"] = True
+            elif group.get("foreach"):
+                group["foreach"] = False  # which refuses a rate that is a tensor
             self.rates.append((rate, base))
         self.row_rate, self.row_optimizers = 0.0, []
         if variable.rows:
@@ -44,7 +50,7 @@ class Descent:
             for name in ("weight_decay", "amsgrad", "maximize"):
                 if group[name]:
                     raise OptionError(f"{option} must not set {name} where the variable holds Rows; got {group[name]}.")
-            self.row_rate = float(group["lr"])
+            self.row_rate = float(group["lr"]) if row_rate is None else row_rate
             self.row_optimizers = [
                 RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows
             ]
@@ -62,7 +68,9 @@ class Descent:
         if self.optimizer is not None:
             for rate, base in self.rates:
                 torch.mul(factor, base, out=rate)
-            for leaf, d in zip(self.variable.leaves, gradients, strict=True):
+            for name, leaf, d in zip(self.variable.names, self.variable.leaves, gradients, strict=True):
+                if (projection := self.variable.projection(name)) is not None:
+                    d = _inside(projection, leaf, d, factor * self.rate)
                 # Fused optimizers read the gradient in the parameter's own layout.
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             self.optimizer.step()
@@ -76,8 +84,11 @@ class Descent:
             values = optimizer.rows.values
             index = torch.cat([i for i, _ in parts])
             d = torch.cat([g.reshape(-1, *values.shape[1:]) for _, g in parts])
+            projection = self.variable.projection(name)
+            if projection is not None:
+                d = _inside(projection, values[index], d, factor * self.row_rate)
             optimizer.step(index, d, factor.to(values.dtype) * self.row_rate)
-            if (projection := self.variable.projection(name)) is not None:
+            if projection is not None:
                 values[index] = projection(values[index])
 
     def restart(self) -> None:
@@ -104,11 +115,28 @@ class Descent:
                 group["lr"] = rate
 
 
+def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:
+    """(x - P(x - t gradient)) / t, for a step t of about the length of the optimizer's: zero where x is stationary.
+
+    Adam scales each entry by itself. Without this it would rest where the scaled gradient, not the gradient itself, is
+    normal to the set.
+    """
+    length = gradient.square().mean().sqrt()
+    t = (rate / length).to(x.dtype)
+    t = torch.where((length > 0) & (rate > 0), t, torch.ones_like(t))
+    return (x - projection(x - t * gradient)) / t
+
+
 def _build(factory: OptimizerFactory, leaves: Sequence[Tensor], option: str) -> torch.optim.Optimizer:
     optimizer = factory(list(leaves))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             f"{option} must make a torch optimizer from parameters, as partial(torch.optim.Adam, lr=1e-3) does; "
             f"got {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise OptionError(
+            f"{option} must take dense gradients and no closure; got {type(optimizer).__name__}. Use Adam or SGD; "
+            "without data, mode='deterministic' is L-BFGS."
         )
     return optimizer

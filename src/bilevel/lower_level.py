@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives
+from .autodiff import Derivatives, norm
 from .lbfgs import LBFGS
 
 ITERATIONS = 50
+PROBES = (1e-3, 0.1, 1.0)
+"""How far, relative to 1 + |v|, a probe moves v before it minimises g again; each way and back."""
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -49,6 +51,32 @@ def minimise(d: Derivatives, tolerance: float) -> float:
             break
     write(search.x, d.v.leaves)
     return search.value
+
+
+def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
+    """A v where g is less than at the present one, found by moving v away and minimising g again; None if none is.
+
+    `curvature` is |g_vv|. A fall that rounding explains, or an end just short of the minimum, does not count.
+    """
+    held = flatten(d.v.leaves)
+    at, slope = d.slope(d.prepare([(None, None)], graph=False))
+    g = at.item()
+    best, lowest = None, g
+    size = 1 + held.norm().item()
+    noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
+    margin = noise * (abs(g) + 1e-6 * curvature * size**2) + 1e-2 * size * norm(d.residual(slope)).item()
+    for reach in PROBES:
+        direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
+        direction *= reach * size / direction.norm()
+        for sign in (1, -1):
+            write(held + sign * direction, d.v.leaves)
+            value = minimise(d, tolerance)
+            if value < lowest - margin:
+                best, lowest = flatten(d.v.leaves), value
+        if best is not None:
+            break
+    write(held, d.v.leaves)
+    return best
 
 
 def _minimise_projected(d: Derivatives, x: Tensor, tolerance: float) -> float:

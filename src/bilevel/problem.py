@@ -50,6 +50,8 @@ class Problem:
                 raise ProblemError(f"{name} must be a function (u, v, batch) -> Tensor; got {getattr(self, name)!r}.")
         for name in ("equalities", "inequalities", "lower_equalities", "lower_inequalities"):
             value = getattr(self, name)
+            if not callable(value) and not isinstance(value, (list, tuple)):
+                raise ProblemError(f"{name} must be a function or a list of functions; got {value!r}.")
             functions = (value,) if callable(value) else tuple(value)
             for function in functions:
                 if not callable(function):
@@ -100,18 +102,24 @@ class Variable:
         self.leaves = [item for _, item in found if isinstance(item, Tensor)]
         self.row_names = [key for key, item in found if isinstance(item, Rows)]
         self.rows = [item for _, item in found if isinstance(item, Rows)]
+        if len({*self.names, *self.row_names}) < len(found):
+            raise VariableError(f"{name} must have keys that differ as text; got {[key for key, _ in found]}.")
         self._projection = self._check_projection(projection)
 
     def _check_projection(self, projection: Projection | Mapping[str, Projection] | None) -> dict[str, Projection]:
+        """The projection of each tensor, by its name. Those of Rows act on each row by itself."""
         known = [*self.names, *self.row_names]
+        option = {"u": "project_upper", "v": "project_lower"}.get(self.name, "the projection")
         if projection is None:
             return {}
-        if isinstance(projection, Mapping):
-            for key in projection:
-                if key not in known:
-                    raise ProblemError(f"project_* names {key!r}, which {self.name} does not have; it has {known}.")
-            return dict(projection)
-        return dict.fromkeys(known, projection)
+        given = dict(projection) if isinstance(projection, Mapping) else dict.fromkeys(known, projection)
+        for key, function in given.items():
+            if key not in known:
+                has = ", ".join(map(repr, known)) if self.names != [""] else "no names: it is one tensor"
+                raise ProblemError(f"{option} names {key!r}, which {self.name} does not have; it has {has}.")
+            if not callable(function):
+                raise ProblemError(f"{option} must be a function from a tensor to a tensor; got {function!r}.")
+        return {key: torch.func.vmap(f) if key in self.row_names else f for key, f in given.items()}
 
     def make_dense(self) -> None:
         """Turn Rows into ordinary leaves, for what moves or measures all of u at once."""
@@ -158,16 +166,20 @@ class Variable:
         return out
 
     @torch.no_grad()
-    def project(self) -> None:
-        """Project the leaves in place. Rows are projected by the step that moves them."""
-        for name, leaf in zip(self.names, self.leaves, strict=True):
+    def project(self, *, rows: bool = False) -> None:
+        """Project the leaves in place, and all Rows where asked; a step projects those that it moves."""
+        named = list(zip(self.names, self.leaves, strict=True))
+        if rows:
+            named += [(name, r.values) for name, r in zip(self.row_names, self.rows, strict=True)]
+        for name, leaf in named:
             if (projection := self._projection.get(name)) is not None:
                 leaf.copy_(projection(leaf))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that makes up the variable's value, frozen parameters and buffers too, by name."""
         if self.modules:
-            return dict(self.modules[0].state_dict(keep_vars=True))
+            module = self.modules[0]
+            return dict(module.state_dict(keep_vars=True)) | dict(module.named_buffers())
         named = dict(zip(self.names, self.leaves, strict=True))
         named |= {key: rows.values for key, rows in zip(self.row_names, self.rows, strict=True)}
         return named

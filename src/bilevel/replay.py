@@ -31,4 +31,5 @@ def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+                # Not counted as a change: a graph that saved the buffer has seen this very value.
+                buffer.data.copy_(value)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autodiff import Gradients, Prices, dot
+from .autodiff import Gradients, Prices, dot, paid
 
 
 class Schedule:
@@ -38,6 +38,7 @@ class Schedule:
         multipliers: bool,
         averaged: bool,
         equalities: int,
+        like: Sequence[Tensor] = (),
     ) -> None:
         self.prices, self.lam = prices, lam
         self.tolerant = epsilon is not None
@@ -47,7 +48,9 @@ class Schedule:
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros((), dtype=torch.int64, device=lam.device)
-        self.smooth: list[Tensor] = []
+        # The running mean of G, of the shapes of `like`, where the smoothed rule is on.
+        on = self.tolerant and smoothing is not None
+        self.smooth = [torch.zeros_like(t, requires_grad=False) for t in like] if on else []
         # The running mean of r since the last advance: one minibatch's r is mostly noise.
         self.mean = [torch.zeros_like(n) for n in prices.nu] if averaged else []
 
@@ -73,8 +76,6 @@ class Schedule:
 
     def _smoothed(self, dense: Sequence[Tensor]) -> Tensor:
         memory = self.smoothing or 0.0
-        if not self.smooth:
-            self.smooth = [torch.zeros_like(g) for g in dense]
         # A mean over fewer steps than it is meant to span is no mean yet: the first step since an advance replaces it.
         keep = (self.since > 1).to(self.lam.dtype) * memory
         for mean, g in zip(self.smooth, dense, strict=True):
@@ -86,9 +87,8 @@ class Schedule:
         if self.multipliers:
             for n, r in zip(prices.nu, residual, strict=True):
                 n.add_(r * (on * prices.gamma))
-        for i, (m, c, h) in enumerate(zip(prices.mu, prices.gamma_h, constraints, strict=True)):
-            moved = m + c * h
-            m.copy_(torch.where(fire, moved if i < self.equalities else moved.clamp(min=0), m))
+        for m, moved in zip(prices.mu, paid(constraints, prices, self.equalities), strict=True):
+            m.copy_(torch.where(fire, moved, m))
         for value, factor in (
             (prices.gamma, self.gamma_factor),
             *((c, self.gamma_factor) for c in prices.gamma_h),
@@ -106,7 +106,8 @@ class Schedule:
 
     def gamma_growth(self) -> Tensor:
         """gamma over its first value."""
-        return self.prices.gamma / self.gamma_start
+        start = self.gamma_start
+        return torch.where(start > 0, self.prices.gamma / start, torch.ones_like(start))
 
     def state_dict(self) -> dict[str, Any]:
         prices = self.prices
@@ -118,8 +119,6 @@ class Schedule:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.smooth:
-            self.smooth = [torch.zeros_like(t, device=self.lam.device) for t in state["smooth"]]
         for name, mine in self.state_dict().items():
             for a, b in zip(*([x] if isinstance(x, Tensor) else x for x in (mine, state[name])), strict=True):
                 a.copy_(b)

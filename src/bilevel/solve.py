@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -21,9 +22,10 @@ from .callbacks import Callback, Run
 from .certificate import certify
 from .check import first_evaluation, variables
 from .errors import BilevelWarning, CheckpointError, OptionError
+from .fingerprint import compare, fingerprint
 from .method import RECORD, Method, Setting, State
 from .problem import Problem, Variable
-from .solution import History, Solution, Status
+from .solution import Certificate, History, Solution, Status
 from .sources import Sources
 
 
@@ -56,26 +58,33 @@ def solve(
     every gradient one of k batches. `hypergradient=True` has the certificate solve for the exact hypergradient, which
     it does by itself only where v is small. `seed=None` takes a seed from torch's global generator.
     """
+    if not isinstance(problem, Problem):
+        raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
+    if not hasattr(method, "init"):
+        raise OptionError(f"method must be a method such as Penalty(); got {method!r}.")
+    if isinstance(callbacks, Callback):
+        raise OptionError("callbacks must be a list; got one callback. Pass callbacks=[...].")
     _refuse(max_steps, tolerance, every, log_every, engine, precision, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
     folder = None if checkpoint is None else Path(checkpoint)
     saved = _open(folder, resume)
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
-    print_ = _fingerprint(problem, method, upper, lower, data, accumulate, seed)
-    if saved is not None:
-        _compare(saved["fingerprint"], print_, folder)
     sources = Sources(data, seed, lower.device)
+    print_ = fingerprint(problem, method, upper, lower, data, accumulate, seed)
+    if saved is not None:
+        compare(saved["fingerprint"], print_, folder)
     if accumulate > 1 and not sources:
         raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
     with _generators(seed, lower.device) as generator:
         setting = Setting(problem, upper, lower, sources, max_steps, tolerance, accumulate, generator)
         first_evaluation(Derivatives(problem, upper, lower), sources)
         try:
-            state = method.init(setting)
-            loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, print_)
-            if saved is not None:
-                loop.restore(saved)
+            with _unchanged_on_error(upper, lower):
+                state = method.init(setting)
+                loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, print_)
+                if saved is not None:
+                    loop.restore(saved)
             return loop.run(hypergradient)
         finally:
             upper.release()
@@ -110,49 +119,67 @@ class _Loop:
         self.good = self._snapshot()
 
     def run(self, hypergradient: bool | None) -> Solution:
+        try:
+            with _noting_interrupts(self):
+                status = self._steps()
+                solution = self._end(status, hypergradient)
+            for callback in self.callbacks:
+                callback.end(solution)
+            return solution
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def _steps(self) -> Status:
+        """Step until the budget, the method, a callback or Ctrl-C ends the run."""
         started = time.perf_counter() - self.seconds
         watch = Run(self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds)
         status: Status | None = self.finished or self.state.ended()
-        with _noting_interrupts(self):
-            for callback in self.callbacks:
-                callback.start(watch)
-            while status is None:
-                if self.step >= self.setting.max_steps:
-                    status = Status.MAX_STEPS
-                    break
-                record = self.state.step(self.step)
-                self.step += 1
-                self.seconds = time.perf_counter() - started
-                self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
-                status = self.state.ended()
-                due = self.folder is not None and self.step % self.every == 0
-                last = status is not None or self.step >= self.setting.max_steps or self.interrupted
-                if due or last or self.step % self.log_every == 0:
-                    found = self._fetch(watch)
-                    status = found if status is None or found is Status.DIVERGED else status
-                    if due and status is not Status.DIVERGED:
-                        self._save()
-        finished = status not in (Status.STOPPED, Status.DIVERGED)
+        for callback in self.callbacks:
+            callback.start(watch)
+        while status is None and self.step < self.setting.max_steps:
+            record = self.state.step(self.step)
+            self.step += 1
+            self.seconds = time.perf_counter() - started
+            self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
+            status = self.state.ended()
+            due = self.folder is not None and self.step % self.every == 0
+            last = status is not None or self.step >= self.setting.max_steps or self.interrupted
+            if due or last or self.step % self.log_every == 0:
+                found = self._fetch(watch)
+                status = found if status is None or found is Status.DIVERGED else status
+                if due and status is not Status.DIVERGED:
+                    self._save()
+        return status or Status.MAX_STEPS
+
+    def _end(self, status: Status, hypergradient: bool | None) -> Solution:
+        """Save, leave u and v as they are returned, and measure them."""
         if status is not Status.DIVERGED:
             self._save(status)
-        minimiser = self.state.finish() if finished else None
+        minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
         certificate, multipliers = certify(
             self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
         )
-        tolerance = self.state.tolerance
-        if status is Status.MAX_STEPS and tolerance is not None and certificate.passes(tolerance):
-            status = Status.CONVERGED
-        elif status is Status.CONVERGED and tolerance is not None and not certificate.passes(tolerance):
-            status = Status.STALLED
-        solution = Solution(
-            u=self.setting.u.value, v=self.setting.v.value, status=status, steps=self.step, mode=self.state.mode,
-            history=self.history, certificate=certificate,
+        return Solution(
+            u=self.setting.u.value, v=self.setting.v.value, status=self._judged(status, certificate),
+            steps=self.step, mode=self.state.mode, history=self.history, certificate=certificate,
             multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]], message=self.message,
             state=self.state.state_dict(),
         )  # fmt: skip
-        for callback in self.callbacks:
-            callback.end(solution)
-        return solution
+
+    def _judged(self, status: Status, certificate: Certificate) -> Status:
+        """The status that the certificate bears out."""
+        tolerance = self.state.tolerance
+        if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
+            return status
+        stationary = certificate.stationarity / certificate.scale <= tolerance
+        if certificate.passes(tolerance):
+            return Status.CONVERGED
+        if stationary and certificate.violation / certificate.violation_scale > tolerance:
+            return Status.INFEASIBLE
+        if certificate.worst <= tolerance and certificate.lower_minimiser is False:
+            return Status.STATIONARY
+        return Status.STALLED if status is Status.CONVERGED else status
 
     def _fetch(self, watch: Run) -> Status | None:
         """Bring the pending records to the host; look for divergence; tell the callbacks."""
@@ -183,7 +210,7 @@ class _Loop:
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in variable.tensors().values() if t.is_floating_point()]
+        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
@@ -212,6 +239,7 @@ class _Loop:
         self._write(self.good)
         self.state.load_state_dict(self.good["method"])
         self.step = self.good["step"]
+        self.history.truncate(self.step)
 
     @torch.no_grad()
     def _write(self, saved: dict[str, Any]) -> None:
@@ -265,8 +293,11 @@ def _clone(tree: Any) -> Any:
 
 
 def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
-    """The checkpoint to go on from; None where there is none yet."""
-    if folder is None or not store.exists(folder):
+    """The checkpoint to go on from; None where there is none yet. Makes the folder, so that no work is lost for it."""
+    if folder is None:
+        return None
+    store.prepare(folder)
+    if not store.exists(folder):
         return None
     if not resume:
         raise CheckpointError(
@@ -276,41 +307,27 @@ def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
     return store.load(folder)
 
 
-def _fingerprint(
-    problem: Problem, method: Any, u: Variable, v: Variable, data: object, accumulate: int, seed: int
-) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be of this run."""
-
-    def names(functions: Sequence[Any]) -> list[str]:
-        return [str(getattr(f, "__qualname__", type(f).__qualname__)) for f in functions]
-
-    def shapes(variable: Variable) -> dict[str, str]:
-        return {key: f"{tuple(t.shape)} {t.dtype}" for key, t in variable.tensors().items()}
-
-    given = [f for f in (problem.prepare, problem.start_lower, problem.project_upper, problem.project_lower) if f]
-    return {
-        "objectives": names([problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *given]),
-        "u": shapes(u), "v": shapes(v), "method": type(method).__name__, "options": method.describe(),
-        "data": "none" if data is None else "pair", "accumulate": accumulate, "seed": seed,
-    }  # fmt: skip
-
-
-def _compare(old: dict[str, Any], new: dict[str, Any], folder: Path | None) -> None:
-    for key, value in new.items():
-        if old.get(key) != value:
-            raise CheckpointError(
-                f"the checkpoint in {folder} is of another run: its {key} is {old.get(key)}, here it is {value}. It is "
-                "left as it is; pass the same arguments to resume it, or another folder to start anew."
-            )
-
-
 @contextmanager
 def _generators(seed: int, device: torch.device) -> Iterator[torch.Generator]:
     """The global generators, seeded for the run and put back after it; and one for the method's own draws."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         yield torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
+    """Put u and v back as they were where the start of a run fails or is interrupted."""
+    held = [(tensor, tensor.detach().clone()) for variable in variables for tensor in variable.tensors().values()]
+    try:
+        yield
+    except BaseException:
+        for tensor, value in held:
+            tensor.data.copy_(value)
+        raise
 
 
 @contextmanager
@@ -347,9 +364,9 @@ def _refuse(
 ) -> None:
     counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
-    if tolerance is not None and not tolerance > 0:
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
         raise OptionError(f"tolerance must be positive; got {tolerance!r}.")
     if engine not in ("auto", "eager"):
         raise OptionError(f"engine must be 'auto' or 'eager'; 'compile' and 'graph' are not built yet; got {engine!r}.")
@@ -359,5 +376,8 @@ def _refuse(
         raise OptionError(f"starts must be 1: several starts are not built yet; got {starts!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise OptionError(f"solve runs in one process; got WORLD_SIZE={ranks}. Data-parallel runs are not built yet.")
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")

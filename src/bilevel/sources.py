@@ -72,17 +72,21 @@ class Source:
 
     def _own_generators(self) -> list[torch.Generator]:
         """The generators that the loader or its sampler was given by the user."""
-        owners = (self.items, getattr(self.items, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
+        found = [getattr(owner, "generator", None) for owner in (self.items, *self._samplers())]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def _samplers(self) -> list[Any]:
+        batches = getattr(self.items, "batch_sampler", None)
+        return [getattr(self.items, "sampler", None), batches, getattr(batches, "sampler", None)]
 
     def _start(self) -> None:
         seed = hash_seed(self._seed, self.name, self.epoch)
         self._generators = _Generators(seed)
         for generator in self._own_generators():
             generator.manual_seed(seed)
-        if callable(set_epoch := getattr(getattr(self.items, "sampler", None), "set_epoch", None)):
-            set_epoch(self.epoch)
+        for sampler in self._samplers():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(self.epoch)
         with self._generators:
             self._iterator = iter(self.items)
 
@@ -117,6 +121,8 @@ class Source:
         finally:
             for generator, state in held:
                 generator.set_state(state)
+            if getattr(self.items, "persistent_workers", False) and self._iterator is not None:
+                self.seek(self.position)  # such a loader has one iterator only, and it was just restarted
         if not batches:
             raise DataError(f"the {self.name} data is empty: it gave no batch. Pass at least one.")
         return batches, True

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Derivatives, Gradients, Prices, dot, norm
-from ..batches import Pair
-from ..errors import BilevelWarning
+from ..autodiff import Derivatives, Gradients, Prices, dot, norm, paid, violation
+from ..batches import Pair, each_tensor
+from ..errors import BilevelWarning, OptionError
 from ..lbfgs import LBFGS
-from ..lower_level import flatten, lower_value, minimise, write
+from ..lower_level import flatten, lower_point, minimise, write
 from ..method import Setting
 from ..scales import Scales, measure
 from ..solution import Status
@@ -44,13 +44,11 @@ RAISES = 8
 """How often the price of a constraint is raised in vain before the run is called infeasible."""
 STALLS = 20
 """Rounds in a row that bring nothing nearer before the run is over; one that cannot move at all counts for several."""
-PROBES = (1e-3, 0.1, 1.0)
-"""How far, relative to 1 + |v|, the end check moves v before it minimises g again; each way and back."""
 
 
-def default_tolerance(dtype: torch.dtype) -> float:
-    """What the relative measures of the certificate can be expected to reach in this precision."""
-    return max(1e-9, 1e3 * torch.finfo(dtype).eps)
+def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
+    """What the relative measures of the certificate can be expected to reach in the coarsest of these precisions."""
+    return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 class Lagrangian:
@@ -65,13 +63,17 @@ class Lagrangian:
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
-        self.tolerance: float | None = setting.tolerance or default_tolerance(self.v.dtype)
+        dtypes = sorted({leaf.dtype for leaf in self.leaves}, key=lambda dtype: torch.finfo(dtype).eps)
+        coarse = str(dtypes[-1]).removeprefix("torch.")
+        if torch.finfo(dtypes[-1]).eps > 1e-4:
+            raise OptionError(f"u and v must be float32 or float64 in deterministic mode; got {coarse}. Use .double().")
+        self.tolerance: float | None = setting.tolerance or default_tolerance(dtypes)
         # What the rounds aim at, so that the certificate passes, which is measured after the last projection.
         self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
-        if setting.tolerance is None and self.v.dtype != torch.float64:
+        if setting.tolerance is None and dtypes[-1] != torch.float64:
             warnings.warn(
-                f"v is {str(self.v.dtype).removeprefix('torch.')}: without data the run ends at a relative tolerance "
-                f"of {self.tolerance:.0e}, which that precision can reach. Use float64 for more digits.",
+                f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
+                "that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
                 stacklevel=4,
             )
@@ -194,9 +196,7 @@ class Lagrangian:
         with torch.no_grad():
             for n, r in zip(self.price.nu, self.at().residual, strict=True):
                 n += self.price.gamma * r
-            equal = len(self.problem.equalities)
-            for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
-                m.copy_(m + c * h if i < equal else (m + c * h).clamp(min=0))
+            self.price.mu = paid(self.at().constraints, self.price, len(self.problem.equalities))
             if self.u.projected:
                 self.set_mu = [self.set_price * o for o in self._outside()]
         raised = False
@@ -241,24 +241,10 @@ class Lagrangian:
         return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:
-        """Move v away, minimise g again: if g falls, v was no minimiser; go on from the lower point."""
-        held = flatten(self.v.leaves)
-        g, _, _ = lower_value(self.derivatives, held)
-        best, lowest = held, g
-        margin = max(1e-9 if self.v.dtype == torch.float64 else 1e-5, self.goal) * (abs(g) + self._reach_g(held))
-        for size in PROBES:
-            direction = torch.randn(held.shape, generator=self.setting.generator, dtype=held.dtype).to(held)
-            direction *= size * (1 + held.norm()) / direction.norm()
-            for sign in (1, -1):
-                write(held + sign * direction, self.v.leaves)
-                value = minimise(self.derivatives, self.goal)
-                if value < lowest - margin:
-                    best, lowest = flatten(self.v.leaves), value
-            if lowest < g - margin:
-                break
-        self.minimiser = best is held
-        if self.minimiser or self.restarts >= RESTARTS:
-            write(held, self.v.leaves)
+        """End here, or, where g can be made smaller, go on from the lower point."""
+        better = lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g)
+        self.minimiser = better is None
+        if better is None or self.restarts >= RESTARTS:
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
             if self._measure_of(norm(self.at().residual).item(), sizes := self._violations()) > self.goal:
                 infeasible = any(x > self.goal * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
@@ -266,24 +252,19 @@ class Lagrangian:
             return
         self.restarts += 1
         self.minimiser = None
-        write(best, self.v.leaves)
+        write(better, self.v.leaves)
         self._measure()
         # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
         self.price.gamma.mul_(10.0**self.restarts)
         self._start()
 
-    def _reach_g(self, v: Tensor) -> float:
-        """How much g changes over a millionth of the scale of v: what a fall must exceed to count."""
-        return 1e-6 * self.sizes.g * (1 + norm([v]).item()) ** 2
-
     def _record(self, reason: int) -> Tensor:
         at, price = self.at(), self.price
         size_u = self.search.gradient[: self.split].norm().item()
         size_v = self.search.gradient[self.split :].norm().item()
-        equal = len(self.problem.equalities)
-        worst = [h.abs().max().item() if i < equal else max(0.0, h.max().item()) for i, h in enumerate(at.constraints)]
+        worst = violation(at.constraints, len(self.problem.equalities)).item() if at.constraints else 0.0
         row = [
-            at.f.item(), at.g.item(), size_u, size_v, norm(at.residual).item(), max(worst, default=0.0),
+            at.f.item(), at.g.item(), size_u, size_v, norm(at.residual).item(), worst,
             price.gamma.item(), 0.0, self.epsilon, self.search.length, self.search.length, float(reason),
         ]  # fmt: skip
         return torch.tensor(row, dtype=torch.float64)
@@ -299,6 +280,8 @@ class Lagrangian:
             self.u.project()
             self._settle_lower()
         self.v.project()
+        if self.minimiser is None:  # the budget ended before the end was checked
+            self.minimiser = lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g) is None
         return self.minimiser
 
     def _settle_lower(self) -> None:
@@ -340,6 +323,7 @@ class Lagrangian:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         d = self.derivatives
+        state = each_tensor(lambda tensor: tensor.to(self.v.device), state)
         self.price = Prices(
             gamma=state["gamma"].clone(), nu=[t.clone() for t in state["nu"]],
             gamma_h=[t.clone() for t in state["gamma_h"]], mu=[t.clone() for t in state["mu"]],

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,15 +22,15 @@ from .stepwise import Stepwise
 Mode = Literal["deterministic", "stochastic"]
 
 STOCHASTIC: dict[str, Any] = {
-    "lower_steps": 5, "gamma_factor": 1.3, "lam_factor": 1.0, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
-    "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear", "rate_power": 0.0,
+    "lower_steps": 5, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
+    "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear",
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
 DETERMINISTIC: dict[str, Any] = {"memory": 100, "inner_steps": 50}
 OWN = {
     "deterministic": {*DETERMINISTIC},
     "stochastic": {
-        *STOCHASTIC, "lam", "epsilon", "advance_every", "smoothing", "upper_optimizer", "lower_optimizer",
+        *STOCHASTIC, "rate_power", "lam", "epsilon", "advance_every", "smoothing", "upper_optimizer", "lower_optimizer",
     },
 }  # fmt: skip
 """The options that one mode alone uses. `gamma`, `gamma_h` and `curvature` belong to both."""
@@ -69,7 +70,7 @@ class Penalty:
     lam_factor: float | None = None
     epsilon_factor: float | None = None
     smoothing: float | None = None
-    """The memory (0 to 1) of the running mean of the squared gradient norm that is compared with epsilon, too."""
+    """The memory (0 to 1) of a running mean of the gradient whose norm is compared with epsilon, too."""
     advances: int | None = None
     """How many times the schedule advances over `max_steps` at the least; 0: on the tolerance alone."""
     advance_every: int | None = None
@@ -79,7 +80,7 @@ class Penalty:
     decay: Literal["linear", "constant"] | None = None
     """Whether the learning rates fall linearly to zero over `max_steps`."""
     rate_power: float | None = None
-    """Learning rates are divided by (gamma / its first value) to this power. Plain SGD is stable with 1."""
+    """Learning rates are divided by (gamma / its first value) to this power. None: 1 for SGD, 0 for all others."""
     upper_optimizer: OptimizerFactory | None = None
     """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
     lower_optimizer: OptimizerFactory | None = None
@@ -105,8 +106,11 @@ class Penalty:
         _range("advances", self.advances, least=0, whole=True)
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
             _range(name, getattr(self, name), least=0)
-        for name in ("gamma_factor",):
-            _range(name, getattr(self, name), least=1)
+        _range("gamma_factor", self.gamma_factor, least=1)
+        _range("nu", self.nu, least=float("-inf"))
+        for name in ("multipliers", "average_residual"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise OptionError(f"{name} must be True or False; got {getattr(self, name)!r}.")
         for name in ("lam_factor", "epsilon_factor"):
             _range(name, getattr(self, name), least=0, most=1)
         for name in ("warm_up", "smoothing"):
@@ -156,6 +160,9 @@ class Penalty:
                     f"mode={other!r}."
                 )
         defaults = STOCHASTIC if mode == "stochastic" else DETERMINISTIC
+        for name in ("gamma", "gamma_h"):
+            if mode == "deterministic" and getattr(self, name) == 0:
+                raise OptionError(f"{name} must be positive in deterministic mode; got 0. Leave it out.")
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, mode=mode, **missing)
 
@@ -180,7 +187,7 @@ def _text(value: Any) -> str:
     if isinstance(value, partial):
         options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
         return f"{_text(value.func)}({options})"
-    return str(getattr(value, "__qualname__", value))
+    return str(getattr(value, "__qualname__", type(value).__qualname__ if callable(value) else value))
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = True) -> None:
@@ -201,6 +208,7 @@ def _range(
         return
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise OptionError(f"{name} must be a{' whole' if whole else ''} number; got {value!r}.")
-    if not least <= value <= most or not value < below:
+    if not least <= value <= most or not value < below or not math.isfinite(value):
         above = f" and below {below:g}" if below < float("inf") else f" and at most {most:g}" * (most < float("inf"))
-        raise OptionError(f"{name} must be at least {least:g}{above}; got {value!r}.")
+        floor = f"at least {least:g}" if math.isfinite(least) else "finite"
+        raise OptionError(f"{name} must be {floor}{above}; got {value!r}.")

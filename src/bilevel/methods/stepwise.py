@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Derivatives, Gradients, Prices, gradient, norm
+from ..autodiff import Derivatives, Gradients, Prices, gradient, norm, violation
 from ..batches import Pair, detached
 from ..descent import Descent
 from ..errors import OptionError
+from ..lower_level import lower_point
 from ..method import Setting
+from ..replay import keeping
 from ..schedule import Schedule
 from ..solution import Status
 
@@ -48,7 +50,17 @@ class Stepwise:
         self.options, self.setting = options, setting
         self.problem, self.u, self.v = setting.problem, setting.u, setting.v
         if self.problem.prepare is not None and self.u.rows:
-            raise OptionError("prepare cannot read Rows: keep per-example variables out of prepare, in lower.")
+            raise OptionError("u cannot hold Rows where the problem has prepare. Use a tensor with a row an example.")
+        if options.cotangent == "other" and (self.problem.prepare or self.problem.start_lower):
+            raise OptionError(
+                "cotangent='other' cannot be used with prepare or start_lower: another batch is another lower problem. "
+                "Use cotangent='same'."
+            )
+        if setting.accumulate > 1 and self.problem.start_lower is not None:
+            raise OptionError(
+                f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
+                "tasks into one batch."
+            )
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.tolerance = setting.tolerance
         episodic = self.problem.prepare is not None or self.problem.start_lower is not None
@@ -58,14 +70,22 @@ class Stepwise:
         self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
         self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
         self.last: list[Pair] | None = None
+        self.before: list[list[int]] = []
 
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
         options = self.options
-        batches = self._sample()
-        measured = self._scales(batches)
+        self.lower = Descent(
+            self.v, options.lower_optimizer or partial(torch.optim.Adam, lr=LOWER_RATE), "lower_optimizer"
+        )
+        if options.upper_optimizer is not None:
+            self.upper = Descent(self.u, options.upper_optimizer, "upper_optimizer")
+        self.u.project(rows=True)
+        self.v.project()
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            measured = self._scales(self._sample())
         filled = {name: getattr(options, name) for name in ("gamma", "lam", "epsilon", "gamma_h")}
         new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
         gamma = filled["gamma"] if filled["gamma"] is not None else measured["gamma"]
@@ -86,14 +106,21 @@ class Stepwise:
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
+            like=[*self.u.leaves, *self.v.leaves],
         )  # fmt: skip
-        moving = max(1, self.setting.max_steps - self.warm_up)
-        visits = max(1.0, moving * measured["coverage"])
-        adam = torch.optim.Adam
-        upper = options.upper_optimizer or partial(adam, lr=2 * REACH / visits)
-        lower = options.lower_optimizer or partial(adam, lr=LOWER_RATE)
-        self.lower = Descent(self.v, lower, "lower_optimizer")
-        self.upper = Descent(self.u, upper, "upper_optimizer")
+        if options.upper_optimizer is None:
+            moving = max(1, self.setting.max_steps - self.warm_up)
+            rows = 2 * REACH / max(1.0, moving * measured["coverage"])
+            self.upper = Descent(
+                self.u, partial(torch.optim.Adam, lr=2 * REACH / moving), "upper_optimizer", row_rate=rows
+            )
+        self.powers = [self._rate_power(descent) for descent in (self.lower, self.upper)]
+
+    def _rate_power(self, descent: Descent) -> float:
+        """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""
+        if self.options.rate_power is not None:
+            return self.options.rate_power
+        return 1.0 if isinstance(descent.optimizer, torch.optim.SGD) else 0.0
 
     def _sample(self) -> list[Pair]:
         upper, lower, _ = self.setting.sources.sample(SCALE_BATCHES)
@@ -106,11 +133,11 @@ class Stepwise:
         f_v = f_z = slope = bent = 0.0
         shapes: list[torch.Size] = []
         size_h: list[float] = []
-        coverage = 1.0
+        coverage = 0.0
         prepared = d.prepare(batches, graph=False)
         if self.problem.start_lower is not None:
             with torch.no_grad():
-                self.problem.start_lower(self.v.value, prepared[0][0])
+                self.problem.start_lower(self.v.value, self._episode_of(prepared))
         for pair in prepared:
             _, s = d.slope([pair])
             product = d.hessian_product([pair], s, with_u=False)
@@ -125,8 +152,8 @@ class Stepwise:
                 f_z += norm(first).item()
                 if self.u.rows:
                     tapes = zip(d.tapes, self.u.rows, strict=True)
-                    rows = [sum(i.numel() for i, _ in tape) / len(r) for tape, r in tapes]
-                    coverage = min(1.0, max(rows) * self.setting.accumulate) or 1.0
+                    read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
+                    coverage += max(read, default=0.0) / len(prepared)
                 if not shapes:
                     shapes = [h.shape for h in values]
                     size_h = [0.0] * len(values)
@@ -137,21 +164,20 @@ class Stepwise:
         count = len(prepared)
         length = 1.0 + norm(self.v.leaves).item()
         if not bent > 1e-12 * max(slope, 1e-300):
-            direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
-            unit = norm(direction)
-            product = d.hessian_product(prepared[:1], [x / unit for x in direction], with_u=False)
+            product = d.hessian_product(prepared[:1], self._unit(), with_u=False)
             bent = count * max(norm(product).item() ** 2 * length, 1e-12)
         gamma = GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0
         lam = f_v / slope if slope > 0 and f_v > 0 else 1.0
         gamma_h = [(f_v / count) / max((s / count) ** 2 * 0.1 * length, 1e-12) or 1.0 for s in size_h]
         sizes = [s / count * length for s in size_h]
         self._scale_values = (f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0)
+        coverage = min(1.0, coverage * self.setting.accumulate) or 1.0
         return {"gamma": gamma, "lam": lam, "gamma_h": gamma_h, "shapes": shapes, "coverage": coverage}
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, k: int) -> Tensor:
-        moving, factor = k >= self.warm_up, self._factor(k)
+        moving, (factor, upper_factor) = k >= self.warm_up, self._factors(k)
         count = self.options.lower_steps or 1
         if self.shared:
             batches = self.derivatives.prepare(self._draw(), graph=moving)
@@ -159,7 +185,7 @@ class Stepwise:
             self._start_episode(still)
             for _ in range(count):
                 self._lower_step(still, factor)
-            return self._upper_step(batches, factor, moving)
+            return self._upper_step(batches, factor, upper_factor, moving)
         # One of the T + 1 draws is for the upper step, each time another one: of batches in a fixed order it would else
         # see only some.
         for i in range(count + 1):
@@ -168,13 +194,17 @@ class Stepwise:
                 batches = draw
             else:
                 self._lower_step(draw, factor)
-        return self._upper_step(batches, factor, moving)
+        return self._upper_step(batches, factor, upper_factor, moving)
+
+    def _episode_of(self, batches: Sequence[Pair]) -> Any:
+        """What `start_lower` receives: what was prepared, or else the pair of batches."""
+        return batches[0] if self.problem.prepare is None else batches[0][0]
 
     def _start_episode(self, batches: list[Pair]) -> None:
         """Put v at its start, and with it all that belongs to the lower problem of one episode."""
         if self.problem.start_lower is not None:
             with torch.no_grad():
-                self.problem.start_lower(self.v.value, batches[0][0])
+                self.problem.start_lower(self.v.value, self._episode_of(batches))
             self.lower.restart()
             self.schedule.restart_multipliers()
 
@@ -182,36 +212,37 @@ class Stepwise:
         gradients = self._penalised(batches, with_u=False)
         self.lower.step(self._with_lam(gradients), (), factor)
 
-    def _upper_step(self, batches: list[Pair], factor: Tensor, moving: bool) -> Tensor:
+    def _upper_step(self, batches: list[Pair], factor: Tensor, upper_factor: Tensor, moving: bool) -> Tensor:
         """Move u, then the schedule; returns the record of the step."""
         schedule = self.schedule
         gradients = self._penalised(batches, with_u=moving)
         lowered = self._with_lam(gradients)
         if moving:
-            self.upper.step(gradients.u, gradients.rows, factor)
+            self.upper.step(gradients.u, gradients.rows, upper_factor)
         moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
         size_u = norm(moved) if moved else torch.zeros_like(gradients.f)
         size_v = norm(lowered)
+        dense = gradients.u if moving else [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
         record = [
-            gradients.f, gradients.g, size_u, size_v, norm(gradients.residual), self._violation(gradients.constraints),
+            gradients.f, gradients.g, size_u, size_v, norm(gradients.residual), self._worst(gradients.constraints),
             schedule.prices.gamma, schedule.lam, schedule.epsilon,
-            factor * self.upper.rate * moving, factor * self.lower.rate,
+            upper_factor * self.upper.rate * moving, factor * self.lower.rate,
         ]  # fmt: skip
         row = torch.stack([x.detach().to(torch.float64) for x in record])
-        reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
+        reason = schedule.observe(size_u**2 + size_v**2, gradients, [*dense, *lowered])
         return torch.cat([row, reason.to(torch.float64).reshape(1)])
 
     def _draw(self) -> list[Pair]:
+        if self.problem.start_lower is not None:
+            self.before = self.setting.sources.state_dict()
         self.last = self.setting.sources.draw(self.setting.accumulate)
         return self.last
 
-    def _factor(self, k: int) -> Tensor:
-        """What the learning rates are multiplied by at step k."""
+    def _factors(self, k: int) -> list[Tensor]:
+        """What the lower and the upper learning rates are multiplied by at step k."""
         growth: Tensor = self.schedule.gamma_growth()
-        factor = growth ** -(self.options.rate_power or 0.0)
-        if self.options.decay == "linear":
-            factor = factor * (1.0 - k / self.setting.max_steps)
-        return factor
+        left = 1.0 - k / self.setting.max_steps if self.options.decay == "linear" else 1.0
+        return [growth**-power * left for power in self.powers]
 
     def _with_lam(self, gradients: Gradients) -> list[Tensor]:
         """grad_v (F + lam g)"""
@@ -230,12 +261,8 @@ class Stepwise:
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
         return gradients
 
-    def _violation(self, values: Sequence[Tensor]) -> Tensor:
-        if not values:
-            return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
-        count = len(self.problem.equalities)
-        sizes = [h.abs().max() if i < count else h.max().clamp(min=0) for i, h in enumerate(values)]
-        return torch.stack(sizes).max()
+    def _worst(self, values: Sequence[Tensor]) -> Tensor:
+        return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 
@@ -243,7 +270,19 @@ class Stepwise:
         return None
 
     def finish(self) -> bool | None:
-        return None
+        """Without data, whether v minimises g can be tried; on minibatches it is not."""
+        if self.setting.sources or self.problem.start_lower is not None:
+            return None
+        d = self.derivatives
+        curvature = norm(d.hessian_product(self._still(), self._unit(), with_u=False)).item()
+        return lower_point(d, self.setting.generator, self.tolerance or 1e-6, curvature) is None
+
+    def _still(self) -> list[Pair]:
+        return self.derivatives.prepare([(None, None)], graph=False)
+
+    def _unit(self) -> list[Tensor]:
+        direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
+        return [x / norm(direction) for x in direction]
 
     def scales(self) -> tuple[float, float, float]:
         return self._scale_values
@@ -261,7 +300,7 @@ class Stepwise:
         return {
             "schedule": self.schedule.state_dict(), "upper": self.upper.state_dict(), "lower": self.lower.state_dict(),
             "running": self.running, "running_weight": self.running_weight, "curvature": self.derivatives.curvature,
-            "scales": list(self._scale_values),
+            "scales": list(self._scale_values), "before": self.before,
             "evaluations": [self.derivatives.lower_evaluations, self.derivatives.upper_evaluations],
         }  # fmt: skip
 
@@ -275,4 +314,8 @@ class Stepwise:
         self.running_weight.copy_(state["running_weight"])
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])
+        self.before = state["before"]
+        if self.before:  # v belongs to the batches of the last step: draw them again
+            self.setting.sources.load_state_dict(self.before)
+            self._draw()
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]

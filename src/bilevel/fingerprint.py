@@ -1,0 +1,84 @@
+"""What makes a run this run and no other: compared before a checkpoint is resumed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Mapping, Sized
+from typing import Any
+
+from torch import Tensor
+
+from .errors import CheckpointError
+from .method import Method
+from .problem import Problem, Variable
+
+DEPTH = 4
+
+
+def fingerprint(
+    problem: Problem, method: Method, u: Variable, v: Variable, data: Any, accumulate: int, seed: int
+) -> dict[str, Any]:
+    """Objectives by name and by what they compute, variables by shape, options, data by length, seed."""
+
+    def shapes(variable: Variable) -> dict[str, str]:
+        return {key: f"{tuple(t.shape)} {t.dtype}" for key, t in variable.tensors().items()}
+
+    sets = [problem.project_upper, problem.project_lower, problem.prepare, problem.start_lower]
+    functions = [problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *sets]
+    lengths = [len(source) if isinstance(source, Sized) else "?" for source in data or ()]
+    return {
+        "objectives": [_name(function) for function in functions if function is not None],
+        "u": shapes(u), "v": shapes(v), "method": type(method).__name__, "options": method.describe(),
+        "data": "none" if data is None else f"batches {lengths}", "accumulate": accumulate, "seed": seed,
+    }  # fmt: skip
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None:
+    """Refuse a checkpoint of another run."""
+    for key, value in new.items():
+        if old.get(key) != value:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another run: its {key} is {old.get(key)}, here it is {value}. It is "
+                "left as it is; pass the same arguments to resume it, or another folder to start anew."
+            )
+
+
+def _name(function: Any) -> str:
+    """The function's name and a digest of its code and of the values it closes over."""
+    digest = hashlib.sha256()
+    _feed(digest, function, DEPTH)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{name} {digest.hexdigest()[:12]}"
+
+
+def _feed(digest: Any, value: Any, depth: int) -> None:
+    """Values that describe themselves are fed as text, functions by their code, all else by its type."""
+    if isinstance(value, Tensor):
+        digest.update(f"{tuple(value.shape)} {value.dtype} {value.detach().double().sum().item()!r}".encode())
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        digest.update(repr(value).encode())
+    elif depth and isinstance(value, (tuple, list, frozenset, set)):
+        for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
+            _feed(digest, item, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for key in value:
+            _feed(digest, [key, value[key]], depth)
+    elif depth and isinstance(value, types.CodeType):
+        digest.update(value.co_code)
+        _feed(digest, [value.co_consts, value.co_names, value.co_varnames], depth)
+    elif depth and isinstance(value, functools.partial):
+        _feed(digest, [value.func, value.args, value.keywords], depth)
+    elif depth and isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        _feed(digest, [value.__code__, value.__defaults__, cells], depth)
+    else:
+        digest.update(type(value).__qualname__.encode())
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

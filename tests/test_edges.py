@@ -57,15 +57,18 @@ class Network(nn.Module):
         return self.layers(x)
 
 
-SETTINGS = list(itertools.product(["exact", "difference"], ["same", "running"], [1, 2], [False, True]))
+SETTINGS = [
+    (curvature, cotangent, accumulate, restart)
+    for curvature in ("exact", "difference")
+    for cotangent in ("same", "running")
+    for accumulate, restart in ((1, False), (2, False), (1, True))
+]
 
 
 @pytest.mark.parametrize(("curvature", "cotangent", "accumulate", "restart"), SETTINGS)
 def test_features_with_batch_norm_and_dropout_run_and_resume_bit_for_bit(
     curvature, cotangent, accumulate, restart, tmp_path
 ):
-    if restart and accumulate > 1:
-        pytest.skip("refused: an episode is one batch")
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(5)]
 

@@ -122,7 +122,7 @@ class Certificate:
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
-    None where it was not asked for, or where g_vv is not positive definite."""
+    None where it was not asked for, under `project_lower`, or where g_vv is not positive definite."""
     damping: float = 0.0
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
     batches: int = 0

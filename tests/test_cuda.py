@@ -1,0 +1,65 @@
+"""On a GPU: the same answers, and the same bits after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bilevel import Callback, Penalty, Problem, Rows, Status, solve
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, run) -> bool:
+        return run.step >= self.step
+
+
+def run(mode: str, folder, device: str, *, stop: int | None = None):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    row = torch.arange(40)
+    callbacks = [StopAt(stop)] if stop else []
+    options = {"seed": 0, "log_every": 1, "callbacks": callbacks, "checkpoint": folder, "resume": True}
+    if mode == "deterministic":
+        u, v = (torch.zeros(3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+        x = x.to(device)
+        problem = Problem(
+            lambda u, v, _: ((x[:20] @ v - 1) ** 2).mean() + 0.1 * u @ u,
+            lambda u, v, _: ((x[20:] @ v - x[20:] @ u) ** 2).mean() + 0.1 * v @ v,
+            inequalities=lambda u, v, _: v.sum() - 0.3,
+        )
+        solution = solve(problem, Penalty(), u, v, max_steps=300, **options)
+        return solution, torch.cat([u, v]).detach().cpu()
+    v = nn.Linear(3, 1).double().to(device)
+    u = Rows(40, dtype=torch.float64, device=device)
+    problem = Problem(
+        lambda u, v, b: (v(b[0]) ** 2).mean(),
+        lambda u, v, b: (torch.sigmoid(u[b[1]])[:, None] * (v(b[0]) - 1) ** 2).mean(),
+    )
+    batches = [(x[i : i + 10], row[i : i + 10]) for i in range(0, 40, 10)]
+    solution = solve(problem, Penalty(), u, v, (batches, batches), max_steps=40, **options)
+    return solution, torch.cat([u.values, *(p.detach().reshape(-1) for p in v.parameters())]).cpu()
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "stochastic"])
+def test_answer_is_that_of_the_cpu(mode, tmp_path):
+    there, found = run(mode, tmp_path / "gpu", "cuda")
+    here, expected = run(mode, tmp_path / "cpu", "cpu")
+    assert there.status is here.status
+    assert there.status is (Status.CONVERGED if mode == "deterministic" else Status.MAX_STEPS)
+    # Sums in another order; the deterministic run ends at a relative 1e-9, Adam magnifies small gradients.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "stochastic"])
+def test_resumed_run_has_the_same_bits(mode, tmp_path):
+    straight, expected = run(mode, tmp_path / "straight", "cuda")
+    run(mode, tmp_path / "halves", "cuda", stop=max(2, straight.steps // 2))
+    _, found = run(mode, tmp_path / "halves", "cuda")
+    assert torch.equal(found, expected)

@@ -53,7 +53,7 @@ def test_answer_is_that_of_the_cpu(mode, tmp_path):
     here, expected = run(mode, tmp_path / "cpu", "cpu")
     assert there.status is here.status
     assert there.status is (Status.CONVERGED if mode == "deterministic" else Status.MAX_STEPS)
-    # The deterministic run ends at a relative 1e-9. On a GPU torch's Adam counts its steps, and so corrects its moments,
+    # The deterministic run ends at a relative 1e-9. On a GPU torch's Adam counts its steps, and corrects its moments,
     # in float32; on the CPU in float64.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if mode == "deterministic" else 1e-4)
 

@@ -13,7 +13,6 @@ backward by a central difference of grad g along the cotangent: three evaluation
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .batches import Pair
+from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelWarning, ProblemError
 from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
@@ -383,38 +383,6 @@ def violation(values: Sequence[Tensor], equalities: int) -> Tensor:
     """The largest violation of a constraint, as a tensor; there is at least one."""
     sizes = [h.abs().amax() if i < equalities else h.amax().clamp(min=0) for i, h in enumerate(values)]
     return torch.stack(sizes).amax()
-
-
-def missing_double_backward(error: RuntimeError) -> str | None:
-    """The operator that an autograd error names as having no second derivative, or None."""
-    text = str(error)
-    if found := re.search(r"derivative for '?([\w:.]+)'? is not implemented", text):
-        return found.group(1)
-    if "double backward" in text and ("compile" in text or "aot_autograd" in text):
-        return "torch.compile"
-    if "once_differentiable" in text or "differentiate twice" in text:
-        return "an autograd.Function marked once_differentiable"
-    if "heckpoint" in text and ".grad()" in text:
-        return "re-entrant checkpointing"
-    return None
-
-
-def refuse_once_differentiable(tensors: Sequence[Tensor]) -> None:
-    """Raise where the graph of a gradient has a node that stands for a missing derivative.
-
-    autograd raises only when it runs such a node; asked for the gradient in other tensors, it passes it by and the
-    result is wrong without a word.
-    """
-    seen: set[Any] = set()
-    todo = [tensor.grad_fn for tensor in tensors]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::Error":
-            raise RuntimeError("a function marked once_differentiable cannot be differentiated twice")
-        todo += [following for following, _ in node.next_functions]
 
 
 def _scalar(value: Any, name: str) -> Tensor:

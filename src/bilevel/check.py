@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import callbacks
-from .autodiff import Derivatives, gradient, missing_double_backward, refuse_once_differentiable
+from .autodiff import Derivatives, gradient
 from .batches import Pair
+from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Variable
 from .replay import keeping, random_state, set_random_state

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, gradient, missing_double_backward, norm
+from .autodiff import Derivatives, gradient, norm
+from .double_backward import missing_double_backward
 
 POWER_ITERATIONS = 10
 SAMPLES = 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ class Source:
     def _go_to(self, epoch: int) -> None:
         self.epoch, self.taken = epoch, 0
         self._iterator: Iterator[Any] | None = None
+        self._generators: AbstractContextManager[None]
 
     def _own_generators(self) -> list[torch.Generator]:
         """The generators that the loader or its sampler was given by the user."""
@@ -81,7 +83,8 @@ class Source:
 
     def _start(self) -> None:
         seed = hash_seed(self._seed, self.name, self.epoch)
-        self._generators = _Generators(seed)
+        # A list draws nothing at random: its batches need no generators of their own.
+        self._generators = nullcontext() if isinstance(self.items, (list, tuple)) else _Generators(seed)
         for generator in self._own_generators():
             generator.manual_seed(seed)
         for sampler in self._samplers():

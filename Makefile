@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test clean
+.PHONY: help setup demo test dev clean
 
 # While packages are being installed, .venv/.unfinished is there. Found at the start, it tells of an interrupted
 # installation, which is begun anew; pip refusing (no network, say) changes nothing and leaves no such mark.
@@ -44,6 +44,8 @@ test: setup .venv/.ready-dev ## Lint, types and tests (the slow ones: .venv/bin/
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+dev: setup .venv/.ready-dev ## Add the development tools to .venv.
 
 clean: ## Remove .venv, caches and build outputs; runs/ is kept.
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

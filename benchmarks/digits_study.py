@@ -77,7 +77,6 @@ ROBUST: dict[str, dict[str, Any]] = {
     "300 trusted": {"trusted": 300},
     "lower loss x 10": {"scale_g": 10.0},
     "2,000 steps": {"steps": 2000},
-    "2,000 steps, lam_factor=0.9": {"steps": 2000, "options": {"lam_factor": 0.9}},
     "2,000 steps, previous constants": {"steps": 2000, "options": PREVIOUS},
 }
 DEFAULTS = "matters/the defaults"

@@ -19,6 +19,7 @@ from bilevel import (
     OptionError,
     Penalty,
     Problem,
+    ProblemError,
     Rows,
     Simplex,
     Status,
@@ -359,6 +360,8 @@ def test_plain_sgd_slows_down_as_gamma_grows_and_adam_does_not():
         ({"problem": follow}, "problem must be a Problem"),
         ({"method": "penalty"}, "method must be a method such as Penalty"),
         ({"callbacks": Callback()}, "callbacks must be a list"),
+        ({"callbacks": [Callback]}, "callbacks must hold Callback objects"),
+        ({"method": Penalty}, "with its parentheses"),
         ({"tolerance": "a"}, "tolerance must be positive; got 'a'"),
         ({"max_steps": True}, "max_steps must be a whole number"),
     ],
@@ -367,6 +370,43 @@ def test_arguments_of_the_wrong_kind_are_named(arguments, words):
     given = {"problem": Problem(pull, follow), "method": Penalty(), "u": number(0.0), "v": number(0.0), "max_steps": 3}
     with pytest.raises(OptionError, match=words):
         solve(**(given | arguments))
+
+
+def test_changed_set_is_another_problem(tmp_path):
+    def run(bound: float) -> None:
+        problem = Problem(pull, follow, project_upper=Box(-bound, bound))
+        solve(problem, Penalty(), number(0.0), number(0.0), max_steps=9, seed=0, checkpoint=tmp_path, resume=True)
+
+    run(6.0)
+    with pytest.raises(CheckpointError, match="another run: its objectives"):
+        run(1.0)
+
+
+def test_upper_objective_without_a_gradient_is_refused():
+    problem = Problem(lambda u, v, batch: pull(u, v, batch).detach(), follow)
+    with pytest.raises(ProblemError, match="upper must depend on u or v"):
+        solve(problem, Penalty(), number(0.0), number(0.0), max_steps=3)
+
+
+def test_projection_that_changes_the_shape_is_named():
+    problem = Problem(pull, follow, project_upper=lambda x: x[:1])
+    with pytest.raises(ProblemError, match="project_upper must keep the shape"):
+        solve(problem, Penalty(), number(0.0, 0.0), number(0.0, 0.0), max_steps=3)
+
+
+def test_set_without_constraints_is_never_called_infeasible():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 8, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] + 0.3 * torch.randn(160, generator=generator, dtype=torch.float64) > 0).double()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    problem = Problem(
+        lambda u, v, _: loss(x[60:] @ v, y[60:]),
+        lambda u, v, _: loss(x[:60] @ v, y[:60]) + (u.exp() * v**2).sum(),
+        project_upper=Box(-8, 4),
+    )
+    u, v = (torch.full((8,), value, dtype=torch.float64, requires_grad=True) for value in (-3.0, 0.0))
+    solution = solve(problem, Penalty(), u, v, max_steps=400, seed=0, hypergradient=False)
+    assert solution.status is not Status.INFEASIBLE
 
 
 def test_rows_outside_every_batch_are_put_into_their_box():

@@ -85,7 +85,7 @@ class Progress(Callback):
 
 
 class CSVHistory(Callback):
-    """Appends the history to a CSV file as the run goes, so that a killed run leaves its rows."""
+    """Writes the history to a CSV file as the run goes, over one that is there; a killed run leaves its rows."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -134,6 +134,8 @@ class EarlyStopping(Callback):
     def __init__(self, monitor: str = "upper", *, patience: int = 100, least: float = 1e-4, value: Any = None) -> None:
         if monitor not in COLUMNS:
             raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
+        if value is not None and not callable(value):
+            raise OptionError(f"value must be a function of no arguments; got {value!r}.")
         if patience < 1:
             raise OptionError(f"patience must be at least 1; got {patience}.")
         self.monitor, self.patience, self.least, self.value = monitor, patience, least, value

@@ -16,7 +16,7 @@ from .autodiff import Derivatives, gradient
 from .batches import Pair
 from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelError, OptionError, ProblemError
-from .problem import Problem, Variable
+from .problem import Problem, Projection, Variable
 from .replay import keeping, random_state, set_random_state
 from .sources import Sources
 
@@ -76,10 +76,23 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
         raise OptionError("v cannot hold Rows: the lower variable moves as a whole. Pass a tensor of shape (n, ...).")
     if upper.device != lower.device:
         raise OptionError(f"u and v must be on one device; got {upper.device} and {lower.device}. Move one with .to().")
+    for variable, option in ((upper, "project_upper"), (lower, "project_lower")):
+        for name, leaf in zip(variable.names, variable.leaves, strict=True):
+            if (projection := variable.projection(name)) is not None:
+                _check_projection(projection, leaf, option)
     mine = {leaf.data_ptr() for leaf in lower.leaves if leaf.numel()}
     if any(leaf.data_ptr() in mine for leaf in upper.leaves if leaf.numel()):
         raise OptionError("u and v must not share tensors. Pass separate ones; clone() makes a copy.")
     return upper, lower
+
+
+def _check_projection(projection: Projection, leaf: Tensor, option: str) -> None:
+    try:
+        shape = tuple(projection(leaf.detach()).shape)
+    except Exception as error:
+        raise ProblemError(f"{option} failed on a tensor of shape {tuple(leaf.shape)}: {error}") from error
+    if shape != tuple(leaf.shape):
+        raise ProblemError(f"{option} must keep the shape {tuple(leaf.shape)}; it returned {shape}.")
 
 
 def first_pairs(sources: Sources) -> list[Pair]:
@@ -127,6 +140,11 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
                 "the gradient of lower in v must be finite; it is not at the first evaluation. Look for sqrt, norm or "
                 "a power at zero, and start v elsewhere or add a small constant inside."
             )
+        if not _reaches(f, wrt):
+            raise ProblemError(
+                "upper must depend on u or v; it has no gradient in either. Use them as they are passed in, and do not "
+                "detach them, convert them with .item(), or compute under torch.no_grad()."
+            )
         coupled = any(_reaches(x, wrt[count:]) for x in (g, *h))
         return f.detach(), g.detach(), _reaches(f, wrt[:count]), coupled
 
@@ -142,7 +160,8 @@ def _explained(d: Derivatives, name: str, batch: Any) -> Iterator[None]:
         given = {"u": d.u.value, "v": d.v.value, "batch": batch}
         received = "; ".join(f"{key} {_shape(value)}" for key, value in given.items())
         raise ProblemError(
-            f"{name} failed at the first evaluation with {type(error).__name__}: {error} It received {received}."
+            f"{name} failed at the first evaluation with {type(error).__name__}: {str(error).rstrip('. ')}. "
+            f"It received {received}."
         ) from error
 
 
@@ -153,7 +172,7 @@ def _shape(value: Any) -> str:
         return f"({', '.join(_shape(item) for item in value)})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_shape(item)}' for key, item in value.items())}}}"
-    return type(value).__name__
+    return "None" if value is None else type(value).__name__
 
 
 def _reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Mapping, Sized
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -40,8 +41,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
     for key, value in new.items():
         if old.get(key) != value:
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another run: its {key} is {old.get(key)}, here it is {value}. It is "
-                "left as it is; pass the same arguments to resume it, or another folder to start anew."
+                f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
+                "It is left as it is; pass the same arguments to resume it, or another folder to start anew."
             )
 
 
@@ -56,7 +57,9 @@ def _name(function: Any) -> str:
 def _feed(digest: Any, value: Any, depth: int) -> None:
     """Values that describe themselves are fed as text, functions by their code, all else by its type."""
     if isinstance(value, Tensor):
-        digest.update(f"{tuple(value.shape)} {value.dtype} {value.detach().double().sum().item()!r}".encode())
+        # What requires grad is a variable, and changes as the run goes.
+        content = "" if value.requires_grad else repr(value.double().sum().item())
+        digest.update(f"{tuple(value.shape)} {value.dtype} {content}".encode())
     elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         digest.update(repr(value).encode())
     elif depth and isinstance(value, (tuple, list, frozenset, set)):
@@ -65,6 +68,8 @@ def _feed(digest: Any, value: Any, depth: int) -> None:
     elif depth and isinstance(value, Mapping):
         for key in value:
             _feed(digest, [key, value[key]], depth)
+    elif depth and is_dataclass(value) and not isinstance(value, type):
+        _feed(digest, [type(value).__qualname__, *(getattr(value, f.name) for f in fields(value))], depth)
     elif depth and isinstance(value, types.CodeType):
         digest.update(value.co_code)
         _feed(digest, [value.co_consts, value.co_names, value.co_varnames], depth)

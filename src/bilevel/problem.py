@@ -194,6 +194,8 @@ def _refuse(item: object, where: str) -> None:
         return
     if not isinstance(item, Tensor):
         raise VariableError(f"{where} must be a tensor or Rows; got {type(item).__name__}.")
+    if item.numel() == 0:
+        raise VariableError(f"{where} must hold at least one number; got a tensor of shape {tuple(item.shape)}.")
     if not item.is_floating_point():
         raise VariableError(f"{where} must hold real numbers; got dtype {item.dtype}. Convert it with .float().")
     if not item.requires_grad:

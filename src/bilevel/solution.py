@@ -27,8 +27,8 @@ class Status(enum.Enum):
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
     INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
-    STALLED = "No further progress in this precision: accept the certificate as it is, or use float64."
-    MAX_STEPS = "The budget of steps is spent: raise max_steps, or accept the certificate as it is."
+    STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
+    MAX_STEPS = "The budget of steps is spent, the usual end of a run on minibatches; see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and a checkpoint, where one was asked for, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 
@@ -122,7 +122,8 @@ class Certificate:
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
-    None where it was not asked for, under `project_lower`, or where g_vv is not positive definite."""
+    None where it was not asked for, under `project_lower`, or where the conjugate gradients do not get there: g_vv is
+    not positive definite, or too ill-conditioned for this precision."""
     damping: float = 0.0
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
     batches: int = 0

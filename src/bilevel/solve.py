@@ -60,10 +60,13 @@ def solve(
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
-    if not hasattr(method, "init"):
-        raise OptionError(f"method must be a method such as Penalty(); got {method!r}.")
+    if isinstance(method, type) or not hasattr(method, "init"):
+        raise OptionError(f"method must be a method such as Penalty(), with its parentheses; got {method!r}.")
     if isinstance(callbacks, Callback):
         raise OptionError("callbacks must be a list; got one callback. Pass callbacks=[...].")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise OptionError(f"callbacks must hold Callback objects such as Progress(); got {callback!r}.")
     _refuse(max_steps, tolerance, every, log_every, engine, precision, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
     folder = None if checkpoint is None else Path(checkpoint)

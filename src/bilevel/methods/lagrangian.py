@@ -190,7 +190,7 @@ class Lagrangian:
             self.lowest, self.stalls = measure, 0
         else:
             self.stalls += 1 if moved or self.taken > 1 else STALLS // 3
-        if measure <= self.goal or self.stalls >= STALLS or max(self.raises) >= RAISES:
+        if measure <= self.goal or self.stalls >= STALLS or max(self.raises[:-1], default=0) >= RAISES:
             self._check_end()
             return
         with torch.no_grad():
@@ -247,7 +247,8 @@ class Lagrangian:
         if better is None or self.restarts >= RESTARTS:
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
             if self._measure_of(norm(self.at().residual).item(), sizes := self._violations()) > self.goal:
-                infeasible = any(x > self.goal * y for x, y in zip(sizes, self._constraint_scales(), strict=False))
+                constraints = zip(sizes, self._constraint_scales()[:-1], strict=False)  # the set is met by projection
+                infeasible = any(size > self.goal * scale for size, scale in constraints)
                 self.status = Status.INFEASIBLE if infeasible else Status.STALLED
             return
         self.restarts += 1

@@ -1205,7 +1205,7 @@ BAD_PROBLEMS = {
     ),
     "shapes that do not match": (
         Problem(good_f, lambda u, v, b: torch.sum(v @ torch.ones(3, dtype=torch.float64))),
-        r"lower failed at the first evaluation with RuntimeError.*u of shape \(2,\); v of shape \(2,\); batch NoneType",
+        r"lower failed at the first evaluation with RuntimeError.*u of shape \(2,\); v of shape \(2,\); batch None",
     ),
     "an error above": (
         Problem(lambda u, v, b: v["weight"], good_g), "upper failed at the first evaluation with IndexError"

@@ -74,9 +74,9 @@ def solve(
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
     sources = Sources(data, seed, lower.device)
-    print_ = fingerprint(problem, method, upper, lower, data, accumulate, seed)
+    identity = fingerprint(problem, method, upper, lower, data, accumulate, seed)
     if saved is not None:
-        compare(saved["fingerprint"], print_, folder)
+        compare(saved["fingerprint"], identity, folder)
     if accumulate > 1 and not sources:
         raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
     with _generators(seed, lower.device) as generator:
@@ -85,7 +85,7 @@ def solve(
         try:
             with _unchanged_on_error(upper, lower):
                 state = method.init(setting)
-                loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, print_)
+                loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, identity)
                 if saved is not None:
                     loop.restore(saved)
             return loop.run(hypergradient)
@@ -105,12 +105,12 @@ class _Loop:
         every: int | None,
         log_every: int | None,
         seed: int,
-        print_: dict[str, Any],
+        identity: dict[str, Any],
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
-        self.seed, self.fingerprint = seed, print_
+        self.seed, self.fingerprint = seed, identity
         self.history = History()
         self.step = 0
         self.seconds = 0.0

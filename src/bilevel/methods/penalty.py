@@ -84,7 +84,7 @@ class Penalty:
     upper_optimizer: OptimizerFactory | None = None
     """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam with a learning rate of 5e-3."""
+    """None: Adam with a learning rate of 1e-2."""
     lower_batches: Literal["fresh", "shared"] | None = None
     """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     cotangent: Literal["same", "running", "other"] | None = None

@@ -4,7 +4,7 @@
 
 With data and no options, the scales come from the first batches,
 
-    gamma = 0.3 sum |f_v| / sum |g_vv s|,   lam = sum |f_v| / sum |s|,
+    gamma = sum |f_v| / sum |g_vv s|,   lam = sum |f_v| / sum |s|,
 
 the first steps move v only, and the learning rates fall linearly to zero.
 """
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 SCALE_BATCHES = 5
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
-LOWER_RATE = 5e-3
-GAMMA_SHARE = 0.3
-"""The first gamma |g_vv s| as a share of |f_v|: v must reach a minimum of g before the penalty holds it there."""
+LOWER_RATE = 1e-2
+GAMMA_SHARE = 1.0
+"""The first gamma |g_vv s| as a share of |f_v|."""
 
 
 class Stepwise:

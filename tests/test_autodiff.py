@@ -531,7 +531,7 @@ def test_solve_works_through_the_fall_back_with_one_warning(which, mode):
     assert near.steps == 8
     with sdpa_kernel(SDPBackend.MATH):
         exact = solve(problem, Penalty(mode=mode, curvature="exact"), start, reference, max_steps=8, seed=0)
-    # Eight steps from one start, with derivatives that agree to 1e-7 of their size: the same path, not just a better end.
+    # Eight steps from one start, with derivatives that agree to 1e-7 of their size: the same path.
     for name in ("upper", "lower", "residual"):
         assert near.history[name] == pytest.approx(exact.history[name], rel=1e-4), name
 

@@ -9,6 +9,7 @@ With s = grad_v g, and r = s, or r = v - P(v - s) where the lower variable is pr
 Its derivative needs g once: a first backward that keeps the graph gives s, and one second backward with the cotangent
 nu + gamma r, held fixed, gives the derivatives in u and in v together. `curvature="difference"` replaces the second
 backward by a central difference of grad g along the cotangent: three evaluations of g instead of one, first order only.
+Linear layers whose Gram form is cheaper take that (see `bilevel.gram`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from torch import Tensor
 from .batches import Pair
 from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelWarning, ProblemError
+from .gram import LEAST, Layer, layers, terms
+from .precision import Precision, reduced, widened
 from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
 
-Curvature = Literal["auto", "exact", "difference"]
+Curvature = Literal["auto", "exact", "gram", "difference"]
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Prices:
     nu: list[Tensor]
     gamma_h: list[Tensor] = field(default_factory=list)
     mu: list[Tensor] = field(default_factory=list)
+    multipliers: bool = True
+    """Whether nu may be other than zero"""
 
 
 @dataclass
@@ -49,13 +54,13 @@ class Gradients:
     f: Tensor
     g: Tensor
     slope: list[Tensor]
-    """s = grad_v g"""
+    """s = grad_v g; empty where lam was given and s was not needed"""
     residual: list[Tensor]
     """r: the slope, or v - P(v - s) where the lower variable is projected"""
     constraints: list[Tensor]
     """h, the equalities first"""
     v: list[Tensor]
-    """grad_v F, without lam g: that is lam * slope"""
+    """grad_v F, or grad_v (F + lam g) where lam was given"""
     u: list[Tensor] = field(default_factory=list)
     rows: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
@@ -99,27 +104,54 @@ def gradient(
 class Derivatives:
     """Evaluates a problem at the current u and v, which are live: nothing is copied, and u and v are read in place."""
 
-    def __init__(self, problem: Problem, u: Variable, v: Variable, curvature: Curvature = "auto") -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        u: Variable,
+        v: Variable,
+        curvature: Curvature = "auto",
+        precision: Precision | None = None,
+    ) -> None:
         self.problem, self.u, self.v = problem, u, v
         self.curvature: Curvature = curvature
+        self.precision: Precision | None = precision
         self.lower_evaluations = 0
         self.upper_evaluations = 0
         self.tapes: list[list[tuple[Tensor, Tensor]]] = []
+        self.gram_layers = 0
+        """Linear layers in Gram form, in the last evaluation of F"""
         self._proved = False  # whether an exact evaluation has gone through
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def lower(self, batch: Any) -> Tensor:
         self.lower_evaluations += 1
-        return _scalar(self.problem.lower(self.u.value, self.v.value, batch), "lower")
+        return _scalar(self._call(self.problem.lower, batch), "lower")
 
     def upper(self, batch: Any) -> Tensor:
         self.upper_evaluations += 1
-        return _scalar(self.problem.upper(self.u.value, self.v.value, batch), "upper")
+        return _scalar(self._call(self.problem.upper, batch), "upper")
 
     def constraints(self, batch: Any) -> list[Tensor]:
         functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
-        return [function(self.u.value, self.v.value, batch) for function in functions]
+        return [self._call(function, batch) for function in functions]
+
+    def _call(self, function: Objective, batch: Any) -> Any:
+        """The user's function, in the precision in force; half-precision results as float32."""
+        if self.precision is None:
+            return function(self.u.value, self.v.value, batch)
+        with reduced(self.precision, self.v.device):
+            value = function(self.u.value, self.v.value, batch)
+        return widened(value)
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """Evaluate in the precision of the variables, whatever `precision` says."""
+        held, self.precision = self.precision, None
+        try:
+            yield
+        finally:
+            self.precision = held
 
     def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
         """g and s = grad_v g, first order only, over the batches."""
@@ -144,25 +176,35 @@ class Derivatives:
         """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
         if self.problem.prepare is None:
             return list(batches)
-        with torch.set_grad_enabled(graph):
+        with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
             made = [
                 self.problem.prepare(self.u.value, None if pair[0] is None and pair[1] is None else pair)
                 for pair in batches
             ]
+        if self.precision is not None:
+            made = widened(made)
         return [(item, item) for item in made]
 
     # -- the derivative of F -------------------------------------------------------------------------------------
 
     def penalised(
-        self, batches: Sequence[Pair], prices: Prices, *, with_u: bool, slope: Sequence[Tensor] | None = None
+        self,
+        batches: Sequence[Pair],
+        prices: Prices,
+        *,
+        with_u: bool,
+        slope: Sequence[Tensor] | None = None,
+        lam: Tensor | None = None,
     ) -> Gradients:
-        """The derivative of F in v, and in u where asked.
+        """The derivative of F in v, and in u where asked; with `lam`, which is for v alone, that of F + lam g.
 
         Over several batches F is that of the mean objectives: s and h are averaged first, in a pass of their own, and
         then pulled on in each batch. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
         """
+        if with_u and lam is not None:
+            raise ProblemError("lam must be None with with_u=True: u descends F, without lam g.")
         if len(batches) == 1:
-            only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, 1.0, slope, None))
+            only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, lam, 1.0, slope, None))
             return only
         share = 1.0 / len(batches)
         states: list[Any] = []
@@ -186,7 +228,7 @@ class Derivatives:
 
             def one(batch: Pair = batch, state: Any = state, resume: Callable[[], None] = resume) -> Gradients:
                 set_random_state(state, self.v.device)
-                return self._one(batch, prices, with_u, share, pulled, mean[count:], resume)
+                return self._one(batch, prices, with_u, lam, share, pulled, mean[count:], resume)
 
             found: Gradients = self._guarded(one)
             onward = random_state(self.v.device)
@@ -201,6 +243,7 @@ class Derivatives:
         batch: Pair,
         prices: Prices,
         with_u: bool,
+        lam: Tensor | None,
         share: float,
         given_slope: Sequence[Tensor] | None,
         given_constraints: Sequence[Tensor] | None,
@@ -211,29 +254,49 @@ class Derivatives:
         with self.holding_u(with_u) as inputs:
             state = random_state(self.v.device) if not exact else None
             g = self.lower(batch[1])
-            s = gradient(g, leaves, keep_graph=exact, retain=with_u)
-            slope = [x.detach() for x in s]
+            direct: list[Tensor] | None = None
+            # The Gram form knows no cotangent but nu + gamma s.
+            nu = prices.nu if prices.multipliers else None
+            plain = given_slope is not None or self.v.projected
+            gram = [] if plain else self._gram(g, with_slope=lam is None, with_nu=prices.multipliers)
+            self.gram_layers = len(gram)
+            if gram:
+                s, pull, slope = terms(g, leaves, gram, prices.gamma, nu, with_slope=lam is None)
+            else:
+                s = gradient(g, leaves, keep_graph=exact, retain=with_u)
+                slope = [x.detach() for x in s]
+                direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
             h = self.constraints(batch[0])
             if before_upper is not None:
                 before_upper()
             f = self.upper(batch[0])
-            direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
             values = [x.detach() for x in h] if given_constraints is None else list(given_constraints)
             pull_h = self.constraint_cotangents(values, prices)
             wrt = [*leaves, *inputs()]
             if exact:
                 if not self._proved:
                     refuse_once_differentiable(s)
-                found = gradient([f, *s, *h], wrt, cotangent=[None, *pull, *pull_h])
+                # lam g rides along: its cotangents join those of the second backward before any product is formed.
+                first, weights = ([f], [None]) if lam is None else ([f, g], [None, lam.to(g.dtype)])
+                found = gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
                 found = _sum([found, self._difference(batch[1], wrt, pull, state)])
+                if lam is not None:
+                    found = _sum([found, [lam * x for x in slope]])
             # Never in place: autograd may hand out one tensor for two inputs.
             if direct is not None:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
             if share != 1.0:
                 found = list(torch._foreach_mul(found, share))
             return self._gather(f, g, slope, values, found, share)
+
+    def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
+        """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
+        if self.curvature == "gram":
+            return layers(g, self.v.leaves)
+        found = layers(g, self.v.leaves, LEAST) if self.curvature == "auto" else []
+        return [layer for layer in found if layer.wins(with_slope=with_slope, with_nu=with_nu)]
 
     def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
         """(a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
@@ -326,10 +389,11 @@ class Derivatives:
             operator = missing_double_backward(error)
             if operator is None:
                 raise
-            if self.curvature == "exact":
+            if self.curvature in ("exact", "gram"):
                 raise ProblemError(
-                    f"{operator} has no double backward, which curvature='exact' needs. Use curvature='difference', or "
-                    "replace the operator (for attention: torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+                    f"{operator} has no double backward, which curvature={self.curvature!r} needs. Use "
+                    "curvature='difference', or replace the operator (for attention: "
+                    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
                 ) from error
             warnings.warn(
                 f"{operator} has no double backward: the curvature is approximated by finite differences "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .autodiff import Derivatives, Prices
 from .batches import Pair
+from .precision import Precision
 from .problem import Problem, Variable
 from .solution import Status
 from .sources import Sources
@@ -34,15 +35,26 @@ class Setting:
     accumulate: int
     generator: torch.Generator
     """For the method's own draws, on the host."""
+    precision: Precision | None = None
+    """What the user's functions are evaluated in: None, that of the variables, or `bf16` (see `bilevel.precision`)."""
+    engine: str = "auto"
+    """What runs the steps: see `bilevel.engine`."""
 
 
 class State(Protocol):
     """A run of a method. `step` moves u and v in place and returns its record, a tensor ordered as RECORD."""
 
     mode: str
+    draws: int
+    """Pairs of batches that a step takes."""
     derivatives: Derivatives
     tolerance: float | None
     """What the certificate is compared with; None where only the budget ends the run."""
+
+    @property
+    def engine(self) -> str:
+        """What runs the steps by now."""
+        ...
 
     def step(self, k: int) -> Tensor: ...
     def ended(self) -> Status | None:

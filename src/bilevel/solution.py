@@ -154,6 +154,8 @@ class Solution:
     status: Status
     steps: int
     mode: str
+    engine: str
+    """What ran the steps: `eager`, `compile`, `graph` or `compile+graph`."""
     history: History
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
@@ -163,6 +165,8 @@ class Solution:
     """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
     """What the status alone does not say: the step and the quantity that diverged, for instance."""
+    waiting: float = 0.0
+    """The share of the run's time spent waiting for data."""
     candidates: list[Any] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 

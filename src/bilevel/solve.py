@@ -21,9 +21,11 @@ from .autodiff import Derivatives
 from .callbacks import Callback, Run
 from .certificate import certify
 from .check import first_evaluation, variables
+from .engine import ENGINES
 from .errors import BilevelWarning, CheckpointError, OptionError
 from .fingerprint import compare, fingerprint
 from .method import RECORD, Method, Setting, State
+from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
 from .solution import Certificate, History, Solution, Status
 from .sources import Sources
@@ -44,7 +46,7 @@ def solve(
     resume: bool = False,
     log_every: int | None = None,
     engine: str = "auto",
-    precision: str | None = None,
+    precision: Precision | None = None,
     accumulate: int = 1,
     starts: int = 1,
     seed: int | None = None,
@@ -55,8 +57,10 @@ def solve(
     `data` is None or a pair (upper, lower) of iterables of batches, each cycled on its own. `tolerance` is what the
     relative measures of the certificate must reach for the run to end as converged. `checkpoint` names a folder that
     is written every `every` steps and at the end; `resume=True` goes on from it, bit for bit. `accumulate=k` makes
-    every gradient one of k batches. `hypergradient=True` has the certificate solve for the exact hypergradient, which
-    it does by itself only where v is small. `seed=None` takes a seed from torch's global generator.
+    every gradient one of k batches. `precision="bf16"` runs the problem's functions under bfloat16 autocast, with
+    float32 variables, moments and prices; the certificate is measured in full precision all the same.
+    `hypergradient=True` has the certificate solve for the exact hypergradient, which it does by itself only where v is
+    small. `seed=None` takes a seed from torch's global generator.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
@@ -67,21 +71,24 @@ def solve(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise OptionError(f"callbacks must hold Callback objects such as Progress(); got {callback!r}.")
-    _refuse(max_steps, tolerance, every, log_every, engine, precision, accumulate, starts, seed, checkpoint, resume)
+    _refuse(max_steps, tolerance, every, log_every, engine, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
+    refuse_precision(precision, upper, lower)
     folder = None if checkpoint is None else Path(checkpoint)
     saved = _open(folder, resume)
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
     sources = Sources(data, seed, lower.device)
-    identity = fingerprint(problem, method, upper, lower, data, accumulate, seed)
+    identity = fingerprint(problem, method, upper, lower, data, accumulate, seed) | {"precision": precision}
     if saved is not None:
         compare(saved["fingerprint"], identity, folder)
     if accumulate > 1 and not sources:
         raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
     with _generators(seed, lower.device) as generator:
-        setting = Setting(problem, upper, lower, sources, max_steps, tolerance, accumulate, generator)
-        first_evaluation(Derivatives(problem, upper, lower), sources)
+        setting = Setting(
+            problem, upper, lower, sources, max_steps, tolerance, accumulate, generator, precision, engine
+        )
+        first_evaluation(Derivatives(problem, upper, lower, precision=precision), sources)
         try:
             with _unchanged_on_error(upper, lower):
                 state = method.init(setting)
@@ -143,6 +150,9 @@ class _Loop:
         while status is None and self.step < self.setting.max_steps:
             record = self.state.step(self.step)
             self.step += 1
+            # On the CPU there is nothing to overlap with: its step has ended by now.
+            if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
+                self.setting.sources.ahead(self.state.draws)
             self.seconds = time.perf_counter() - started
             self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
             status = self.state.ended()
@@ -159,14 +169,17 @@ class _Loop:
         """Save, leave u and v as they are returned, and measure them."""
         if status is not Status.DIVERGED:
             self._save(status)
-        minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
-        certificate, multipliers = certify(
-            self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
-        )
+        with self.state.derivatives.full_precision():
+            minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
+            certificate, multipliers = certify(
+                self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
+            )
         return Solution(
             u=self.setting.u.value, v=self.setting.v.value, status=self._judged(status, certificate),
-            steps=self.step, mode=self.state.mode, history=self.history, certificate=certificate,
-            multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]], message=self.message,
+            steps=self.step, mode=self.state.mode, engine=self.state.engine, history=self.history,
+            certificate=certificate, multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]],
+            message=self.message,
+            waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
             state=self.state.state_dict(),
         )  # fmt: skip
 
@@ -225,7 +238,8 @@ class _Loop:
         row = next(self.history.rows(len(self.history) - 1))
         if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
             return False
-        certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
+        with self.state.derivatives.full_precision():
+            certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
         return certificate.passes(tolerance)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -258,7 +272,7 @@ class _Loop:
             "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
             "max_steps": self.setting.max_steps, "status": status.name if status else None,
             "u": self.variables[0].tensors(), "v": self.variables[1].tensors(), "method": self.state.state_dict(),
-            "sources": self.setting.sources.state_dict(),
+            "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             "history": torch.tensor(self.history.to_lists(), dtype=torch.float64),
@@ -282,6 +296,7 @@ class _Loop:
             torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
         self.history = History.from_lists(saved["history"].tolist())
         self.step, self.seconds = saved["step"], saved["seconds"]
+        self.setting.sources.waited = saved.get("waited", 0.0)
         if saved["status"] not in (None, Status.STOPPED.name) and saved["max_steps"] == self.setting.max_steps:
             self.finished = Status[saved["status"]]
         self.good = self._snapshot()
@@ -358,7 +373,6 @@ def _refuse(
     every: int | None,
     log_every: int | None,
     engine: str,
-    precision: str | None,
     accumulate: int,
     starts: int,
     seed: int | None,
@@ -371,10 +385,8 @@ def _refuse(
             raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
         raise OptionError(f"tolerance must be positive; got {tolerance!r}.")
-    if engine not in ("auto", "eager"):
-        raise OptionError(f"engine must be 'auto' or 'eager'; 'compile' and 'graph' are not built yet; got {engine!r}.")
-    if precision is not None:
-        raise OptionError(f"precision must be None: mixed precision is not built yet; got {precision!r}.")
+    if engine not in ENGINES:
+        raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
     if starts != 1:
         raise OptionError(f"starts must be 1: several starts are not built yet; got {starts!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):

@@ -55,10 +55,22 @@ class Lagrangian:
     """A run of the deterministic mode. Lower and upper evaluations: one for each gradient of F."""
 
     mode = "deterministic"
+    engine = "eager"
+    draws = 0
 
     def __init__(self, options: Penalty, setting: Setting) -> None:
         self.options, self.setting = options, setting
         self.problem, self.u, self.v = setting.problem, setting.u, setting.v
+        if setting.engine not in ("auto", "eager"):
+            raise OptionError(
+                f"engine={setting.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
+                "it out."
+            )
+        if setting.precision is not None:
+            raise OptionError(
+                f"precision must be None in deterministic mode, which works to the last digits; got "
+                f"{setting.precision!r}. Leave it out, or pass mode='stochastic'."
+            )
         self.u.make_dense()
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]

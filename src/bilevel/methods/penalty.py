@@ -47,7 +47,12 @@ class Penalty:
 
     mode: Mode | None = None
     curvature: Curvature = "auto"
-    """How second derivatives of g are taken: `exact`, `difference` (first order only), or exact with a fall-back."""
+    """How second derivatives of g are taken.
+
+    `exact`: by a second backward. `gram`: the same, with all linear layers that allow it in Gram form (see
+    `bilevel.gram`). `difference`: first order only. `auto`: exact, in Gram form where that is cheaper, with differences
+    to fall back on.
+    """
     gamma: float | None = None
     """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the start."""
     gamma_h: float | None = None
@@ -97,7 +102,7 @@ class Penalty:
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, ("deterministic", "stochastic"))
-        _choice("curvature", self.curvature, ("auto", "exact", "difference"), optional=False)
+        _choice("curvature", self.curvature, ("auto", "exact", "gram", "difference"), optional=False)
         _choice("decay", self.decay, ("linear", "constant"))
         _choice("lower_batches", self.lower_batches, ("fresh", "shared"))
         _choice("cotangent", self.cotangent, ("same", "running", "other"))
@@ -174,8 +179,13 @@ class Penalty:
                     "mode='deterministic' needs objectives without data; got data. Close over the full data in upper "
                     "and lower and pass data=None."
                 )
+            if self.curvature == "gram":
+                raise OptionError("curvature='gram' is not used in deterministic mode. Leave it out.")
             return Lagrangian(self.filled(mode), setting)
-        return Stepwise(self.filled(mode), setting)
+        filled = self.filled(mode)
+        if self.curvature == "gram":
+            _refuse_gram(filled, setting)
+        return Stepwise(filled, setting)
 
     def describe(self) -> dict[str, str]:
         """The options that were given, as text: what a checkpoint is compared by."""
@@ -188,6 +198,19 @@ def _text(value: Any) -> str:
         options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
         return f"{_text(value.func)}({options})"
     return str(getattr(value, "__qualname__", type(value).__qualname__ if callable(value) else value))
+
+
+def _refuse_gram(options: Penalty, setting: Setting) -> None:
+    """Refuse curvature='gram' where the cotangent of the second backward is not nu + gamma s of one batch."""
+    for obstacle, name, needed in (
+        (options.cotangent != "same", f"cotangent={options.cotangent!r}", "cotangent='same'"),
+        (setting.accumulate > 1, f"accumulate={setting.accumulate}", "accumulate=1"),
+        (setting.precision is not None, f"precision={setting.precision!r}", "precision=None"),
+        (setting.problem.project_lower is not None, "project_lower", ""),
+    ):
+        if obstacle:
+            fix = f"{needed}, or " if needed else ""
+            raise OptionError(f"curvature='gram' cannot be used with {name}. Use {fix}curvature='auto'.")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = True) -> None:

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..autodiff import Derivatives, Gradients, Prices, gradient, norm, violation
 from ..batches import Pair, detached
 from ..descent import Descent
+from ..engine import Engine, Engines
 from ..errors import OptionError
 from ..lower_level import lower_point
 from ..method import Setting
@@ -33,6 +35,8 @@ from ..solution import Status
 if TYPE_CHECKING:
     from .penalty import Penalty
 
+Draw = tuple[list[Pair], list[Pair] | None]
+"""The batches of one gradient, and those that its cotangent is from where that is another's."""
 SCALE_BATCHES = 5
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
@@ -61,8 +65,9 @@ class Stepwise:
                 f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
                 "tasks into one batch."
             )
-        self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
+        self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature, setting.precision)
         self.tolerance = setting.tolerance
+        self.lower_steps = options.lower_steps or 1
         episodic = self.problem.prepare is not None or self.problem.start_lower is not None
         self.shared = episodic or options.lower_batches == "shared"
         self.warm_up = round((options.warm_up or 0.0) * setting.max_steps)
@@ -71,6 +76,8 @@ class Stepwise:
         self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
         self.last: list[Pair] | None = None
         self.before: list[list[int]] = []
+        self.draws = setting.accumulate * (1 if self.shared else self.lower_steps + 1)
+        self.engines = Engines(setting.engine, self, gradients=setting.max_steps * (self.lower_steps + 1))
 
     # -- before the first step -----------------------------------------------------------------------------------
 
@@ -97,6 +104,7 @@ class Stepwise:
             nu=[torch.full_like(leaf, options.nu or 0.0, requires_grad=False) for leaf in self.v.leaves],
             gamma_h=[new(c) for c in gamma_h],
             mu=[torch.zeros(shape, dtype=self.v.dtype, device=self.v.device) for shape in shapes],
+            multipliers=bool(options.multipliers or options.nu),
         )
         every = options.advance_every
         if every is None and options.advances:
@@ -114,7 +122,7 @@ class Stepwise:
             self.upper = Descent(
                 self.u, partial(torch.optim.Adam, lr=2 * REACH / moving), "upper_optimizer", row_rate=rows
             )
-        self.powers = [self._rate_power(descent) for descent in (self.lower, self.upper)]
+        self.lower_power, self.upper_power = (self._rate_power(descent) for descent in (self.lower, self.upper))
 
     def _rate_power(self, descent: Descent) -> float:
         """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""
@@ -177,45 +185,89 @@ class Stepwise:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, k: int) -> Tensor:
-        moving, (factor, upper_factor) = k >= self.warm_up, self._factors(k)
-        count = self.options.lower_steps or 1
+        moving = k >= self.warm_up
+        share = 1.0 - k / self.setting.max_steps if self.options.decay == "linear" else 1.0
+        left = torch.full((), share, dtype=self.v.dtype, device=self.v.device)
+        draws = self._draws(k)
+        if not self.engines.whole:
+            return self._iteration(draws, left, moving)
+        held = list(draws)
+        if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch among them
+            return self._iteration(held, left, moving, self.engines.outer)
+        record: Tensor = self.engines.outer.call(self._iteration, (held, left), moving)
+        return record
+
+    def _draws(self, k: int) -> Iterator[Draw]:
+        """The draws of upper iteration k: one for each of its steps, that of the upper step last, or one for all.
+
+        The upper step takes another of the T + 1 each time: of batches in a fixed order it would else see only some.
+        """
         if self.shared:
-            batches = self.derivatives.prepare(self._draw(), graph=moving)
-            still = detached(batches)
-            self._start_episode(still)
-            for _ in range(count):
-                self._lower_step(still, factor)
-            return self._upper_step(batches, factor, upper_factor, moving)
-        # One of the T + 1 draws is for the upper step, each time another one: of batches in a fixed order it would else
-        # see only some.
-        for i in range(count + 1):
+            batches, other = self._draw()
+            yield batches, other
+            if other is not None:
+                for _ in range(self.lower_steps):
+                    yield batches, self._draw_other()
+            return
+        for i in range(self.lower_steps + 1):
             draw = self._draw()
-            if i == k % (count + 1):
-                batches = draw
+            if i == k % (self.lower_steps + 1):
+                last = draw
             else:
-                self._lower_step(draw, factor)
-        return self._upper_step(batches, factor, upper_factor, moving)
+                yield draw
+        yield last
+
+    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, outer: Engine | None = None) -> Tensor:
+        """T lower steps and the upper step. `outer` runs each of them, where it does not run all of this."""
+        run = (outer or Engine()).call
+        source = iter(draws)
+        draw = next(source)
+        record: Tensor
+        if self.problem.prepare is not None:
+            record = run(self._run, (draw, left), self._episode, moving)
+            return record
+        if self.problem.start_lower is not None:
+            run(self._run, (draw, left), self._start_episode)
+        for _ in range(self.lower_steps):
+            run(self._run, (draw, left), self._lower_step)
+            draw = next(source, draw)
+        record = run(self._run, (draw, left), self._upper_step, moving)
+        return record
+
+    def _run(self, draw: Draw, left: Tensor, step: Any, *fixed: Any) -> Any:
+        """One step, by the inner engine."""
+        return self.engines.inner.call(step, (draw, left), *fixed)
+
+    def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        """An upper iteration on what `prepare` makes of one draw: its graph runs through all of it."""
+        batches = self.derivatives.prepare(draw[0], graph=moving)
+        still = (detached(batches), draw[1])
+        self._start_episode(still, left)
+        for _ in range(self.lower_steps):
+            self._lower_step(still, left)
+        return self._upper_step((batches, draw[1]), left, moving)
 
     def _episode_of(self, batches: Sequence[Pair]) -> Any:
         """What `start_lower` receives: what was prepared, or else the pair of batches."""
         return batches[0] if self.problem.prepare is None else batches[0][0]
 
-    def _start_episode(self, batches: list[Pair]) -> None:
+    def _start_episode(self, draw: Draw, _: Tensor) -> None:
         """Put v at its start, and with it all that belongs to the lower problem of one episode."""
         if self.problem.start_lower is not None:
             with torch.no_grad():
-                self.problem.start_lower(self.v.value, self._episode_of(batches))
+                self.problem.start_lower(self.v.value, self._episode_of(draw[0]))
             self.lower.restart()
             self.schedule.restart_multipliers()
 
-    def _lower_step(self, batches: list[Pair], factor: Tensor) -> None:
-        gradients = self._penalised(batches, with_u=False)
-        self.lower.step(self._with_lam(gradients), (), factor)
+    def _lower_step(self, draw: Draw, left: Tensor) -> None:
+        gradients = self._penalised(draw, with_u=False, lam=self.schedule.lam)
+        self.lower.step(gradients.v, (), self._factor(self.lower_power, left))
 
-    def _upper_step(self, batches: list[Pair], factor: Tensor, upper_factor: Tensor, moving: bool) -> Tensor:
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """Move u, then the schedule; returns the record of the step."""
         schedule = self.schedule
-        gradients = self._penalised(batches, with_u=moving)
+        factor, upper_factor = (self._factor(power, left) for power in (self.lower_power, self.upper_power))
+        gradients = self._penalised(draw, with_u=moving)
         lowered = self._with_lam(gradients)
         if moving:
             self.upper.step(gradients.u, gradients.rows, upper_factor)
@@ -232,30 +284,34 @@ class Stepwise:
         reason = schedule.observe(size_u**2 + size_v**2, gradients, [*dense, *lowered])
         return torch.cat([row, reason.to(torch.float64).reshape(1)])
 
-    def _draw(self) -> list[Pair]:
+    def _draw(self) -> Draw:
+        sources, count = self.setting.sources, self.setting.accumulate
         if self.problem.start_lower is not None:
-            self.before = self.setting.sources.state_dict()
-        self.last = self.setting.sources.draw(self.setting.accumulate)
-        return self.last
+            self.before = sources.state_dict()
+        self.last = sources.draw(count)
+        return self.last, self._draw_other()
 
-    def _factors(self, k: int) -> list[Tensor]:
-        """What the lower and the upper learning rates are multiplied by at step k."""
-        growth: Tensor = self.schedule.gamma_growth()
-        left = 1.0 - k / self.setting.max_steps if self.options.decay == "linear" else 1.0
-        return [growth**-power * left for power in self.powers]
+    def _draw_other(self) -> list[Pair] | None:
+        if self.options.cotangent != "other":
+            return None
+        return self.setting.sources.draw_lower(self.setting.accumulate)
+
+    def _factor(self, power: float, left: Tensor) -> Tensor:
+        """What a learning rate is multiplied by: `left` of it, and less as gamma grows."""
+        return left if power == 0 else self.schedule.gamma_growth() ** -power * left
 
     def _with_lam(self, gradients: Gradients) -> list[Tensor]:
         """grad_v (F + lam g)"""
         return [x + self.schedule.lam * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
 
-    def _penalised(self, batches: list[Pair], *, with_u: bool) -> Gradients:
-        d, slope = self.derivatives, None
-        if self.options.cotangent == "other":
-            _, slope = d.slope(self.setting.sources.draw_lower(self.setting.accumulate))
+    def _penalised(self, draw: Draw, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
+        (batches, other), d, slope = draw, self.derivatives, None
+        if other is not None:
+            _, slope = d.slope(other)
         elif self.options.cotangent == "running":
             weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
             slope = [m / weight for m in self.running]
-        gradients = d.penalised(batches, self.schedule.prices, with_u=with_u, slope=slope)
+        gradients = d.penalised(batches, self.schedule.prices, with_u=with_u, slope=slope, lam=lam)
         if self.options.cotangent == "running":
             torch._foreach_lerp_(self.running, gradients.slope, 0.1)
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
@@ -264,7 +320,35 @@ class Stepwise:
     def _worst(self, values: Sequence[Tensor]) -> Tensor:
         return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)
 
+    # -- what the engines ask --------------------------------------------------------------------------------------
+
+    def obstacle(self) -> str:
+        if self.derivatives.curvature == "difference":
+            return "curvature='difference' sets the random generators back within a step."
+        if self.setting.accumulate > 1:
+            return f"accumulate={self.setting.accumulate} sets the random generators back within a step."
+        if self.problem.start_lower is not None and not self.lower.restarts_in_place:
+            return f"start_lower needs a new {type(self.lower.optimizer).__name__} each time; use Adam."
+        return ""
+
+    def live(self) -> list[Tensor]:
+        found, rest = [*self.u.tensors().values(), *self.v.tensors().values()], [self.state_dict()]
+        while rest:
+            node: Any = rest.pop()
+            if isinstance(node, Tensor):
+                found.append(node)
+            elif isinstance(node, (dict, list, tuple)):
+                rest += node.values() if isinstance(node, dict) else node
+        return found
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [d.optimizer for d in (self.lower, self.upper) if d.optimizer is not None]
+
     # -- what solve asks -----------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> str:
+        return self.engines.name
 
     def ended(self) -> Status | None:
         return None
@@ -319,3 +403,7 @@ class Stepwise:
             self.setting.sources.load_state_dict(self.before)
             self._draw()
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]
+
+
+def _shapes(draw: Draw) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in pytree.tree_leaves(draw) if isinstance(leaf, Tensor))

@@ -1,0 +1,332 @@
+"""How a step is run: as it is written, recorded once and compiled, or captured as one CUDA graph.
+
+A stochastic step has no host read and no branch on a value. One run of it, recorded operator by operator, is therefore
+the step for every batch of the same shapes: the tensors that live on (u, v, moments, prices) are read and written in
+place. Other shapes, such as those of a last partial batch, are recorded anew. The runs that recording needs are undone,
+so that every step of a run, resumed or not, is done by the same code.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .autodiff import Derivatives
+from .errors import BilevelWarning, OptionError
+from .replay import random_state, set_random_state
+
+ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
+Step = Callable[..., Any]
+"""A step as a function of batches and tensors; whatever else it reads or writes lives on and is changed in place."""
+COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
+"""Gradients of a run from which `auto` compiles: that takes up to a minute."""
+MOST_GRAPHS = 16
+"""CUDA graphs that one run keeps; steps of further shapes run without one."""
+
+
+class UnrecordableError(RuntimeError):
+    """What a step does cannot be recorded."""
+
+
+class Host(Protocol):
+    """The run that an engine works for."""
+
+    derivatives: Derivatives
+
+    def live(self) -> list[Tensor]:
+        """All tensors that a step changes in place and that exist by now."""
+        ...
+
+    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+
+    def obstacle(self) -> str:
+        """Why a step cannot be recorded; empty where it can."""
+        ...
+
+
+class Engine:
+    """Runs the step as it is written; the others build on it."""
+
+    def call(self, step: Step, arguments: Sequence[Any], *fixed: Any) -> Any:
+        """step(*arguments, *fixed). The tensors in `arguments` change from call to call; `fixed` selects a variant."""
+        return step(*arguments, *fixed)
+
+
+class Recorded(Engine):
+    """An engine that makes a unit of each step and each set of shapes on first sight."""
+
+    name: str
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.failed = False
+        self._units: dict[Any, Callable[[list[Tensor]], Any]] = {}
+
+    def call(self, step: Step, arguments: Sequence[Any], *fixed: Any) -> Any:
+        if self.failed:
+            return step(*arguments, *fixed)
+        leaves, form = pytree.tree_flatten(tuple(arguments))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        key = (getattr(step, "__func__", step), fixed, form, others, sizes)
+        unit = self._units.get(key)
+        if unit is None:
+            if self._full():
+                return step(*arguments, *fixed)
+
+            def filled(given: Sequence[Tensor]) -> Any:
+                source = iter(given)
+                values = [next(source) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                return step(*pytree.tree_unflatten(values, form), *fixed)
+
+            try:
+                unit = self._units[key] = self._make(filled, tensors)
+            except Exception as error:
+                self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _told(error))
+                return step(*arguments, *fixed)
+        return unit(tensors)
+
+    def give_up(self, why: str) -> None:
+        """Run plainly from here on, and say so."""
+        self.failed = True
+        self._units.clear()
+        warnings.warn(
+            f"engine {self.name!r} cannot run these steps: {why} They run as they are written (engine='eager').",
+            BilevelWarning,
+            stacklevel=2,
+        )
+
+    @abstractmethod
+    def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        """The step as a function of tensors of these shapes."""
+
+    def _full(self) -> bool:
+        return False
+
+    def _try(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> None:
+        """Run the step once, which creates what is created lazily, and look for what a record would freeze."""
+        before = _host_generators()
+        step(tensors)
+        if _host_generators() != before:
+            raise UnrecordableError("the objectives draw from Python's or numpy's generator. Draw from torch's.")
+        if obstacle := self.host.obstacle():
+            raise UnrecordableError(obstacle)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo what is done inside: what lives on goes back to its value, what was created there to zero."""
+        d, device = self.host.derivatives, self.host.derivatives.v.device
+        before = [(tensor, tensor.detach().clone()) for tensor in self.host.live()]
+        known = {id(tensor) for tensor, _ in before}
+        state, counts = random_state(device), (d.lower_evaluations, d.upper_evaluations)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+                for tensor in self.host.live():
+                    if id(tensor) not in known:
+                        tensor.zero_()
+            set_random_state(state, device)
+            d.lower_evaluations, d.upper_evaluations = counts
+
+    def _counted(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """The result of `run`, and what adds the evaluations it made to the count again."""
+        d = self.host.derivatives
+        before = d.lower_evaluations, d.upper_evaluations
+        out = run()
+        lower, upper = d.lower_evaluations - before[0], d.upper_evaluations - before[1]
+
+        def count() -> None:
+            d.lower_evaluations += lower
+            d.upper_evaluations += upper
+
+        return out, count
+
+
+class Compiled(Recorded):
+    """Records the operators of a step, second backward and optimizers included, and compiles the record."""
+
+    name = "compile"
+
+    def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        forms: list[Any] = []
+
+        def recorded(*given: Tensor) -> list[Any]:
+            out, form = pytree.tree_flatten(step(given))
+            forms.append(form)
+            return out
+
+        with self._undone():
+            self._try(step, tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, and those of the step for a second time
+            from torch._inductor import compile as compile_graph
+            from torch.fx.experimental.proxy_tensor import make_fx
+
+            with self._undone(), _recordable(self.host.optimizers()):
+                graph, count = self._counted(lambda: make_fx(recorded, tracing_mode="real")(*tensors))
+            lived = _lift(graph, len(tensors))
+            inputs: list[Any] = [*tensors, *lived]
+            with self._undone(), torch.no_grad():
+                compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
+                compiled(*inputs)  # while it can still be given up
+
+        def unit(given: list[Tensor]) -> Any:
+            with torch.no_grad():
+                out = compiled(*given, *lived)
+            count()
+            return pytree.tree_unflatten(list(out), forms[-1])
+
+        return unit
+
+
+class Captured(Recorded):
+    """Captures a step, or a whole upper iteration, as one CUDA graph, with buffers of its own for the batches."""
+
+    name = "graph"
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._pool: Any = None
+
+    def _full(self) -> bool:
+        return len(self._units) >= MOST_GRAPHS
+
+    def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        held = [tensor.clone() for tensor in tensors]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            with self._undone():
+                step(held)  # an engine inside this one compiles here
+            with self._undone():
+                self._try(step, held)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+
+        def capture() -> Any:
+            # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
+            with torch.cuda.graph(graph, pool=self._pool):
+                return step(held)
+
+        with self._undone():
+            out, count = self._counted(capture)
+        self._pool = self._pool or graph.pool()
+        leaves, form = pytree.tree_flatten(out)
+
+        def unit(given: list[Tensor]) -> Any:
+            if held:
+                torch._foreach_copy_(held, given, non_blocking=True)
+            graph.replay()
+            count()
+            return pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+
+        return unit
+
+
+class Engines:
+    """The pair that runs an upper iteration: `inner` runs its steps, `outer` all of it.
+
+    `name` says what was chosen: `auto` picks by the device and by the number of gradients that the run takes.
+    """
+
+    def __init__(self, name: str, host: Host, *, gradients: int) -> None:
+        device = host.derivatives.v.device.type
+        if "graph" in name and device != "cuda":
+            raise OptionError(f"engine={name!r} needs u and v on a CUDA device; they are on {device}. Use 'compile'.")
+        obstacle = host.obstacle()
+        if name == "auto":
+            long = gradients >= COMPILE_FROM.get(device, gradients + 1)
+            parts = ["compile"] * long + ["graph"] * (device == "cuda")
+            name = "eager" if obstacle else "+".join(parts) or "eager"
+        self.inner: Engine = Compiled(host) if "compile" in name else Engine()
+        self.outer: Engine = Captured(host) if "graph" in name else Engine()
+        self._asked = name
+        if obstacle:
+            for engine in self.made:
+                engine.give_up(obstacle)
+
+    @property
+    def made(self) -> list[Recorded]:
+        return [engine for engine in (self.inner, self.outer) if isinstance(engine, Recorded)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether an upper iteration is run by one call."""
+        return isinstance(self.outer, Captured) and not self.outer.failed
+
+    @property
+    def name(self) -> str:
+        """What runs the steps by now."""
+        return "+".join(engine.name for engine in self.made if not engine.failed) or "eager"
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    """Random numbers are eager's; on a CPU, convolutions in channels-last cost more copies than they save."""
+    return {"fallback_random": True} | ({"layout_optimization": False} if device.type == "cpu" else {})
+
+
+def _host_generators() -> tuple[Any, ...]:
+    """The states of the generators that no record follows."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), keys.tobytes(), *rest  # type: ignore[union-attr]
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first.rstrip('.')}."
+
+
+def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
+    """Turn the tensors that the record holds on to into inputs, each once; returns them."""
+    nodes = list(graph.graph.nodes)
+    start = nodes[count] if count < len(nodes) else nodes[-1]
+    lived: list[Tensor] = []
+    inputs: dict[int, Any] = {}
+    held = [node for node in nodes if node.op == "get_attr"]
+    for node in held:
+        tensor = getattr(graph, node.target)
+        if id(tensor) not in inputs:
+            with graph.graph.inserting_before(start):
+                inputs[id(tensor)] = graph.graph.placeholder(f"lived_{len(lived)}")
+            lived.append(tensor.detach())
+    for node in held:
+        node.replace_all_uses_with(inputs[id(getattr(graph, node.target))])
+        graph.graph.erase_node(node)
+    for node in reversed(graph.graph.nodes):
+        if str(node.target).startswith("profiler."):  # marks of torch's profiler around an optimizer's step
+            graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+    return lived
+
+
+@contextmanager
+def _recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """torch's optimizers compute with counters and rates, rather than read them, while something is being compiled."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    # Those without the option `capturable`, such as SGD, compute with a rate that is a tensor in their `foreach` form.
+    wanted = [{"capturable": True, "foreach": "capturable" not in group or None} for group in groups]
+    held = [{name: group[name] for name in new if name in group} for group, new in zip(groups, wanted, strict=True)]
+    flag = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    for group, new, old in zip(groups, wanted, held, strict=True):
+        group.update({name: new[name] for name in old})
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = flag
+        for group, old in zip(groups, held, strict=True):
+            group.update(old)

@@ -1,0 +1,307 @@
+"""All engines take the path of the eager one, and step aside with one warning where they cannot."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from bilevel import BilevelWarning, Box, Penalty, Problem, Rows, Solution, solve
+from bilevel.engine import COMPILE_FROM, Captured, Compiled, Engines
+from bilevel.errors import OptionError
+
+COMPILER = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler, as torch.compile does"
+)
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ENGINES = [
+    # The record itself, run operator by operator; compiling it takes a minute and is among the slow tests.
+    pytest.param("compile", "recorded"),
+    pytest.param("compile", "cpu", marks=[COMPILER, pytest.mark.slow]),
+    pytest.param("compile", "cuda", marks=CUDA),
+    pytest.param("graph", "cuda", marks=CUDA),
+    pytest.param("compile+graph", "cuda", marks=CUDA),
+]
+ONE_BATCH, PARTIAL = [8, 8, 8], [8, 8, 5]
+
+
+@pytest.fixture
+def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "recorded":
+        monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs, options: graph)
+        return "cpu"
+    return str(request.param)
+
+
+def network(*, norm: bool = False, dropout: bool = False) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers = [nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh()]
+        return nn.Sequential(*layers, *([nn.Dropout(0.3)] if dropout else []), nn.Linear(6, 3)).double()
+
+
+def batches(sizes: list[int], *, rows: bool, seed: int) -> list[Any]:
+    generator, found, start = torch.Generator().manual_seed(seed), [], 0
+    for n in sizes:
+        x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (n,), generator=generator)
+        found.append((x, y, torch.arange(start, start + n)) if rows else (x, y))
+        start += n
+    return found
+
+
+def upper(u: Any, v: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(v(batch[0]), batch[1])
+
+
+def lower(u: Any, v: nn.Module, batch: Any) -> Tensor:
+    w = torch.sigmoid(u[batch[2]])
+    return (w * cross_entropy(v(batch[0]), batch[1], reduction="none")).sum() / w.sum()
+
+
+def run(
+    engine: str, device: str, problem: Problem | None = None, *, sizes: list[int] | None = None, steps: int = 7,
+    net: dict[str, bool] | None = None, solving: dict[str, Any] | None = None, **options: Any,
+) -> tuple[Solution, list[Tensor]]:  # fmt: skip
+    """A short run, and all tensors it ends with."""
+    sizes = sizes or ONE_BATCH
+    v, u = network(**(net or {})).to(device), Rows(24, dtype=torch.float64, device=device)
+    data = batches(ONE_BATCH, rows=False, seed=0), batches(sizes, rows=True, seed=1)
+    method = Penalty(**({"lower_steps": 2} | options))
+    solution = solve(
+        problem or Problem(upper, lower), method, u, v, data,
+        max_steps=steps, seed=3, engine=engine, hypergradient=False, **(solving or {}),
+    )  # fmt: skip
+    return solution, [*(t.detach().clone() for t in v.state_dict().values()), u.values.clone()]
+
+
+def same(a: tuple[Solution, list[Tensor]], b: tuple[Solution, list[Tensor]]) -> None:
+    """One path, to rounding in float64: a step that is wrong anywhere is off by far more."""
+    for name in a[0].history.rows().__next__():
+        if name not in ("seconds", "advanced"):
+            assert a[0].history[name] == pytest.approx(b[0].history[name], rel=1e-8, abs=1e-10), name
+    assert a[0].history["advanced"] == b[0].history["advanced"]
+    for x, y in zip(a[1], b[1], strict=True):
+        # Adam's first steps turn rounding of a gradient that is zero, as a bias before BatchNorm has, into a step.
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        ({}, {"warm_up": 0.3, "advances": 3}),
+        ({"norm": True, "dropout": True}, {"warm_up": 0.0}),
+        ({}, {"cotangent": "running", "lower_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)}),
+    ],
+    ids=["schedule", "dropout-and-batch-norm", "running-and-sgd"],
+)
+def test_engine_takes_the_path_of_eager(engine, device, net, options):
+    found = run(engine, device, net=net, **options)
+    assert found[0].engine == engine
+    same(found, run("eager", device, net=net, **options))
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+def test_constraints_projections_and_other_cotangent(engine, device):
+    def budget(u: Any, v: Any, batch: Any) -> Tensor:
+        return v[0].weight.square().sum() - 1.0
+
+    problem = Problem(upper, lower, inequalities=budget, project_upper=Box(-0.05, 0.05), project_lower=Box(-1.0, 0.3))
+    options = {"warm_up": 0.0, "cotangent": "other", "lower_steps": 1}
+    found = run(engine, device, problem, **options)
+    assert found[0].engine == engine
+    same(found, run("eager", device, problem, **options))
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+def test_partial_batch_is_recorded_once_and_takes_the_path_of_eager(engine, device, monkeypatch):
+    made = []
+    for kind in (Compiled, Captured):
+        plain = kind._make
+        monkeypatch.setattr(
+            kind, "_make", lambda self, step, tensors, plain=plain: made.append(self.name) or plain(self, step, tensors)
+        )
+    found = run(engine, device, sizes=PARTIAL, warm_up=0.0, lower_steps=1, steps=12)
+    same(found, run("eager", device, sizes=PARTIAL, warm_up=0.0, lower_steps=1, steps=12))
+    assert found[0].engine == engine
+    # Two steps, two shapes of the lower batch.
+    assert made.count("compile") == (4 if "compile" in engine else 0)
+    # Whole iterations of full batches, and the single steps of mixed ones.
+    assert made.count("graph") == (5 if "graph" in engine else 0)
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+@pytest.mark.parametrize("start", [True, False])
+def test_episodes_take_the_path_of_eager(engine, device, start):
+    def prepare(u: Tensor, pair: Any) -> Any:
+        (x, y), (a, b, _) = pair
+        return (x @ u).tanh(), y, (a @ u).tanh(), b
+
+    def begin(v: Tensor, prepared: Any) -> None:
+        v.copy_(prepared[2][:3].T.mean(1, keepdim=True).expand(5, 3))
+
+    def solved(engine: str) -> tuple[Solution, list[Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(4, 5, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+        v = torch.zeros(5, 3, dtype=torch.float64, device=device, requires_grad=True)
+        problem = Problem(
+            lambda u, v, p: cross_entropy(p[0] @ v, p[1]),
+            lambda u, v, p: cross_entropy(p[2] @ v, p[3]) + 0.1 * v.square().sum(),
+            prepare=prepare, start_lower=begin if start else None,
+        )  # fmt: skip
+        data = batches(ONE_BATCH, rows=False, seed=0), batches(ONE_BATCH, rows=True, seed=1)
+        method = Penalty(lower_steps=3, warm_up=0.0)
+        solution = solve(problem, method, u, v, data, max_steps=5, seed=0, engine=engine, hypergradient=False)
+        return solution, [u.detach(), v.detach()]
+
+    found = solved(engine)
+    assert found[0].engine == engine
+    same(found, solved("eager"))
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+def test_resumed_run_is_that_of_the_straight_one_bit_for_bit(engine, device, tmp_path):
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def solved(folder: Any, *, resume: bool = False, limit: int | None = None) -> list[Tensor]:
+        calls = []
+
+        def noting(u: Any, v: Any, batch: Any) -> Tensor:
+            return upper(u, v, batch)
+
+        solving = {"checkpoint": folder, "every": 3, "resume": resume}
+        if limit is not None:
+            from bilevel.callbacks import Callback
+
+            class Ender(Callback):
+                def log(self, run: Any) -> bool:
+                    calls.append(run.step)
+                    return run.step >= limit
+
+            solving |= {"callbacks": [Ender()], "log_every": 1}
+        options = {"net": {"dropout": True}, "warm_up": 0.0, "lower_steps": 1, "solving": solving}
+        return run(engine, device, Problem(noting, lower), sizes=PARTIAL, steps=8, **options)[1]
+
+    straight = solved(tmp_path / "straight")
+    solved(tmp_path / "broken", limit=4)
+    for x, y in zip(solved(tmp_path / "broken", resume=True), straight, strict=True):
+        assert torch.equal(x, y)
+
+
+def reading(u: Any, v: nn.Module, batch: Any) -> Tensor:
+    return lower(u, v, batch) * (1.0 if batch[0].sum().item() > -1e9 else 2.0)
+
+
+def drawing(u: Any, v: nn.Module, batch: Any) -> Tensor:
+    return lower(u, v, batch) * (1 + 0.1 * float(np.random.rand()))
+
+
+def drawing_plainly(u: Any, v: nn.Module, batch: Any) -> Tensor:
+    return lower(u, v, batch) * (1 + 0.1 * random.random())
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+@pytest.mark.parametrize(
+    ("objective", "options", "solving", "words"),
+    [
+        (reading, {}, {}, "cannot run these steps"),
+        (drawing, {}, {}, "numpy's generator"),
+        (drawing_plainly, {}, {}, "numpy's generator"),
+        (lower, {"curvature": "difference"}, {}, "curvature='difference'"),
+        (lower, {}, {"accumulate": 2}, "accumulate=2"),
+    ],
+    ids=["host-read", "numpy", "python", "difference", "accumulate"],
+)
+def test_what_cannot_be_recorded_runs_eagerly_with_one_warning(engine, device, objective, options, solving, words):
+    problem, found = Problem(upper, objective), []
+    for name in (engine, "eager"):
+        np.random.seed(0)
+        random.seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(run(name, device, problem, solving=solving, **options))
+        told = [str(w.message) for w in caught if issubclass(w.category, BilevelWarning)]
+        if name != "eager":
+            assert sum(words in text for text in told) == len(told) >= 1
+            assert len(told) == len(name.split("+"))
+        assert found[-1][0].engine == "eager"
+    if objective is lower or objective is reading:
+        for x, y in zip(found[0][1], found[1][1], strict=True):
+            assert torch.equal(x, y)
+
+
+class Plain:
+    """What an engine asks of a run, where nothing is recorded."""
+
+    def __init__(self, device: str, obstacle: str = "") -> None:
+        self.derivatives: Any = type("D", (), {"v": type("V", (), {"device": torch.device(device)})})
+        self._obstacle = obstacle
+
+    def live(self) -> list[Tensor]:
+        return []
+
+    def optimizers(self) -> list[Any]:
+        return []
+
+    def obstacle(self) -> str:
+        return self._obstacle
+
+
+@pytest.mark.parametrize(
+    ("device", "gradients", "obstacle", "chosen"),
+    [
+        ("cpu", COMPILE_FROM["cpu"] - 1, "", "eager"),
+        ("cpu", COMPILE_FROM["cpu"], "", "compile"),
+        ("cuda", 10, "", "graph"),
+        ("cuda", COMPILE_FROM["cuda"], "", "compile+graph"),
+        ("cuda", COMPILE_FROM["cuda"], "no.", "eager"),
+        ("mps", 10**9, "", "eager"),
+    ],
+)
+def test_auto_picks_by_device_and_length_in_silence(device, gradients, obstacle, chosen):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Engines("auto", Plain(device, obstacle), gradients=gradients).name == chosen
+
+
+def test_unknown_engine_and_graph_without_a_gpu_are_refused():
+    with pytest.raises(OptionError, match="engine must be one of 'auto', 'eager'"):
+        run("fast", "cpu")
+    for engine in ("graph", "compile+graph"):
+        with pytest.raises(OptionError, match="needs u and v on a CUDA device"):
+            run(engine, "cpu")
+
+
+def test_deterministic_mode_refuses_an_engine():
+    u, v = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    problem = Problem(lambda u, v, _: (u * v).sum(), lambda u, v, _: ((u - v) ** 2).sum())
+    with pytest.raises(OptionError, match="not used in deterministic mode"):
+        solve(problem, Penalty(), u, v, max_steps=2, engine="compile")
+
+
+@COMPILER
+def test_compiled_run_takes_the_path_of_eager_and_variables_keep_their_identity():
+    data = batches(ONE_BATCH, rows=False, seed=0), batches(ONE_BATCH, rows=True, seed=1)
+    found = []
+    for engine in ("eager", "compile"):
+        v, u = network(dropout=True), Rows(24, dtype=torch.float64)
+        held = [(p.data_ptr(), p.stride()) for p in v.parameters()]
+        method = Penalty(lower_steps=2, warm_up=0.0)
+        solution = solve(
+            Problem(upper, lower), method, u, v, data, max_steps=5, seed=0, engine=engine, hypergradient=False
+        )
+        assert solution.engine == engine
+        assert [(p.data_ptr(), p.stride()) for p in v.parameters()] == held
+        assert all(p.requires_grad and p.grad is None for p in v.parameters())
+        found.append((solution, [*(p.detach() for p in v.parameters()), u.values]))
+    same(*found)

@@ -1,0 +1,90 @@
+"""The paper's networks: shapes, counts of weights, and a double backward through each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bilevel import OptionError
+from bilevel.models import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
+
+IMAGE = {"mnist": (1, 28, 28), "cifar": (3, 32, 32)}
+NETWORKS = {
+    "linear": (linear, "mnist", 10, 7_850),
+    "mlp": (mlp, "mnist", 10, 784 * 300 + 300 + 300 * 10 + 10),
+    "mnist_cnn": (mnist_cnn, "mnist", 10, 1_389_578),
+    "cifar_cnn": (cifar_cnn, "cifar", 10, 2_352_058),
+    "few_shot_cnn": (few_shot_cnn, "mnist", 64, 111_936),
+}
+each = pytest.mark.parametrize("name", NETWORKS)
+
+
+def built(name: str) -> tuple[nn.Module, torch.Tensor]:
+    make, image, _, _ = NETWORKS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(), torch.randn(6, *IMAGE[image])
+
+
+@each
+def test_network_has_the_shape_and_the_count_of_weights_of_the_paper(name):
+    network, x = built(name)
+    assert network(x).shape == (6, NETWORKS[name][2])
+    assert sum(p.numel() for p in network.parameters()) == NETWORKS[name][3]
+
+
+@each
+def test_second_derivative_of_a_network_is_that_of_a_difference_of_gradients(name):
+    network, x = built(name)
+    network, x = network.double(), x.double()
+    # Moved along one direction the ReLUs and pools must not switch, or the difference of gradients is of two pieces:
+    # with dropout off and a step of 1e-9 none does here.
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    leaves = list(network.parameters())
+    target = torch.arange(6) % 10
+
+    def slope(graph: bool) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(cross_entropy(network(x), target), leaves, create_graph=graph))
+
+    draw = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in leaves]
+    product = torch.autograd.grad(slope(True), leaves, direction)
+    sides = []
+    for step in (1e-9, -2e-9):
+        with torch.no_grad():
+            for leaf, d in zip(leaves, direction, strict=True):
+                leaf.add_(d, alpha=step)
+        sides.append(slope(False))
+    found = torch.cat([p.reshape(-1) for p in product])
+    difference = torch.cat([(a - b).reshape(-1) / 2e-9 for a, b in zip(*sides, strict=True)])
+    # Rounding of a gradient of size one, divided by the step, is 1e-6 or so.
+    assert float((found - difference).norm()) <= 1e-5 * float(found.norm())
+
+
+def test_last_block_of_the_few_shot_network_has_no_activation():
+    network, x = built("few_shot_cnn")
+    assert bool((network(x) < 0).any())
+
+
+@pytest.mark.parametrize("make", [mnist_cnn, cifar_cnn])
+def test_dropout_can_be_left_out(make):
+    assert any(isinstance(m, nn.Dropout) for m in make().modules())
+    assert not any(isinstance(m, nn.Dropout) for m in make(dropout=False).modules())
+
+
+def test_cosine_logits_do_not_depend_on_lengths():
+    draw = torch.Generator().manual_seed(0)
+    features, weights = torch.randn(3, 4, 8, generator=draw), torch.randn(3, 8, 5, generator=draw)
+    logits = cosine_logits(features, weights)
+    assert logits.shape == (3, 4, 5)
+    assert float(logits.abs().max()) <= 1 + 1e-6
+    torch.testing.assert_close(cosine_logits(7 * features, weights / 3), logits)
+
+
+def test_layer_without_units_is_refused():
+    with pytest.raises(OptionError, match="at least 1 unit; got \\[784, 0, 10\\]"):
+        mlp(hidden=(0,))

@@ -13,6 +13,7 @@ The task and the methods are in `peers_methods.py`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -234,8 +235,11 @@ def memory_of(method: str, steps: int) -> None:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
         return int(line.split()[1]) / 1024
 
-    watch = peers.Watch(task.wrong, 1e9, every=1e9, most_steps=1)
-    peers.METHODS[method](task, peers.copied(method_setting, steps=1), watch)  # imports and buffers that stay
+    package = {"value": "torch", "boat": "boat_torch"}.get(first := method.split()[0], first)
+    importlib.import_module(package)
+    model = task.network()  # one plain step, for the buffers that torch keeps
+    torch.nn.functional.cross_entropy(model(task.x[:100]), task.y[:100]).backward()
+    del model
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     peers.METHODS[method](task, method_setting, peers.Watch(task.wrong, 1e9, every=1e9, most_steps=3))
@@ -423,7 +427,7 @@ Machine: {cores} CPU cores, shared with other work, one thread; torch {torch}. b
 
 MEMORY_WORDS = """\
 Of three upper steps with T lower steps each on the MLP, 500 trusted: the most resident memory above that of the
-process just before, in a process of its own, after one warm-up step."""
+process just before, each in a process of its own. Packages are imported and one plain training step is made before."""
 
 PEERS = """## The peers, and what was done to run them
 

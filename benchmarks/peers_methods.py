@@ -9,7 +9,6 @@ A method moves u until `watch.look(u)` says that the budget of CPU seconds is sp
 
 from __future__ import annotations
 
-import copy
 import gzip
 import itertools
 import logging
@@ -440,10 +439,6 @@ def final_training(task: Task, importance: Tensor | None, trusted: bool = True, 
             "held_accuracy": float((held.argmax(1) == task.y_held).double().mean()),
             "held_loss": float(F.cross_entropy(held, task.y_held)),
         }
-
-
-def copied(setting: Setting, **changes: Any) -> Setting:
-    return Setting(**(copy.copy(setting.__dict__) | changes))
 
 
 METHODS: dict[str, Callable[[Task, Setting, Watch], Tensor]] = {

@@ -324,7 +324,7 @@ def profile(work: Work, lower_steps: int, engines: Sequence[str]) -> dict[str, A
     makers: dict[str, Callable[[], Any]] = {
         name: lambda m=make: m(work, lower_steps) for name, make in floors(engines).items()
     }
-    makers |= {f"{e}, exact": lambda e=e: subject(work, lower_steps, e, "exact") for e in engines}
+    makers |= {f"{e}, auto": lambda e=e: subject(work, lower_steps, e, "auto") for e in engines}
     found: dict[str, Any] = {}
     for name, make in makers.items():
         try:
@@ -583,6 +583,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", help="default: all that the device has")
     parser.add_argument("--curvatures", nargs="+", choices=CURVATURES, default=list(CURVATURES))
     parser.add_argument("--precisions", nargs="+", choices=("float32", "tf32", "bf16"))
+    parser.add_argument("--channels-last", action="store_true", help="the CNN and its batches in that layout")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--enough", type=float, default=ENOUGH, help="seconds of a subject in a round")
     parser.add_argument("--profile", action="store_true", help="profile iterations instead (CUDA)")
@@ -624,18 +625,16 @@ def measure_all(
     store: Store, given: argparse.Namespace, device: torch.device, engines: Sequence[str], modes: Sequence[str]
 ) -> None:
     for name in given.models:
-        layouts = (False, True) if device.type == "cuda" and name == "cnn" else (False,)
         for steps in given.steps:
             for mode in modes:
-                for last in layouts:
-                    label = f"{mode}, channels last" if last else mode
-                    key = f"{name}/T{steps}/{label}"
-                    with products(mode):
-                        work = Work.make(name, device, mode, last)
-                        if given.profile:
-                            store.make(f"profile/{key}", lambda w=work, t=steps: profile(w, t, engines))
-                        else:
-                            complete(store, f"step/{device.type}/{key}", work, steps, engines, given)
+                last = given.channels_last and name == "cnn"
+                key = f"{name}/T{steps}/{f'{mode}, channels last' if last else mode}"
+                with products(mode):
+                    work = Work.make(name, device, mode, last)
+                    if given.profile:
+                        store.make(f"profile/{key}", lambda w=work, t=steps: profile(w, t, engines))
+                    else:
+                        complete(store, f"step/{device.type}/{key}", work, steps, engines, given)
 
 
 def complete(store: Store, key: str, work: Work, steps: int, engines: Sequence[str], given: argparse.Namespace) -> None:

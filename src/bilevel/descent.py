@@ -73,10 +73,9 @@ class Descent:
                     d = _inside(projection, leaf, d, factor * self.rate)
                 # Fused optimizers read the gradient in the parameter's own layout.
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
-            first = not self.optimizer.state
+            if not self.optimizer.state:
+                self._make_state()
             self.optimizer.step()
-            if first:
-                self._widen_counters()
             for leaf in self.variable.leaves:
                 leaf.grad = None
             self.variable.project()
@@ -93,6 +92,16 @@ class Descent:
             optimizer.step(index, d, factor.to(values.dtype) * self.row_rate)
             if projection is not None:
                 values[index] = projection(values[index])
+
+    def _make_state(self) -> None:
+        """Have Adam make its moments before the first step, so that it counts in float64 from there on."""
+        if self.optimizer is not None and self.restarts_in_place:
+            held = [leaf.detach().clone() for leaf in self.variable.leaves]
+            self.optimizer.step()
+            for leaf, value in zip(self.variable.leaves, held, strict=True):
+                leaf.copy_(value)
+            self.restart()
+            self._widen_counters()
 
     def _widen_counters(self) -> None:
         """Count in float64: computed with on the device, 1 - 0.999^t in float32 is off by 6e-5 at the first steps."""

@@ -12,7 +12,7 @@ import random
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from .autodiff import Derivatives
 from .errors import BilevelWarning, OptionError
 from .replay import random_state, set_random_state
+from .rewrite import weight_gradients
 
 ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 Step = Callable[..., Any]
@@ -178,6 +179,7 @@ class Compiled(Recorded):
             with self._undone(), _recordable(self.host.optimizers()):
                 graph, count = self._counted(lambda: make_fx(recorded, tracing_mode="real")(*tensors))
             lived = _lift(graph, len(tensors))
+            weight_gradients(graph)
             inputs: list[Any] = [*tensors, *lived]
             with self._undone(), torch.no_grad():
                 compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
@@ -197,9 +199,15 @@ class Captured(Recorded):
 
     name = "graph"
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, inner: Engine) -> None:
         super().__init__(host)
+        self.inner = inner
         self._pool: Any = None
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """What the steps run in, where no compiled ones are captured."""
+        plain = not isinstance(self.inner, Recorded) or self.inner.failed
+        return _recordable(self.host.optimizers()) if plain else nullcontext()
 
     def _full(self) -> bool:
         return len(self._units) >= MOST_GRAPHS
@@ -211,14 +219,14 @@ class Captured(Recorded):
         with torch.cuda.stream(stream):
             with self._undone():
                 step(held)  # an engine inside this one compiles here
-            with self._undone():
+            with self._undone(), self._computing():
                 self._try(step, held)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
 
         def capture() -> Any:
             # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool), self._computing():
                 return step(held)
 
         with self._undone():
@@ -252,7 +260,7 @@ class Engines:
             parts = ["compile"] * long + ["graph"] * (device == "cuda")
             name = "eager" if obstacle else "+".join(parts) or "eager"
         self.inner: Engine = Compiled(host) if "compile" in name else Engine()
-        self.outer: Engine = Captured(host) if "graph" in name else Engine()
+        self.outer: Engine = Captured(host, self.inner) if "graph" in name else Engine()
         self._asked = name
         if obstacle:
             for engine in self.made:
@@ -274,8 +282,13 @@ class Engines:
 
 
 def _options(device: torch.device) -> dict[str, Any]:
-    """Random numbers are eager's; on a CPU, convolutions in channels-last cost more copies than they save."""
-    return {"fallback_random": True} | ({"layout_optimization": False} if device.type == "cpu" else {})
+    """What inductor is told. Random numbers are eager's.
+
+    On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
+    and prices become few.
+    """
+    own = {"layout_optimization": False} if device.type == "cpu" else {"combo_kernels": True}
+    return {"fallback_random": True} | own
 
 
 def _host_generators() -> tuple[Any, ...]:

@@ -38,7 +38,6 @@ RATES = (0.03, 0.1, 0.3)
 BUDGET = {"mlp": 12.0, "linear": 5.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
-    "bilevel, chosen": {"rates": False, "steps": 1, "gamma": 0.2},
 }
 """What ours is given beside or in place of the rates; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
@@ -47,7 +46,7 @@ SINGLE_LOOP = ("boat meso",)
 """Methods that have one lower step by construction."""
 Choice = tuple[float, int] | None
 """An upper rate and a number of lower steps; None where the method chooses by itself."""
-OURS = ("bilevel", "bilevel, chosen")
+OURS = ("bilevel",)
 FIRST = (*OURS, "value penalty", "boat pgdo", "higher", "torchopt", "betty neumann")
 LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat rad")
 REFERENCES = ("trusted only", "plain", "clean labels known")
@@ -366,7 +365,6 @@ def write() -> None:
     parts = [INTRODUCTION.format(
         cores=os.cpu_count(), torch=", ".join(versions) or TORCH, commits=", ".join(commits) or "none yet",
         rates=", ".join(f"{r:g}" for r in RATES), mlp=BUDGET["mlp"], linear=BUDGET["linear"],
-        chosen=shown(OPTIONS.get("bilevel, chosen", {})),
     )]  # fmt: skip
     parts += ["<!-- findings -->\n" + by_hand + "<!-- end -->"]
     for (trusted, model), (lines, _) in tables.items():
@@ -417,9 +415,7 @@ The lower optimizer is Adam at 1e-3 for every peer. Options other than these are
 end. A number of seconds is followed by how many of the seeds reached that F1, where not all did.
 
 - **bilevel**: `Penalty()` with no option; `max_steps` fills the seconds, as a user would say how long a run may take.
-- **bilevel, chosen**: {chosen}, both rates left at their defaults. Chosen on seed 100 among
-  some 25 settings in runs of 4 to 6 seconds on the MLP: of those with the best held-out accuracy, the one with the
-  best AUC. That is more tuning than any peer had. Used for both models.
+  The constants behind the defaults were chosen on MNIST (seeds 100 and 101, this task) and on digits.
 - **value penalty**: by hand, first order: z descends g(u, z), v descends f + 0.2 g(u, v), u descends g(u, v) - g(u,
   z).
 

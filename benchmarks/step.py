@@ -133,7 +133,7 @@ class Work:
 
 
 class Floor:
-    """T gradients of f + g in v, one in v and u, and the optimizers' steps."""
+    """T gradients of f + g in v, one in v and u, and the optimizers' steps: the last moves both, as ours does."""
 
     def __init__(self, work: Work, lower_steps: int, *, compiled: bool = False) -> None:
         self.work, self.lower_steps = work, lower_steps
@@ -172,7 +172,9 @@ class Floor:
         pair = draws[-1]
         index = pair[1][2]
         leaf = self.u.values[index].detach().requires_grad_()
-        *_, slope = torch.autograd.grad(self.value(leaf, *pair), [*self.leaves, leaf])
+        *slopes, slope = torch.autograd.grad(self.value(leaf, *pair), [*self.leaves, leaf])
+        self._set(slopes)
+        self.move()
         self.rows.step(index, slope, self.rate)
 
     def _set(self, gradients: Sequence[Tensor]) -> None:

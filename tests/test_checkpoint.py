@@ -366,7 +366,7 @@ def test_checkpoint_holds_everything_that_a_run_goes_on_from(tmp_path):
     assert all(torch.equal(saved["v"][name], t) for name, t in model.state_dict().items())
     assert saved["sources"] == [[9, 1], [3, 1]]  # ten draws, from sources of one and of three batches
     assert saved["method"]["upper"]["rows"][0]["visits"].tolist() == [5] * 4  # a tenth of five steps is no warm-up
-    assert saved["method"]["lower"]["optimizer"]["0"]["step"].item() == 5
+    assert saved["method"]["lower"]["optimizer"]["0"]["step"].item() == 10  # twice an upper step: T = 1, and with u
     assert set(saved["method"]["schedule"]) >= {"gamma", "nu", "lam", "epsilon"}
     assert saved["random"].dtype == torch.uint8
     assert saved["seed"] == 1

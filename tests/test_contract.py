@@ -199,12 +199,13 @@ def test_settings_cost_their_stated_number_of_evaluations(
     quadratic, options, accumulate, lower_cost, upper_cost, lower_steps, batches
 ):
     method = Penalty(
-        mode="stochastic", lower_steps=lower_steps, warm_up=0.5, lower_batches=batches,
+        mode="stochastic", lower_steps=lower_steps, warm_up=0.5, gamma=1.0, lower_batches=batches,
         **({"curvature": "exact"} | options),
     )  # fmt: skip
     lower, upper, recorded = counts(quadratic, Case("", method, True, STEPS, 0.0), accumulate=accumulate)
-    assert lower == [lower_cost * (lower_steps + 1)] * STEPS
-    assert upper == [upper_cost * (lower_steps + 1)] * STEPS
+    warm, count = STEPS // 2, lower_steps + 1  # the warm-up is of first order: one evaluation for each batch
+    assert lower == [accumulate * count] * warm + [lower_cost * count] * (STEPS - warm)
+    assert upper == [upper_cost * count] * STEPS
     assert recorded == lower[1:]
 
 
@@ -327,7 +328,7 @@ def test_learning_rate_that_is_too_large_diverges_and_is_named(quadratic, log_ev
     ("name", "value"),
     [
         ("mode", "batch"), ("curvature", "fisher"), ("curvature", None), ("decay", "cosine"), ("lower_batches", "own"),
-        ("cotangent", "mean"), ("lower_steps", 0), ("lower_steps", 1.5), ("lower_steps", True), ("lower_steps", "5"),
+        ("cotangent", "mean"), ("lower_steps", -1), ("lower_steps", 1.5), ("lower_steps", True), ("lower_steps", "5"),
         ("advance_every", 0), ("memory", 0), ("inner_steps", -1), ("advances", -1), ("gamma", -1.0),
         ("gamma", math.nan), ("gamma_h", -1.0), ("lam", -1.0), ("epsilon", -1e-3), ("rate_power", -1),
         ("gamma_factor", 0.9), ("lam_factor", 1.1), ("epsilon_factor", 1.1), ("warm_up", 1.0), ("warm_up", -0.1),

@@ -251,7 +251,7 @@ def test_history_of_a_diverged_run_ends_where_its_state_does():
     calls = itertools.count()
 
     def upper(u, v, batch):
-        return pull(u, v, batch) * (float("nan") if next(calls) > 60 else 1.0)
+        return pull(u, v, batch) * (float("nan") if next(calls) > 30 else 1.0)
 
     method = Penalty(mode="stochastic")
     solution = solve(Problem(upper, follow), method, number(0.0), number(3.0), max_steps=50, log_every=4)
@@ -270,7 +270,7 @@ def test_callbacks_are_closed_where_an_objective_raises():
     calls = itertools.count()
 
     def upper(u, v, batch):
-        if next(calls) > 60:
+        if next(calls) > 30:
             raise RuntimeError("out of order")
         return pull(u, v, batch)
 

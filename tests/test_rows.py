@@ -239,12 +239,13 @@ def test_rows_work_in_solve_without_more_than_being_declared():
     assert not u.values.requires_grad
 
 
-def test_every_row_is_reached_whatever_the_number_of_batches_that_are_not_shuffled():
+@pytest.mark.parametrize("lower_steps", [0, 1, 2, 3, 5, 7])
+def test_every_row_is_reached_whatever_the_number_of_batches_that_are_not_shuffled(lower_steps):
     """Six draws an upper step (T = 5) out of eight batches in a fixed order must not single out the same four."""
     problem, data = weighted(40, seed=0)
     u = Rows(40, dtype=torch.float64)
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    solve(problem, Penalty(), u, v, data, max_steps=100, seed=0)
+    solve(problem, Penalty(lower_steps=lower_steps), u, v, data, max_steps=100, seed=0)
     assert (u.values != 0).all()
 
 

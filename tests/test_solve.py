@@ -53,9 +53,9 @@ def leaf(*values: float) -> Tensor:
 
 
 def plain(**options: Any) -> Penalty:
-    """The step-wise mode with nothing that moves by itself: fixed prices, fixed rates, no warm-up."""
+    """The step-wise mode with nothing that moves by itself: fixed prices, fixed rates, no warm-up, u and v in turn."""
     fixed: dict[str, Any] = {
-        "mode": "stochastic", "lower_steps": 2, "gamma": 1.0, "lam": 0.5, "advances": 0, "warm_up": 0.0,
+        "mode": "stochastic", "lower_steps": 2, "joint": False, "gamma": 1.0, "lam": 0.5, "advances": 0, "warm_up": 0.0,
         "decay": "constant", "lower_optimizer": SGD, "upper_optimizer": SGD,
     }  # fmt: skip
     return Penalty(**(fixed | options))
@@ -190,8 +190,8 @@ def test_sources_are_cycled_each_on_its_own_and_every_lower_step_gets_a_fresh_pa
     pairs = [(i % 2, 10 + i % 3) for i in range(18)]
     for k, step in enumerate(steps):
         drawn = pairs[3 * k : 3 * k + 3]
-        # The upper step takes another one of the draws each time, so that it sees all batches of a fixed order.
-        last = drawn.pop(k % 3)
+        # Which of the draws is the upper step's changes without a period, so that it sees all batches of a fixed order.
+        last = drawn.pop([0, 1, 0, 2, 1, 0][k])
         assert used(step) == [*drawn, last]
 
 
@@ -1023,8 +1023,8 @@ def test_upper_step_differentiates_through_prepare():
 
 
 def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():
-    """With u held by the warm-up and one episode, every upper step then repeats the first one bit for bit."""
-    momentum = partial(torch.optim.Adam, lr=0.05)
+    """With u held by a rate of zero and one episode, every upper step then repeats the first one bit for bit."""
+    momentum, still = partial(torch.optim.Adam, lr=0.05), partial(torch.optim.SGD, lr=0.0)
 
     def lowers(start_lower: bool) -> list[float]:
         def start(v, prepared):
@@ -1036,8 +1036,8 @@ def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():
             start_lower=start if start_lower else None,
         )
         method = plain(
-            lower_steps=3, warm_up=0.99, nu=0.2, multipliers=True, advances=None, advance_every=1, gamma_factor=1.0,
-            lam_factor=1.0, lower_optimizer=momentum,
+            lower_steps=3, nu=0.2, multipliers=True, advances=None, advance_every=1, gamma_factor=1.0, lam_factor=1.0,
+            lower_optimizer=momentum, upper_optimizer=still,
         )  # fmt: skip
         solution = solve(problem, method, leaf(0.5), leaf(0.1), max_steps=6, seed=0)
         assert "steps" in solution.history["advanced"]

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -22,10 +24,12 @@ from .stepwise import Stepwise
 Mode = Literal["deterministic", "stochastic"]
 
 STOCHASTIC: dict[str, Any] = {
-    "lower_steps": 5, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0, "multipliers": True,
-    "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear",
+    "lower_steps": 0, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
+    "multipliers": True, "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear",
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
+EPISODES: dict[str, Any] = {"lower_steps": 5, "joint": False, "warm_up": 0.0}
+"""With `start_lower`, v starts anew in every iteration: it has to get to its minimum there, and cannot be warmed up."""
 DETERMINISTIC: dict[str, Any] = {"memory": 100, "inner_steps": 50}
 OWN = {
     "deterministic": {*DETERMINISTIC},
@@ -59,7 +63,9 @@ class Penalty:
     """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
 
     lower_steps: int | None = None
-    """Steps on v for each step on u (T in the paper)."""
+    """Steps on v alone before each step on u (T in the paper)."""
+    joint: bool | None = None
+    """Whether the step on u moves v, too: its gradient is at hand."""
     lam: float | None = None
     """The first weight of g in v's step, which keeps v at a minimum of g. None: from the sizes of f and g."""
     epsilon: float | None = None
@@ -89,7 +95,7 @@ class Penalty:
     upper_optimizer: OptimizerFactory | None = None
     """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam with a learning rate of 1e-2."""
+    """None: Adam whose first step takes away a twentieth of f + lam g to first order, at a rate of at most 3e-2."""
     lower_batches: Literal["fresh", "shared"] | None = None
     """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     cotangent: Literal["same", "running", "other"] | None = None
@@ -106,14 +112,15 @@ class Penalty:
         _choice("decay", self.decay, ("linear", "constant"))
         _choice("lower_batches", self.lower_batches, ("fresh", "shared"))
         _choice("cotangent", self.cotangent, ("same", "running", "other"))
-        for name in ("lower_steps", "advance_every", "memory", "inner_steps"):
+        for name in ("advance_every", "memory", "inner_steps"):
             _range(name, getattr(self, name), least=1, whole=True)
+        _range("lower_steps", self.lower_steps, least=1 if self.joint is False else 0, whole=True)
         _range("advances", self.advances, least=0, whole=True)
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
             _range(name, getattr(self, name), least=0)
         _range("gamma_factor", self.gamma_factor, least=1)
         _range("nu", self.nu, least=float("-inf"))
-        for name in ("multipliers", "average_residual"):
+        for name in ("joint", "multipliers", "average_residual"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise OptionError(f"{name} must be True or False; got {getattr(self, name)!r}.")
         for name in ("lam_factor", "epsilon_factor"):
@@ -141,10 +148,10 @@ class Penalty:
     ) -> Penalty:
         """The paper's Algorithm 1 with the constants of its synthetic problems (Appendix E.1), and Adam."""
         base: dict[str, Any] = {
-            "mode": "stochastic", "lower_steps": lower_steps, "gamma": gamma, "epsilon": epsilon, "lam": 0.0, "nu": 0.0,
-            "multipliers": False, "average_residual": False, "gamma_factor": 1.1, "lam_factor": 0.9,
-            "epsilon_factor": 0.9, "advances": 0, "warm_up": 0.0, "decay": "constant", "rate_power": 0.0,
-            "lower_batches": "shared", "cotangent": "same",
+            "mode": "stochastic", "lower_steps": lower_steps, "joint": False, "gamma": gamma, "epsilon": epsilon,
+            "lam": 0.0, "nu": 0.0, "multipliers": False, "average_residual": False, "gamma_factor": 1.1,
+            "lam_factor": 0.9, "epsilon_factor": 0.9, "advances": 0, "warm_up": 0.0, "decay": "constant",
+            "rate_power": 0.0, "lower_batches": "shared", "cotangent": "same",
             "upper_optimizer": partial(torch.optim.Adam, lr=upper_rate),
             "lower_optimizer": partial(torch.optim.Adam, lr=lower_rate),
         }  # fmt: skip
@@ -155,8 +162,8 @@ class Penalty:
         """The paper's Algorithm 2: Algorithm 1 with the regularisation lam g and the multipliers nu."""
         return cls.algorithm_1(**({"lam": lam, "nu": nu, "multipliers": True} | options))
 
-    def filled(self, mode: Mode) -> Penalty:
-        """These options with the mode's own in place of None; refuses options that the mode does not use."""
+    def filled(self, mode: Mode, own: Mapping[str, Any] = MappingProxyType({})) -> Penalty:
+        """These options with `own`, then the mode's, in place of None; refuses those that the mode does not use."""
         other = "stochastic" if mode == "deterministic" else "deterministic"
         for name in sorted(OWN[other]):
             if getattr(self, name) is not None:
@@ -164,7 +171,7 @@ class Penalty:
                     f"{name} is not used in {mode} mode; got {getattr(self, name)!r}. Leave it out, or pass "
                     f"mode={other!r}."
                 )
-        defaults = STOCHASTIC if mode == "stochastic" else DETERMINISTIC
+        defaults = {**(STOCHASTIC if mode == "stochastic" else DETERMINISTIC), **own}
         for name in ("gamma", "gamma_h"):
             if mode == "deterministic" and getattr(self, name) == 0:
                 raise OptionError(f"{name} must be positive in deterministic mode; got 0. Leave it out.")
@@ -182,7 +189,7 @@ class Penalty:
             if self.curvature == "gram":
                 raise OptionError("curvature='gram' is not used in deterministic mode. Leave it out.")
             return Lagrangian(self.filled(mode), setting)
-        filled = self.filled(mode)
+        filled = self.filled(mode, EPISODES if setting.problem.start_lower is not None else {})
         if self.curvature == "gram":
             _refuse_gram(filled, setting)
         return Stepwise(filled, setting)

@@ -4,9 +4,10 @@
 
 With data and no options, the scales come from the first batches,
 
-    gamma = sum |f_v| / sum |g_vv s|,   lam = sum |f_v| / sum |s|,
+    lam = sum |f_v| / sum |s|,   gamma = 3 sum |f_v| / sum |g_vv s|   (at the end of the warm-up),
 
-the first steps move v only, and the learning rates fall linearly to zero.
+the first steps are a warm-up, in which v descends f + lam g, and the learning rates fall linearly to zero. The step on
+u moves v, too (`joint`), so that T may be 0.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ if TYPE_CHECKING:
 Draw = tuple[list[Pair], list[Pair] | None]
 """The batches of one gradient, and those that its cotangent is from where that is another's."""
 SCALE_BATCHES = 5
+GOLDEN = (math.sqrt(5) - 1) / 2
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
-LOWER_RATE = 1e-2
-GAMMA_SHARE = 1.0
-"""The first gamma |g_vv s| as a share of |f_v|."""
+LOWER_RATES = (1e-4, 3e-2)
+"""The least and the largest default lower rate."""
+LOWER_SHARE = 0.06
+"""How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
+GAMMA_SHARE, WARM_GAMMA_SHARE = 1.0, 3.0
+"""The first gamma |g_vv s| as a multiple of |f_v|: measured at the first v, and where the warm-up has led it."""
 
 
 class Stepwise:
@@ -67,7 +72,7 @@ class Stepwise:
             )
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature, setting.precision)
         self.tolerance = setting.tolerance
-        self.lower_steps = options.lower_steps or 1
+        self.lower_steps = options.lower_steps or 0
         episodic = self.problem.prepare is not None or self.problem.start_lower is not None
         self.shared = episodic or options.lower_batches == "shared"
         self.warm_up = round((options.warm_up or 0.0) * setting.max_steps)
@@ -84,9 +89,8 @@ class Stepwise:
     def _start(self) -> None:
         """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
         options = self.options
-        self.lower = Descent(
-            self.v, options.lower_optimizer or partial(torch.optim.Adam, lr=LOWER_RATE), "lower_optimizer"
-        )
+        if options.lower_optimizer is not None:
+            self.lower = Descent(self.v, options.lower_optimizer, "lower_optimizer")
         if options.upper_optimizer is not None:
             self.upper = Descent(self.u, options.upper_optimizer, "upper_optimizer")
         self.u.project(rows=True)
@@ -116,6 +120,12 @@ class Stepwise:
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
             like=[*self.u.leaves, *self.v.leaves],
         )  # fmt: skip
+        if options.lower_optimizer is None:
+            # Adam moves each entry by its rate: f + lam g falls by the rate times the sum of |grad_v f| + lam |s|.
+            (f, f_sum), (g, s_sum) = measured["f"], measured["g"]
+            rate = LOWER_SHARE * abs(f + lam * g) / max(f_sum + lam * s_sum, 1e-300)
+            rate = min(max(rate, LOWER_RATES[0]), LOWER_RATES[1])
+            self.lower = Descent(self.v, partial(torch.optim.Adam, lr=rate), "lower_optimizer")
         if options.upper_optimizer is None:
             moving = max(1, self.setting.max_steps - self.warm_up)
             rows = 2 * REACH / max(1.0, moving * measured["coverage"])
@@ -142,12 +152,14 @@ class Stepwise:
         shapes: list[torch.Size] = []
         size_h: list[float] = []
         coverage = 0.0
+        f_size, g_size = [0.0, 0.0], [0.0, 0.0]
         prepared = d.prepare(batches, graph=False)
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._episode_of(prepared))
         for pair in prepared:
-            _, s = d.slope([pair])
+            g, s = d.slope([pair])
+            g_size = [g_size[0] + g.item(), g_size[1] + _sum_of_sizes(s)]
             product = d.hessian_product([pair], s, with_u=False)
             slope += norm(s).item()
             bent += norm(product).item()
@@ -157,6 +169,7 @@ class Stepwise:
                 wrt = [*self.v.leaves, *inputs()]
                 first = gradient(f, wrt, retain=True)
                 f_v += norm(first[: len(self.v.leaves)]).item()
+                f_size = [f_size[0] + f.item(), f_size[1] + _sum_of_sizes(first[: len(self.v.leaves)])]
                 f_z += norm(first).item()
                 if self.u.rows:
                     tapes = zip(d.tapes, self.u.rows, strict=True)
@@ -180,7 +193,29 @@ class Stepwise:
         sizes = [s / count * length for s in size_h]
         self._scale_values = (f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0)
         coverage = min(1.0, coverage * self.setting.accumulate) or 1.0
-        return {"gamma": gamma, "lam": lam, "gamma_h": gamma_h, "shapes": shapes, "coverage": coverage}
+        return {
+            "gamma": gamma,
+            "lam": lam,
+            "gamma_h": gamma_h,
+            "shapes": shapes,
+            "coverage": coverage,
+            "f": f_size,
+            "g": g_size,
+        }
+
+    def _measure_gamma(self) -> None:
+        """Set the first gamma by what the warm-up has led to: at its start the slopes are those of an untrained v."""
+        d, counts = self.derivatives, (self.derivatives.lower_evaluations, self.derivatives.upper_evaluations)
+        bent, f_v = torch.zeros_like(self.schedule.lam), torch.zeros_like(self.schedule.lam)
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            for pair in d.prepare(self._sample(), graph=False):
+                found = d.first_order([pair], None)
+                f_v += norm(found.v)
+                bent += norm(d.hessian_product([pair], found.slope, with_u=False))
+        gamma = torch.where(bent > 0, WARM_GAMMA_SHARE * f_v / bent, self.schedule.prices.gamma)
+        for price in (self.schedule.prices.gamma, self.schedule.gamma_start):
+            price.copy_(torch.where(gamma > 0, gamma, price))
+        d.lower_evaluations, d.upper_evaluations = counts
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -188,6 +223,8 @@ class Stepwise:
         moving = k >= self.warm_up
         share = 1.0 - k / self.setting.max_steps if self.options.decay == "linear" else 1.0
         left = torch.full((), share, dtype=self.v.dtype, device=self.v.device)
+        if 0 < k == self.warm_up and self.options.gamma is None:
+            self._measure_gamma()
         draws = self._draws(k)
         if not self.engines.whole:
             return self._iteration(draws, left, moving)
@@ -200,7 +237,8 @@ class Stepwise:
     def _draws(self, k: int) -> Iterator[Draw]:
         """The draws of upper iteration k: one for each of its steps, that of the upper step last, or one for all.
 
-        The upper step takes another of the T + 1 each time: of batches in a fixed order it would else see only some.
+        Which of the T + 1 is the upper step's changes without a period: of batches in a fixed order it would else see
+        only some.
         """
         if self.shared:
             batches, other = self._draw()
@@ -209,9 +247,10 @@ class Stepwise:
                 for _ in range(self.lower_steps):
                     yield batches, self._draw_other()
             return
+        turn = int(k * GOLDEN % 1.0 * (self.lower_steps + 1))
         for i in range(self.lower_steps + 1):
             draw = self._draw()
-            if i == k % (self.lower_steps + 1):
+            if i == turn:
                 last = draw
             else:
                 yield draw
@@ -229,7 +268,7 @@ class Stepwise:
         if self.problem.start_lower is not None:
             run(self._run, (draw, left), self._start_episode)
         for _ in range(self.lower_steps):
-            run(self._run, (draw, left), self._lower_step)
+            run(self._run, (draw, left), self._lower_step, moving)
             draw = next(source, draw)
         record = run(self._run, (draw, left), self._upper_step, moving)
         return record
@@ -244,7 +283,7 @@ class Stepwise:
         still = (detached(batches), draw[1])
         self._start_episode(still, left)
         for _ in range(self.lower_steps):
-            self._lower_step(still, left)
+            self._lower_step(still, left, moving)
         return self._upper_step((batches, draw[1]), left, moving)
 
     def _episode_of(self, batches: Sequence[Pair]) -> Any:
@@ -259,16 +298,18 @@ class Stepwise:
             self.lower.restart()
             self.schedule.restart_multipliers()
 
-    def _lower_step(self, draw: Draw, left: Tensor) -> None:
-        gradients = self._penalised(draw, with_u=False, lam=self.schedule.lam)
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        gradients = self._gradients(draw, moving, with_u=False, lam=self.schedule.lam)
         self.lower.step(gradients.v, (), self._factor(self.lower_power, left))
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Move u, then the schedule; returns the record of the step."""
+        """Move u, and v where that is `joint`, then the schedule; returns the record of the step."""
         schedule = self.schedule
         factor, upper_factor = (self._factor(power, left) for power in (self.lower_power, self.upper_power))
-        gradients = self._penalised(draw, with_u=moving)
-        lowered = self._with_lam(gradients)
+        gradients = self._gradients(draw, moving, with_u=moving)
+        lowered = [x + schedule.lam * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
+        if self.options.joint:
+            self.lower.step(lowered, (), factor)
         if moving:
             self.upper.step(gradients.u, gradients.rows, upper_factor)
         moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
@@ -281,7 +322,9 @@ class Stepwise:
             upper_factor * self.upper.rate * moving, factor * self.lower.rate,
         ]  # fmt: skip
         row = torch.stack([x.detach().to(torch.float64) for x in record])
-        reason = schedule.observe(size_u**2 + size_v**2, gradients, [*dense, *lowered])
+        reason = torch.zeros_like(row[0])
+        if moving:
+            reason = schedule.observe(size_u**2 + size_v**2, gradients, [*dense, *lowered])
         return torch.cat([row, reason.to(torch.float64).reshape(1)])
 
     def _draw(self) -> Draw:
@@ -300,9 +343,11 @@ class Stepwise:
         """What a learning rate is multiplied by: `left` of it, and less as gamma grows."""
         return left if power == 0 else self.schedule.gamma_growth() ** -power * left
 
-    def _with_lam(self, gradients: Gradients) -> list[Tensor]:
-        """grad_v (F + lam g)"""
-        return [x + self.schedule.lam * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
+    def _gradients(self, draw: Draw, moving: bool, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
+        """The derivative of F, in the warm-up that of f: nothing is paid yet. With lam g where lam is given."""
+        if not moving:
+            return self.derivatives.first_order(draw[0], lam)
+        return self._penalised(draw, with_u=with_u, lam=lam)
 
     def _penalised(self, draw: Draw, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
         (batches, other), d, slope = draw, self.derivatives, None
@@ -407,3 +452,7 @@ class Stepwise:
 
 def _shapes(draw: Draw) -> tuple[torch.Size, ...]:
     return tuple(leaf.shape for leaf in pytree.tree_leaves(draw) if isinstance(leaf, Tensor))
+
+
+def _sum_of_sizes(tensors: Sequence[Tensor]) -> float:
+    return torch.stack([t.detach().abs().sum() for t in tensors]).sum().item()

@@ -38,6 +38,7 @@ RATES = (0.03, 0.1, 0.3)
 BUDGET = {"mlp": 12.0, "linear": 5.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
+    "bilevel, lower_steps=0": {"rates": False, "lower_steps": 0},
 }
 """What ours is given beside or in place of the rates; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
@@ -46,7 +47,7 @@ SINGLE_LOOP = ("boat meso",)
 """Methods that have one lower step by construction."""
 Choice = tuple[float, int] | None
 """An upper rate and a number of lower steps; None where the method chooses by itself."""
-OURS = ("bilevel",)
+OURS = ("bilevel", "bilevel, lower_steps=0")
 FIRST = (*OURS, "value penalty", "boat pgdo", "higher", "torchopt", "betty neumann")
 LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat rad")
 REFERENCES = ("trusted only", "plain", "clean labels known")
@@ -333,7 +334,7 @@ def memory_table(store: Store) -> list[str]:
 
 
 def named(method: str, choice: Choice) -> str:
-    return f"none, {OPTIONS[method].get('steps', 5)}" if choice is None else f"{choice[0]:g}, {choice[1]}"
+    return "" if choice is None else f"{choice[0]:g}, {choice[1]}"
 
 
 def chosen_rates(store: Store, model: str) -> list[str]:

@@ -350,7 +350,7 @@ def test_optimizer_in_place_of_a_factory_is_refused():
 
 @pytest.mark.parametrize("preset", [Penalty.algorithm_1, Penalty.algorithm_2])
 def test_presets_refuse_bad_options_too(preset):
-    with pytest.raises(OptionError, match="lower_steps must be at least 1; got 0"):
+    with pytest.raises(OptionError, match="lower_steps must be at least 1 with joint=False"):
         preset(lower_steps=0)
 
 

@@ -64,7 +64,7 @@ def test_step_that_is_not_joint_moves_u_alone_after_its_lower_steps():
 
 
 def test_no_lower_step_needs_a_joint_step():
-    with pytest.raises(OptionError, match="lower_steps must be at least 1; got 0"):
+    with pytest.raises(OptionError, match="lower_steps must be at least 1 with joint=False"):
         Penalty(lower_steps=0, joint=False)
     assert run(lower_steps=0)[0].steps == 1
 

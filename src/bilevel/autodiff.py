@@ -165,18 +165,22 @@ class Derivatives:
         return total[0], total[1:]
 
     def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
-        """f, g, grad_v f and s over the batches, without curvature or constraints; with `lam`, v is of f + lam g."""
+        """f, g, h, grad_v f and s over the batches, without curvature; with `lam`, v is of f + lam g."""
         share, count = 1.0 / len(batches), len(self.v.leaves)
+        h: list[Tensor] = []
         total: list[Tensor] = []
         with self.holding_u(False), torch.enable_grad():
             for upper_batch, lower_batch in batches:
                 g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
                 part = [g.detach(), f.detach(), *gradient(g, self.v.leaves), *gradient(f, self.v.leaves)]
                 total = _sum([total, part]) if total else part
+                with torch.no_grad():
+                    values = [x * share for x in self.constraints(upper_batch)]
+                h = _sum([h, values]) if h else values
         slope, v = total[2 : 2 + count], total[2 + count :]
         if lam is not None:
             v = [x + lam * s for x, s in zip(v, slope, strict=True)]
-        return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=[], v=v)
+        return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """r, from s."""

@@ -113,7 +113,19 @@ class Descent:
     @property
     def restarts_in_place(self) -> bool:
         """Whether moments of zero are those of a new optimizer."""
-        return isinstance(self.optimizer, torch.optim.Adam)  # AdamW, too
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether all that the optimizer's step changes are tensors that start at zero: what an engine can undo."""
+        match self.optimizer:
+            case None:
+                return True
+            case torch.optim.SGD():
+                return all(group["dampening"] == 0 for group in self.optimizer.param_groups)
+            case _:
+                others = (torch.optim.RMSprop, torch.optim.Adagrad)
+                return self.restarts_in_place or type(self.optimizer) in others
 
     def restart(self) -> None:
         """Forget the moments."""
@@ -140,7 +152,8 @@ class Descent:
             self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
             for group, rate in zip(self.optimizer.param_groups, held, strict=True):
                 group["lr"] = rate
-            self._widen_counters()
+            if self.restarts_in_place:
+                self._widen_counters()
 
 
 def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:

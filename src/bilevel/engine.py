@@ -29,9 +29,13 @@ ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 Step = Callable[..., Any]
 """A step as a function of batches and tensors; whatever else it reads or writes lives on and is changed in place."""
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
-"""Gradients of a run from which `auto` compiles: that takes up to a minute."""
-MOST_GRAPHS = 16
-"""CUDA graphs that one run keeps; steps of further shapes run without one."""
+"""Gradients of a run from which `auto` compiles: that takes a minute or two."""
+COMPILE_WORK = 2e10
+"""Or gradients times weights, on a CPU."""
+MOST_UNITS = 16
+"""Records that one run keeps of each kind; steps of further shapes run as they are written."""
+PLAIN = (type(None), bool, int, float, str)
+"""What a batch may hold beside tensors."""
 
 
 class UnrecordableError(RuntimeError):
@@ -69,7 +73,7 @@ class Recorded(Engine):
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.failed = False
+        self.failed = self._told_full = False
         self._units: dict[Any, Callable[[list[Tensor]], Any]] = {}
 
     def call(self, step: Step, arguments: Sequence[Any], *fixed: Any) -> Any:
@@ -78,11 +82,15 @@ class Recorded(Engine):
         leaves, form = pytree.tree_flatten(tuple(arguments))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
+            self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would freeze. Use tensors.")
+            return step(*arguments, *fixed)
         sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         key = (getattr(step, "__func__", step), fixed, form, others, sizes)
         unit = self._units.get(key)
         if unit is None:
-            if self._full():
+            if len(self._units) >= MOST_UNITS:
+                self._say_full()
                 return step(*arguments, *fixed)
 
             def filled(given: Sequence[Tensor]) -> Any:
@@ -97,10 +105,12 @@ class Recorded(Engine):
                 return step(*arguments, *fixed)
         return unit(tensors)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, quietly: bool = False) -> None:
         """Run plainly from here on, and say so."""
         self.failed = True
         self._units.clear()
+        if quietly:
+            return
         warnings.warn(
             f"engine {self.name!r} cannot run these steps: {why} They run as they are written (engine='eager').",
             BilevelWarning,
@@ -111,8 +121,15 @@ class Recorded(Engine):
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         """The step as a function of tensors of these shapes."""
 
-    def _full(self) -> bool:
-        return False
+    def _say_full(self) -> None:
+        if not self._told_full:
+            self._told_full = True
+            warnings.warn(
+                f"engine {self.name!r} has recorded {MOST_UNITS} steps of different shapes; others run as they are "
+                "written. Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them.",
+                BilevelWarning,
+                stacklevel=2,
+            )
 
     def _try(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> None:
         """Run the step once, which creates what is created lazily, and look for what a record would freeze."""
@@ -209,8 +226,8 @@ class Captured(Recorded):
         plain = not isinstance(self.inner, Recorded) or self.inner.failed
         return _recordable(self.host.optimizers()) if plain else nullcontext()
 
-    def _full(self) -> bool:
-        return len(self._units) >= MOST_GRAPHS
+    def give_up(self, why: str, *, quietly: bool = False) -> None:
+        super().give_up(why, quietly=quietly or (isinstance(self.inner, Recorded) and self.inner.failed))
 
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         held = [tensor.clone() for tensor in tensors]
@@ -247,7 +264,7 @@ class Captured(Recorded):
 class Engines:
     """The pair that runs an upper iteration: `inner` runs its steps, `outer` all of it.
 
-    `name` says what was chosen: `auto` picks by the device and by the number of gradients that the run takes.
+    `name` says what was chosen: `auto` picks by the device, the number of gradients and that of weights.
     """
 
     def __init__(self, name: str, host: Host, *, gradients: int) -> None:
@@ -256,7 +273,8 @@ class Engines:
             raise OptionError(f"engine={name!r} needs u and v on a CUDA device; they are on {device}. Use 'compile'.")
         obstacle = host.obstacle()
         if name == "auto":
-            long = gradients >= COMPILE_FROM.get(device, gradients + 1)
+            heavy = device == "cpu" and gradients * host.derivatives.v.size >= COMPILE_WORK
+            long = heavy or gradients >= COMPILE_FROM.get(device, gradients + 1)
             parts = ["compile"] * long + ["graph"] * (device == "cuda")
             name = "eager" if obstacle else "+".join(parts) or "eager"
         self.inner: Engine = Compiled(host) if "compile" in name else Engine()
@@ -298,6 +316,9 @@ def _host_generators() -> tuple[Any, ...]:
 
 
 def _told(error: Exception) -> str:
+    """What went wrong, in a sentence."""
+    if "_local_scalar_dense" in str(error) or "stream is capturing" in str(error):
+        return "an objective reads a value on the host (.item(), float(), a branch on a tensor)."
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {first.rstrip('.')}."
 

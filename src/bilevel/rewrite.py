@@ -28,6 +28,8 @@ def weight_gradients(graph: GraphModule) -> int:
         a, b, last = _exchanged(first), _exchanged(second), _end(node)
         if transposed or groups != 1 or bias is not None or a is None or b is None or last is None:
             continue
+        if not _fits(a, last, b, dilation, padding, stride):
+            continue
         with graph.graph.inserting_before(last):
             like = graph.graph.call_function(aten.new_empty.default, (a, list(last.meta["val"].shape)))
             all_three = graph.graph.call_function(
@@ -38,6 +40,12 @@ def weight_gradients(graph: GraphModule) -> int:
         count += 1
     graph.recompile()
     return count
+
+
+def _fits(data: Any, weight: Any, output: Any, stride: Any, padding: Any, dilation: Any) -> bool:
+    """Whether a convolution of these sizes has this output: a user may write conv(A', B')' for something else."""
+    sizes = zip(*(n.meta["val"].shape[2:] for n in (data, weight, output)), stride, padding, dilation, strict=True)
+    return all((n + 2 * p - d * (k - 1) - 1) // s + 1 == m for n, k, m, s, p, d in sizes)
 
 
 def _exchanged(node: Any) -> Any:

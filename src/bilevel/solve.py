@@ -57,10 +57,12 @@ def solve(
     `data` is None or a pair (upper, lower) of iterables of batches, each cycled on its own. `tolerance` is what the
     relative measures of the certificate must reach for the run to end as converged. `checkpoint` names a folder that
     is written every `every` steps and at the end; `resume=True` goes on from it, bit for bit. `accumulate=k` makes
-    every gradient one of k batches. `precision="bf16"` runs the problem's functions under bfloat16 autocast, with
-    float32 variables, moments and prices; the certificate is measured in full precision all the same.
-    `hypergradient=True` has the certificate solve for the exact hypergradient, which it does by itself only where v is
-    small. `seed=None` takes a seed from torch's global generator.
+    every gradient one of k batches. `engine` runs the steps as they are written (`eager`), compiled, captured as CUDA
+    graphs, or both (`compile`, `graph`, `compile+graph`); `auto` picks one, and `Solution.engine` says which.
+    `precision="bf16"` runs the problem's functions under bfloat16 autocast, with float32 variables, moments and prices;
+    the certificate is measured in full precision all the same. `hypergradient=True` has the certificate solve for the
+    exact hypergradient, which it does by itself only where v is small. `seed=None` takes a seed from torch's global
+    generator.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")

@@ -64,7 +64,7 @@ class Lagrangian:
         if setting.engine not in ("auto", "eager"):
             raise OptionError(
                 f"engine={setting.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
-                "it out."
+                "it out, or pass mode='stochastic'."
             )
         if setting.precision is not None:
             raise OptionError(

@@ -24,7 +24,7 @@ from .stepwise import Stepwise
 Mode = Literal["deterministic", "stochastic"]
 
 STOCHASTIC: dict[str, Any] = {
-    "lower_steps": 0, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
+    "lower_steps": 1, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
     "multipliers": True, "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear",
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
@@ -45,8 +45,8 @@ class Penalty:
     """Options of the penalty method. With none given, it takes its scales from the problem.
 
     Without data the mode is `"deterministic"` (augmented Lagrangian, L-BFGS over u and v together), with data
-    `"stochastic"` (T steps on v, one on u). An option left at None is filled in by the mode; one that the mode in
-    force does not use is refused.
+    `"stochastic"` (T steps on v, then one on u and v together). An option left at None is filled in by the mode; one
+    that the mode in force does not use is refused.
     """
 
     mode: Mode | None = None
@@ -58,7 +58,7 @@ class Penalty:
     to fall back on.
     """
     gamma: float | None = None
-    """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the start."""
+    """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the end of the warm-up."""
     gamma_h: float | None = None
     """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
 
@@ -83,11 +83,11 @@ class Penalty:
     smoothing: float | None = None
     """The memory (0 to 1) of a running mean of the gradient whose norm is compared with epsilon, too."""
     advances: int | None = None
-    """How many times the schedule advances over `max_steps` at the least; 0: on the tolerance alone."""
+    """How many times the schedule advances after the warm-up at the least; 0: on the tolerance alone."""
     advance_every: int | None = None
     """The same as a number of upper steps; it takes precedence over `advances`."""
     warm_up: float | None = None
-    """The share of `max_steps` that moves v only."""
+    """The share of `max_steps` in which v alone descends f + lam g, first order, without constraints."""
     decay: Literal["linear", "constant"] | None = None
     """Whether the learning rates fall linearly to zero over `max_steps`."""
     rate_power: float | None = None
@@ -95,7 +95,7 @@ class Penalty:
     upper_optimizer: OptimizerFactory | None = None
     """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam whose first step takes away a twentieth of f + lam g to first order, at a rate of at most 3e-2."""
+    """None: Adam whose first step takes away 6% of f + lam g to first order, at a rate between 1e-4 and 3e-2."""
     lower_batches: Literal["fresh", "shared"] | None = None
     """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     cotangent: Literal["same", "running", "other"] | None = None
@@ -114,7 +114,9 @@ class Penalty:
         _choice("cotangent", self.cotangent, ("same", "running", "other"))
         for name in ("advance_every", "memory", "inner_steps"):
             _range(name, getattr(self, name), least=1, whole=True)
-        _range("lower_steps", self.lower_steps, least=1 if self.joint is False else 0, whole=True)
+        _range("lower_steps", self.lower_steps, least=0, whole=True)
+        if self.lower_steps == 0 and self.joint is False:
+            raise OptionError("lower_steps must be at least 1 with joint=False, or v never moves; got 0.")
         _range("advances", self.advances, least=0, whole=True)
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
             _range(name, getattr(self, name), least=0)
@@ -187,7 +189,9 @@ class Penalty:
                     "and lower and pass data=None."
                 )
             if self.curvature == "gram":
-                raise OptionError("curvature='gram' is not used in deterministic mode. Leave it out.")
+                raise OptionError(
+                    "curvature='gram' is not used in deterministic mode. Leave it out, or pass mode='stochastic'."
+                )
             return Lagrangian(self.filled(mode), setting)
         filled = self.filled(mode, EPISODES if setting.problem.start_lower is not None else {})
         if self.curvature == "gram":

@@ -51,7 +51,10 @@ GAMMA_SHARE, WARM_GAMMA_SHARE = 1.0, 3.0
 
 
 class Stepwise:
-    """A run of the penalty method, step by step. Lower evaluations: T + 1 a step, one for each gradient."""
+    """A run of the penalty method, step by step.
+
+    Lower evaluations: one for each of the T + 1 gradients; docs/method.md has the exceptions.
+    """
 
     mode = "stochastic"
 
@@ -64,6 +67,10 @@ class Stepwise:
             raise OptionError(
                 "cotangent='other' cannot be used with prepare or start_lower: another batch is another lower problem. "
                 "Use cotangent='same'."
+            )
+        if options.warm_up and self.problem.start_lower is not None:
+            raise OptionError(
+                f"warm_up must be 0 with start_lower, which puts v at its start in every step; got {options.warm_up}."
             )
         if setting.accumulate > 1 and self.problem.start_lower is not None:
             raise OptionError(
@@ -81,6 +88,7 @@ class Stepwise:
         self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
         self.last: list[Pair] | None = None
         self.before: list[list[int]] = []
+        self.moving = False
         self.draws = setting.accumulate * (1 if self.shared else self.lower_steps + 1)
         self.engines = Engines(setting.engine, self, gradients=setting.max_steps * (self.lower_steps + 1))
 
@@ -112,7 +120,7 @@ class Stepwise:
         )
         every = options.advance_every
         if every is None and options.advances:
-            every = max(1, self.setting.max_steps // options.advances)
+            every = max(1, (self.setting.max_steps - self.warm_up) // options.advances)
         self.schedule = Schedule(
             prices, new(lam), None if filled["epsilon"] is None else new(filled["epsilon"]),
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
@@ -220,11 +228,13 @@ class Stepwise:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, k: int) -> Tensor:
-        moving = k >= self.warm_up
+        if not self.moving and k >= self.warm_up:
+            self.moving = True
+            if k > 0 and self.options.gamma is None:
+                self._measure_gamma()
+        moving = self.moving
         share = 1.0 - k / self.setting.max_steps if self.options.decay == "linear" else 1.0
         left = torch.full((), share, dtype=self.v.dtype, device=self.v.device)
-        if 0 < k == self.warm_up and self.options.gamma is None:
-            self._measure_gamma()
         draws = self._draws(k)
         if not self.engines.whole:
             return self._iteration(draws, left, moving)
@@ -372,6 +382,9 @@ class Stepwise:
             return "curvature='difference' sets the random generators back within a step."
         if self.setting.accumulate > 1:
             return f"accumulate={self.setting.accumulate} sets the random generators back within a step."
+        for name, descent in (("lower_optimizer", self.lower), ("upper_optimizer", self.upper)):
+            if not descent.recordable:
+                return f"{name} is {type(descent.optimizer).__name__}, whose first state is not zero. Use Adam or SGD."
         if self.problem.start_lower is not None and not self.lower.restarts_in_place:
             return f"start_lower needs a new {type(self.lower.optimizer).__name__} each time; use Adam."
         return ""
@@ -429,7 +442,7 @@ class Stepwise:
         return {
             "schedule": self.schedule.state_dict(), "upper": self.upper.state_dict(), "lower": self.lower.state_dict(),
             "running": self.running, "running_weight": self.running_weight, "curvature": self.derivatives.curvature,
-            "scales": list(self._scale_values), "before": self.before,
+            "scales": list(self._scale_values), "before": self.before, "moving": self.moving,
             "evaluations": [self.derivatives.lower_evaluations, self.derivatives.upper_evaluations],
         }  # fmt: skip
 
@@ -443,7 +456,7 @@ class Stepwise:
         self.running_weight.copy_(state["running_weight"])
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])
-        self.before = state["before"]
+        self.before, self.moving = state["before"], state["moving"]
         if self.before:  # v belongs to the batches of the last step: draw them again
             self.setting.sources.load_state_dict(self.before)
             self._draw()

@@ -47,7 +47,9 @@ LOWER_RATES = (1e-4, 3e-2)
 LOWER_SHARE = 0.06
 """How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
 GAMMA_SHARE, WARM_GAMMA_SHARE = 1.0, 3.0
-"""The first gamma |g_vv s| as a multiple of |f_v|: measured at the first v, and where the warm-up has led it."""
+"""The first gamma |g_vv s| as a multiple of |f_v|: measured at the first v, and where the warm-up has led it.
+
+A cotangent that is not of the batch itself brings noise, which gamma multiplies: it keeps the first."""
 
 
 class Stepwise:
@@ -220,7 +222,8 @@ class Stepwise:
                 found = d.first_order([pair], None)
                 f_v += norm(found.v)
                 bent += norm(d.hessian_product([pair], found.slope, with_u=False))
-        gamma = torch.where(bent > 0, WARM_GAMMA_SHARE * f_v / bent, self.schedule.prices.gamma)
+        share = WARM_GAMMA_SHARE if self.options.cotangent == "same" else GAMMA_SHARE
+        gamma = torch.where(bent > 0, share * f_v / bent, self.schedule.prices.gamma)
         for price in (self.schedule.prices.gamma, self.schedule.gamma_start):
             price.copy_(torch.where(gamma > 0, gamma, price))
         d.lower_evaluations, d.upper_evaluations = counts

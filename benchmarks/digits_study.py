@@ -48,8 +48,8 @@ WHAT_MATTERS: dict[str, dict[str, Any]] = {
     "lam_factor=1": {"lam_factor": 1.0},
     "gamma_factor=1.3": {"gamma_factor": 1.3},
     "gamma_factor=1.3, lam_factor=1": {"gamma_factor": 1.3, "lam_factor": 1.0},
-    "the first gamma 3 times": {"gamma_share": 9.0},
-    "the first gamma a third": {"gamma_share": 1.0},
+    "the first gamma 3 times": {"gamma_share": 3.0},
+    "the first gamma a third": {"gamma_share": 0.3},
     "warm_up=0": {"warm_up": 0.0},
     "lower rate 1e-3": {"rate": 1e-3},
     "lower_steps=0": {"lower_steps": 0},
@@ -192,8 +192,8 @@ def digits(
         size = float(np.hypot(first.history["grad_u"][0], first.history["grad_v"][0]))
         return digits(kind, seeds, options | {"epsilon": 0.1 * size}, batch=batch, steps=steps, noise=noise)
     started = time.process_time()
-    share = options.get("gamma_share", stepwise.WARM_GAMMA_SHARE)
-    with mock.patch.object(stepwise, "WARM_GAMMA_SHARE", share):
+    share = options.get("gamma_share", stepwise.GAMMA_SHARE)
+    with mock.patch.object(stepwise, "GAMMA_SHARE", share):
         solution = solve(problem, penalty(options), u, v, sources, max_steps=steps, seed=seeds[0], hypergradient=False)
     seconds = (time.process_time() - started) / len(seeds)
     with torch.no_grad():

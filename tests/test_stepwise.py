@@ -92,7 +92,7 @@ def test_first_gamma_is_measured_where_the_warm_up_ends():
     for _ in range(2):
         v = v - 0.1 * gradients(u, v, 0.0, 0.3)[1]
     h = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    expected = stepwise.WARM_GAMMA_SHARE * (v - 1).norm() / (h * h * (v - u)).norm()
+    expected = stepwise.GAMMA_SHARE * (v - 1).norm() / (h * h * (v - u)).norm()
     assert solution.history["gamma"][2:] == pytest.approx([expected.item()] * 2, rel=1e-12)
 
 

@@ -4,7 +4,7 @@
 
 With data and no options, the scales come from the first batches,
 
-    lam = sum |f_v| / sum |s|,   gamma = 3 sum |f_v| / sum |g_vv s|   (at the end of the warm-up),
+    lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|   (at the end of the warm-up),
 
 the first steps are a warm-up, in which v descends f + lam g, and the learning rates fall linearly to zero. The step on
 u moves v, too (`joint`), so that T may be 0.
@@ -46,10 +46,8 @@ LOWER_RATES = (1e-4, 3e-2)
 """The least and the largest default lower rate."""
 LOWER_SHARE = 0.06
 """How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
-GAMMA_SHARE, WARM_GAMMA_SHARE = 1.0, 3.0
-"""The first gamma |g_vv s| as a multiple of |f_v|: measured at the first v, and where the warm-up has led it.
-
-A cotangent that is not of the batch itself brings noise, which gamma multiplies: it keeps the first."""
+GAMMA_SHARE = 1.0
+"""The first gamma |g_vv s| as a multiple of |f_v|."""
 
 
 class Stepwise:
@@ -222,8 +220,7 @@ class Stepwise:
                 found = d.first_order([pair], None)
                 f_v += norm(found.v)
                 bent += norm(d.hessian_product([pair], found.slope, with_u=False))
-        share = WARM_GAMMA_SHARE if self.options.cotangent == "same" else GAMMA_SHARE
-        gamma = torch.where(bent > 0, share * f_v / bent, self.schedule.prices.gamma)
+        gamma = torch.where(bent > 0, GAMMA_SHARE * f_v / bent, self.schedule.prices.gamma)
         for price in (self.schedule.prices.gamma, self.schedule.gamma_start):
             price.copy_(torch.where(gamma > 0, gamma, price))
         d.lower_evaluations, d.upper_evaluations = counts

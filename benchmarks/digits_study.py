@@ -30,8 +30,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from bilevel import Penalty, Problem, Rows, solve
-from bilevel.methods import stepwise
+from bilevel import Penalty, Problem, Rows, batch_scales, solve
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "minibatch.md"
@@ -192,8 +191,8 @@ def digits(
         size = float(np.hypot(first.history["grad_u"][0], first.history["grad_v"][0]))
         return digits(kind, seeds, options | {"epsilon": 0.1 * size}, batch=batch, steps=steps, noise=noise)
     started = time.process_time()
-    share = options.get("gamma_share", stepwise.GAMMA_SHARE)
-    with mock.patch.object(stepwise, "GAMMA_SHARE", share):
+    share = options.get("gamma_share", batch_scales.GAMMA_SHARE)
+    with mock.patch.object(batch_scales, "GAMMA_SHARE", share):
         solution = solve(problem, penalty(options), u, v, sources, max_steps=steps, seed=seeds[0], hypergradient=False)
     seconds = (time.process_time() - started) / len(seeds)
     with torch.no_grad():

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel import Penalty, Problem, Solution, solve
+from bilevel import Penalty, Problem, Solution, batch_scales, solve
 from bilevel.errors import OptionError
-from bilevel.methods import stepwise
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -92,7 +91,7 @@ def test_first_gamma_is_measured_where_the_warm_up_ends():
     for _ in range(2):
         v = v - 0.1 * gradients(u, v, 0.0, 0.3)[1]
     h = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    expected = stepwise.GAMMA_SHARE * (v - 1).norm() / (h * h * (v - u)).norm()
+    expected = batch_scales.GAMMA_SHARE * (v - 1).norm() / (h * h * (v - u)).norm()
     assert solution.history["gamma"][2:] == pytest.approx([expected.item()] * 2, rel=1e-12)
 
 
@@ -102,19 +101,19 @@ def test_given_gamma_is_kept_after_the_warm_up():
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_default_lower_rate_takes_a_set_share_of_the_loss_whatever_its_scale(scale, monkeypatch):
-    monkeypatch.setattr(stepwise, "LOWER_RATES", (1e-9, 1e9))
+    monkeypatch.setattr(batch_scales, "LOWER_RATES", (1e-9, 1e9))
     solution, *_ = run(scale=scale, lower_optimizer=None)
     u, v = leaf(0.5, -0.2).detach(), leaf(2.0, 0.7).detach()
     s = torch.tensor([1.0, 3.0], dtype=torch.float64) * (v - u)
     value = upper(u, v, None) + 0.3 * lower(u, v, None)
-    expected = stepwise.LOWER_SHARE * value / ((v - 1).abs().sum() + 0.3 * s.abs().sum())
+    expected = batch_scales.LOWER_SHARE * value / ((v - 1).abs().sum() + 0.3 * s.abs().sum())
     assert solution.history["lower_rate"][0] == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_default_lower_rate_has_bounds(monkeypatch):
-    monkeypatch.setattr(stepwise, "LOWER_RATES", (1e-4, 1e-2))
+    monkeypatch.setattr(batch_scales, "LOWER_RATES", (1e-4, 1e-2))
     solution, *_ = run(lower_optimizer=None)
-    assert solution.history["lower_rate"][0] == stepwise.LOWER_RATES[1]
+    assert solution.history["lower_rate"][0] == batch_scales.LOWER_RATES[1]
 
 
 def test_episodes_have_defaults_of_their_own():

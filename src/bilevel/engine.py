@@ -279,7 +279,6 @@ class Engines:
             name = "eager" if obstacle else "+".join(parts) or "eager"
         self.inner: Engine = Compiled(host) if "compile" in name else Engine()
         self.outer: Engine = Captured(host, self.inner) if "graph" in name else Engine()
-        self._asked = name
         if obstacle:
             for engine in self.made:
                 engine.give_up(obstacle)

@@ -2,12 +2,9 @@
 
     v descends F + lam g, u descends F           (F: see `bilevel.autodiff`; the schedule: see `bilevel.schedule`)
 
-With data and no options, the scales come from the first batches,
-
-    lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|   (at the end of the warm-up),
-
-the first steps are a warm-up, in which v descends f + lam g, and the learning rates fall linearly to zero. The step on
-u moves v, too (`joint`), so that T may be 0.
+With data and no options, the scales come from the first batches (see `bilevel.batch_scales`), gamma at the end of the
+warm-up. In the warm-up v descends f + lam g. The learning rates fall linearly to zero. The step on u moves v, too
+(`joint`), so that T may be 0.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..autodiff import Derivatives, Gradients, Prices, gradient, norm, violation
+from ..autodiff import Derivatives, Gradients, Prices, norm, violation
+from ..batch_scales import BatchScales, gamma_now, measure
 from ..batches import Pair, detached
 from ..descent import Descent
 from ..engine import Engine, Engines
@@ -42,12 +40,6 @@ SCALE_BATCHES = 5
 GOLDEN = (math.sqrt(5) - 1) / 2
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
-LOWER_RATES = (1e-4, 3e-2)
-"""The least and the largest default lower rate."""
-LOWER_SHARE = 0.06
-"""How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
-GAMMA_SHARE = 1.0
-"""The first gamma |g_vv s| as a multiple of |f_v|."""
 
 
 class Stepwise:
@@ -104,15 +96,14 @@ class Stepwise:
         self.u.project(rows=True)
         self.v.project()
         with keeping([*self.v.buffers(), *self.u.buffers()]):
-            measured = self._scales(self._sample())
-        filled = {name: getattr(options, name) for name in ("gamma", "lam", "epsilon", "gamma_h")}
+            measured = self._measured()
+        self._scale_values = measured.sizes
         new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
-        gamma = filled["gamma"] if filled["gamma"] is not None else measured["gamma"]
-        lam = filled["lam"] if filled["lam"] is not None else measured["lam"]
-        shapes = measured["shapes"]
-        gamma_h = measured["gamma_h"] if filled["gamma_h"] is None else [filled["gamma_h"]] * len(shapes)
+        lam = measured.lam if options.lam is None else options.lam
+        shapes = measured.shapes
+        gamma_h = measured.gamma_h if options.gamma_h is None else [options.gamma_h] * len(shapes)
         prices = Prices(
-            gamma=new(gamma),
+            gamma=new(measured.gamma if options.gamma is None else options.gamma),
             nu=[torch.full_like(leaf, options.nu or 0.0, requires_grad=False) for leaf in self.v.leaves],
             gamma_h=[new(c) for c in gamma_h],
             mu=[torch.zeros(shape, dtype=self.v.dtype, device=self.v.device) for shape in shapes],
@@ -122,21 +113,18 @@ class Stepwise:
         if every is None and options.advances:
             every = max(1, (self.setting.max_steps - self.warm_up) // options.advances)
         self.schedule = Schedule(
-            prices, new(lam), None if filled["epsilon"] is None else new(filled["epsilon"]),
+            prices, new(lam), None if options.epsilon is None else new(options.epsilon),
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
             like=[*self.u.leaves, *self.v.leaves],
         )  # fmt: skip
         if options.lower_optimizer is None:
-            # Adam moves each entry by its rate: f + lam g falls by the rate times the sum of |grad_v f| + lam |s|.
-            (f, f_sum), (g, s_sum) = measured["f"], measured["g"]
-            rate = LOWER_SHARE * abs(f + lam * g) / max(f_sum + lam * s_sum, 1e-300)
-            rate = min(max(rate, LOWER_RATES[0]), LOWER_RATES[1])
+            rate = measured.lower_rate(lam)
             self.lower = Descent(self.v, partial(torch.optim.Adam, lr=rate), "lower_optimizer")
         if options.upper_optimizer is None:
             moving = max(1, self.setting.max_steps - self.warm_up)
-            rows = 2 * REACH / max(1.0, moving * measured["coverage"])
+            rows = 2 * REACH / max(1.0, moving * measured.coverage)
             self.upper = Descent(
                 self.u, partial(torch.optim.Adam, lr=2 * REACH / moving), "upper_optimizer", row_rate=rows
             )
@@ -153,76 +141,22 @@ class Stepwise:
         count = max(len(upper), len(lower))
         return list(itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count))
 
-    def _scales(self, batches: Sequence[Pair]) -> dict[str, Any]:
-        """gamma, lam and gamma_h from the sizes of the terms they weigh, over the first batches."""
+    def _measured(self) -> BatchScales:
         d = self.derivatives
-        f_v = f_z = slope = bent = 0.0
-        shapes: list[torch.Size] = []
-        size_h: list[float] = []
-        coverage = 0.0
-        f_size, g_size = [0.0, 0.0], [0.0, 0.0]
-        prepared = d.prepare(batches, graph=False)
+        prepared = d.prepare(self._sample(), graph=False)
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._episode_of(prepared))
-        for pair in prepared:
-            g, s = d.slope([pair])
-            g_size = [g_size[0] + g.item(), g_size[1] + _sum_of_sizes(s)]
-            product = d.hessian_product([pair], s, with_u=False)
-            slope += norm(s).item()
-            bent += norm(product).item()
-            with d.holding_u(True) as inputs:
-                d.lower(pair[1])
-                f, values = d.upper(pair[0]), d.constraints(pair[0])
-                wrt = [*self.v.leaves, *inputs()]
-                first = gradient(f, wrt, retain=True)
-                f_v += norm(first[: len(self.v.leaves)]).item()
-                f_size = [f_size[0] + f.item(), f_size[1] + _sum_of_sizes(first[: len(self.v.leaves)])]
-                f_z += norm(first).item()
-                if self.u.rows:
-                    tapes = zip(d.tapes, self.u.rows, strict=True)
-                    read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
-                    coverage += max(read, default=0.0) / len(prepared)
-                if not shapes:
-                    shapes = [h.shape for h in values]
-                    size_h = [0.0] * len(values)
-                for i, h in enumerate(values):
-                    size_h[i] += norm(gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True)).item() / math.sqrt(
-                        max(1, h.numel())
-                    )
-        count = len(prepared)
-        length = 1.0 + norm(self.v.leaves).item()
-        if not bent > 1e-12 * max(slope, 1e-300):
-            product = d.hessian_product(prepared[:1], self._unit(), with_u=False)
-            bent = count * max(norm(product).item() ** 2 * length, 1e-12)
-        gamma = GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0
-        lam = f_v / slope if slope > 0 and f_v > 0 else 1.0
-        gamma_h = [(f_v / count) / max((s / count) ** 2 * 0.1 * length, 1e-12) or 1.0 for s in size_h]
-        sizes = [s / count * length for s in size_h]
-        self._scale_values = (f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0)
-        coverage = min(1.0, coverage * self.setting.accumulate) or 1.0
-        return {
-            "gamma": gamma,
-            "lam": lam,
-            "gamma_h": gamma_h,
-            "shapes": shapes,
-            "coverage": coverage,
-            "f": f_size,
-            "g": g_size,
-        }
+        return measure(d, prepared, self.setting.accumulate)
 
     def _measure_gamma(self) -> None:
         """Set the first gamma by what the warm-up has led to: at its start the slopes are those of an untrained v."""
-        d, counts = self.derivatives, (self.derivatives.lower_evaluations, self.derivatives.upper_evaluations)
-        bent, f_v = torch.zeros_like(self.schedule.lam), torch.zeros_like(self.schedule.lam)
+        d, prices = self.derivatives, (self.schedule.prices.gamma, self.schedule.gamma_start)
+        counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
-            for pair in d.prepare(self._sample(), graph=False):
-                found = d.first_order([pair], None)
-                f_v += norm(found.v)
-                bent += norm(d.hessian_product([pair], found.slope, with_u=False))
-        gamma = torch.where(bent > 0, GAMMA_SHARE * f_v / bent, self.schedule.prices.gamma)
-        for price in (self.schedule.prices.gamma, self.schedule.gamma_start):
-            price.copy_(torch.where(gamma > 0, gamma, price))
+            gamma = gamma_now(d, d.prepare(self._sample(), graph=False))
+        for price in prices:
+            price.copy_(torch.where(torch.isfinite(gamma) & (gamma > 0), gamma, price))
         d.lower_evaluations, d.upper_evaluations = counts
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -325,7 +259,6 @@ class Stepwise:
         moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
         size_u = norm(moved) if moved else torch.zeros_like(gradients.f)
         size_v = norm(lowered)
-        dense = gradients.u if moving else [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
         record = [
             gradients.f, gradients.g, size_u, size_v, norm(gradients.residual), self._worst(gradients.constraints),
             schedule.prices.gamma, schedule.lam, schedule.epsilon,
@@ -334,7 +267,7 @@ class Stepwise:
         row = torch.stack([x.detach().to(torch.float64) for x in record])
         reason = torch.zeros_like(row[0])
         if moving:
-            reason = schedule.observe(size_u**2 + size_v**2, gradients, [*dense, *lowered])
+            reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
         return torch.cat([row, reason.to(torch.float64).reshape(1)])
 
     def _draw(self) -> Draw:
@@ -390,14 +323,8 @@ class Stepwise:
         return ""
 
     def live(self) -> list[Tensor]:
-        found, rest = [*self.u.tensors().values(), *self.v.tensors().values()], [self.state_dict()]
-        while rest:
-            node: Any = rest.pop()
-            if isinstance(node, Tensor):
-                found.append(node)
-            elif isinstance(node, (dict, list, tuple)):
-                rest += node.values() if isinstance(node, dict) else node
-        return found
+        held = pytree.tree_leaves(self.state_dict())
+        return [*self.u.tensors().values(), *self.v.tensors().values(), *(t for t in held if isinstance(t, Tensor))]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [d.optimizer for d in (self.lower, self.upper) if d.optimizer is not None]
@@ -465,7 +392,3 @@ class Stepwise:
 
 def _shapes(draw: Draw) -> tuple[torch.Size, ...]:
     return tuple(leaf.shape for leaf in pytree.tree_leaves(draw) if isinstance(leaf, Tensor))
-
-
-def _sum_of_sizes(tensors: Sequence[Tensor]) -> float:
-    return torch.stack([t.detach().abs().sum() for t in tensors]).sum().item()

@@ -1,0 +1,108 @@
+"""The sizes of a problem with data, from its first batches: what the first prices and the default rates come from.
+
+    lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|
+
+`scales` is the same for a problem without data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .autodiff import Derivatives, gradient, norm
+from .batches import Pair
+
+GAMMA_SHARE = 1.0
+"""The first gamma |g_vv s| as a multiple of |f_v|."""
+LOWER_RATES = (1e-4, 3e-2)
+"""The least and the largest default lower rate."""
+LOWER_SHARE = 0.06
+"""How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
+
+
+@dataclass
+class BatchScales:
+    gamma: float
+    lam: float
+    gamma_h: list[float]
+    """The first price of each constraint."""
+    shapes: list[torch.Size]
+    """Of the constraints."""
+    coverage: float
+    """The share of the Rows that one gradient reads."""
+    sizes: tuple[float, float, float]
+    """|f_z|, |s| and |h|, which the certificate is judged against."""
+    f: tuple[float, float]
+    """The sums of f and of the entries of |grad_v f| over the batches."""
+    g: tuple[float, float]
+    """The same of g."""
+
+    def lower_rate(self, lam: float) -> float:
+        """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|."""
+        (f, f_sum), (g, s_sum) = self.f, self.g
+        rate = LOWER_SHARE * abs(f + lam * g) / max(f_sum + lam * s_sum, 1e-300)
+        return min(max(rate, LOWER_RATES[0]), LOWER_RATES[1])
+
+
+def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
+    """Measure a problem on what `prepare` made of its first batches, at the present u and v."""
+    f_v = f_z = slope = bent = coverage = 0.0
+    f_size, g_size = (0.0, 0.0), (0.0, 0.0)
+    shapes: list[torch.Size] = []
+    size_h: list[float] = []
+    leaves, count = d.v.leaves, len(pairs)
+    for pair in pairs:
+        g, s = d.slope([pair])
+        g_size = (g_size[0] + g.item(), g_size[1] + _entries(s))
+        slope += norm(s).item()
+        bent += norm(d.hessian_product([pair], s, with_u=False)).item()
+        with d.holding_u(True) as inputs:
+            d.lower(pair[1])
+            f, values = d.upper(pair[0]), d.constraints(pair[0])
+            wrt = [*leaves, *inputs()]
+            first = gradient(f, wrt, retain=True)
+            f_v += norm(first[: len(leaves)]).item()
+            f_z += norm(first).item()
+            f_size = (f_size[0] + f.item(), f_size[1] + _entries(first[: len(leaves)]))
+            if d.u.rows:
+                tapes = zip(d.tapes, d.u.rows, strict=True)
+                read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
+                coverage += max(read, default=0.0) / count
+            shapes = shapes or [h.shape for h in values]
+            size_h = size_h or [0.0] * len(values)
+            for i, h in enumerate(values):
+                pulled = norm(gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True)).item()
+                size_h[i] += pulled / math.sqrt(max(1, h.numel()))
+    length = 1.0 + norm(leaves).item()
+    if not bent > 1e-12 * max(slope, 1e-300):
+        direction = [torch.randn_like(leaf) for leaf in leaves]
+        product = d.hessian_product(pairs[:1], [x / norm(direction) for x in direction], with_u=False)
+        bent = count * max(norm(product).item() ** 2 * length, 1e-12)
+    sizes = [s / count * length for s in size_h]
+    return BatchScales(
+        gamma=GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0,
+        lam=f_v / slope if slope > 0 and f_v > 0 else 1.0,
+        gamma_h=[(f_v / count) / max((s / count) ** 2 * 0.1 * length, 1e-12) or 1.0 for s in size_h],
+        shapes=shapes,
+        coverage=min(1.0, coverage * accumulate) or 1.0,
+        sizes=(f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0),
+        f=f_size,
+        g=g_size,
+    )
+
+
+def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
+    """gamma at the present v, without a host read; not finite or zero where it cannot be told."""
+    found = [(d.first_order([pair], None), pair) for pair in pairs]
+    f_v = torch.stack([norm(gradients.v) for gradients, _ in found]).sum()
+    bends = [norm(d.hessian_product([pair], gradients.slope, with_u=False)) for gradients, pair in found]
+    return GAMMA_SHARE * f_v / torch.stack(bends).sum()
+
+
+def _entries(tensors: Sequence[Tensor]) -> float:
+    return torch.stack([t.detach().abs().sum() for t in tensors]).sum().item()

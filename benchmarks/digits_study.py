@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
+from store import Store
 from torch import Tensor, nn
 
 from bilevel import Penalty, Problem, Rows, batch_scales, solve
@@ -312,26 +312,8 @@ def least_squares(
 # -- the runs and the page ---------------------------------------------------------------------------------------------
 
 
-class Store:
-    """Results by name, in a file of one JSON object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.results: dict[str, Any] = {item["key"]: item["value"] for item in map(json.loads, lines)}
-
-    def make(self, key: str, run: Callable[[], Any]) -> None:
-        if key in self.results:
-            return
-        started = time.perf_counter()
-        self.results[key] = run()
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": key, "value": self.results[key]}) + "\n")
-        print(f"{key}  {time.perf_counter() - started:.0f} s", flush=True)
-
-    def get(self, prefix: str, seeds: Sequence[int]) -> Any:
-        return self.results.get(f"{prefix}/{seeds[0]}-{seeds[-1]}")
+def of(store: Store, prefix: str, seeds: Sequence[int]) -> Any:
+    return store.results.get(f"{prefix}/{seeds[0]}-{seeds[-1]}")
 
 
 def plan(store: Store, tables: Sequence[str], kinds: Sequence[str], seeds: Sequence[int], held: Sequence[int]) -> None:
@@ -380,7 +362,7 @@ def rows_of(store: Store, table: str, names: Sequence[str], seeds: Sequence[int]
     head = ["| | AUC, softmax | accuracy, softmax | AUC, MLP | accuracy, MLP |", "| --- | --- | --- | --- | --- |"]
     for name in names:
         key = DEFAULTS if name == "same" else f"{table}/{name}"
-        found = [store.get(f"{key}/{kind}", seeds) for kind in ("softmax", "mlp64")]
+        found = [of(store, f"{key}/{kind}", seeds) for kind in ("softmax", "mlp64")]
         if any(found):
             cells = [cell(r, key, unit) for r in found for key, unit in (("auc", ".3f"), ("accuracy", ".1f"))]
             head.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -394,11 +376,11 @@ def page(store: Store, seeds: Sequence[int], held: Sequence[int]) -> dict[str, l
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind in MODELS:
-        runs = [r for s in held for r in store.get(f"target/{kind}", [s]) or []]
+        runs = [r for s in held for r in of(store, f"target/{kind}", [s]) or []]
         if not runs:
             continue
-        before = store.get(f"previous/{kind}", held)
-        plain, alone, truth = (store.get(f"reference/{labels}/{kind}", held) for labels in ("y", "y_trusted", "truth"))
+        before = of(store, f"previous/{kind}", held)
+        plain, alone, truth = (of(store, f"reference/{labels}/{kind}", held) for labels in ("y", "y_trusted", "truth"))
         cells = [
             cell(runs, "auc", ".3f"), cell(runs, "accuracy", ".1f"), f"{np.mean([r['seconds'] for r in runs]):.1f}",
             cell(before, "auc", ".3f"), cell(before, "accuracy", ".1f"), cell(plain, "accuracy", ".1f"),
@@ -411,7 +393,7 @@ def page(store: Store, seeds: Sequence[int], held: Sequence[int]) -> dict[str, l
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in SQUARES:
-        one, four = (store.get(f"squares/{name}/{kind}", seeds) for kind in ("ridge", "groups"))
+        one, four = (of(store, f"squares/{name}/{kind}", seeds) for kind in ("ridge", "groups"))
         columns = ((one, "missed"), (one, "error"), (four, "missed"), (four, "error"), (four, "lead"))
         squares.append(f"| {name} | " + " | ".join(cell(r, key, ".3f") for r, key in columns) + " |")
     return {

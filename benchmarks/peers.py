@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from store import Store
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "peers-env"
 RESULTS = ROOT / "build" / "peers.jsonl"
@@ -53,21 +55,6 @@ LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat
 REFERENCES = ("trusted only", "plain", "clean labels known")
 MEMORY = ("bilevel", "value penalty", "higher", "torchopt", "betty darts", "betty neumann", "boat pgdo", "boat rad")
 MEMORY_STEPS = (1, 10, 100)
-
-
-class Store:
-    """Results by name, in a file of one JSON object a line; a later line replaces an earlier one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.results: dict[str, Any] = {item["key"]: item["value"] for item in map(json.loads, lines)}
-
-    def put(self, key: str, value: Any) -> None:
-        self.results[key] = value
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": key, "value": value}) + "\n")
 
 
 def key(method: str, model: str, trusted: int, seed: int, choice: Choice) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
+from common import Once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -534,20 +535,6 @@ def test_solve_works_through_the_fall_back_with_one_warning(which, mode):
     # Eight steps from one start, with derivatives that agree to 1e-7 of their size: the same path.
     for name in ("upper", "lower", "residual"):
         assert near.history[name] == pytest.approx(exact.history[name], rel=1e-4), name
-
-
-class Once(torch.autograd.Function):
-    """The square, differentiable once."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d):
-        return 2 * d * ctx.saved_tensors[0]
 
 
 @pytest.mark.parametrize("curvature", ["exact", "auto"])

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from common import leaf
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -27,10 +28,6 @@ from bilevel import (
 )
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
-
-
-def number(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 def pull(u, v, batch):
@@ -86,7 +83,7 @@ def test_features_with_batch_norm_and_dropout_run_and_resume_bit_for_bit(
 
     def run(folder, stop=None, resume=False):
         torch.manual_seed(0)
-        u, v = Network(), number(0.0, 0.0, 0.0, 0.0)
+        u, v = Network(), leaf(0.0, 0.0, 0.0, 0.0)
         callbacks = [StopAt(stop)] if stop else []
         solution = solve(
             problem, method, u, v, (batches[:2], batches), max_steps=8, seed=1, log_every=1, callbacks=callbacks,
@@ -108,21 +105,21 @@ def test_settings_that_make_no_sense_for_episodes_are_refused():
     problem = Problem(pull, follow, start_lower=lambda v, pair: None)
     data = ([0, 1], [0, 1])
     with pytest.raises(OptionError, match="cotangent='other' cannot be used"):
-        solve(problem, Penalty(cotangent="other"), number(0.0), number(0.0), data, max_steps=2)
+        solve(problem, Penalty(cotangent="other"), leaf(0.0), leaf(0.0), data, max_steps=2)
     with pytest.raises(OptionError, match="accumulate must be 1 with start_lower"):
-        solve(problem, Penalty(), number(0.0), number(0.0), data, max_steps=2, accumulate=2)
+        solve(problem, Penalty(), leaf(0.0), leaf(0.0), data, max_steps=2, accumulate=2)
 
 
 def test_start_of_the_lower_level_receives_the_pair_of_batches_where_nothing_is_prepared():
     seen = []
     problem = Problem(pull, follow, start_lower=lambda v, pair: seen.append(pair))
-    solve(problem, Penalty(warm_up=0.0), number(0.0), number(0.0), (["upper"], ["lower"]), max_steps=2)
+    solve(problem, Penalty(warm_up=0.0), leaf(0.0), leaf(0.0), (["upper"], ["lower"]), max_steps=2)
     assert set(seen) == {("upper", "lower")}
 
 
 def test_smoothed_tolerance_works_through_the_end_of_the_warm_up():
     method = Penalty(mode="stochastic", epsilon=1e-9, smoothing=0.9, warm_up=0.5)
-    assert solve(Problem(pull, follow), method, number(0.0), number(0.0), max_steps=20).steps == 20
+    assert solve(Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=20).steps == 20
 
 
 def test_divergence_before_the_first_log_is_an_ending_with_the_smoothed_tolerance_too():
@@ -130,7 +127,7 @@ def test_divergence_before_the_first_log_is_an_ending_with_the_smoothed_toleranc
     method = Penalty(
         mode="stochastic", epsilon=1e-9, smoothing=0.9, warm_up=0.0, lower_optimizer=partial(torch.optim.SGD, lr=1e9)
     )
-    solution = solve(problem, method, number(0.0), number(3.0), max_steps=20, log_every=20)
+    solution = solve(problem, method, leaf(0.0), leaf(3.0), max_steps=20, log_every=20)
     assert solution.status is Status.DIVERGED
     assert solution.v.item() == 3.0
 
@@ -141,7 +138,7 @@ def test_buffer_that_is_not_finite_is_no_divergence():
     problem = Problem(
         lambda u, v, _: (v(torch.eye(2).double()) ** 2).sum(), lambda u, v, _: ((v.weight - u) ** 2).sum() + v.bias**2
     )
-    solution = solve(problem, Penalty(mode="stochastic"), number(1.0, 2.0), model, max_steps=5)
+    solution = solve(problem, Penalty(mode="stochastic"), leaf(1.0, 2.0), model, max_steps=5)
     assert solution.status is Status.MAX_STEPS
 
 
@@ -153,7 +150,7 @@ def weighted(u, v, batch):
 def test_default_rate_of_rows_does_not_depend_on_the_size_of_the_last_batch(count):
     batches = list(torch.arange(count).split(100))
     solution = solve(
-        Problem(lambda u, v, _: (v**2).sum(), weighted), Penalty(), Rows(count, dtype=torch.float64), number(0.0),
+        Problem(lambda u, v, _: (v**2).sum(), weighted), Penalty(), Rows(count, dtype=torch.float64), leaf(0.0),
         ([0], batches), max_steps=100, seed=0, log_every=1,
     )  # fmt: skip
     # 90 steps move u, a quarter (a fifth) of the rows each: 2 * 5 over 22.5 (18) visits.
@@ -161,12 +158,12 @@ def test_default_rate_of_rows_does_not_depend_on_the_size_of_the_last_batch(coun
 
 
 def test_tensor_beside_rows_has_a_rate_of_its_own():
-    u = {"w": Rows(400, dtype=torch.float64), "b": number(0.0)}
+    u = {"w": Rows(400, dtype=torch.float64), "b": leaf(0.0)}
     problem = Problem(
         lambda u, v, _: (v**2).sum(),
         lambda u, v, i: (torch.sigmoid(u["w"][i]) * (v - i.double() - u["b"]) ** 2).mean(),
     )
-    solve(problem, Penalty(), u, number(0.0), ([0], list(torch.arange(400).split(4))), max_steps=100, seed=0)
+    solve(problem, Penalty(), u, leaf(0.0), ([0], list(torch.arange(400).split(4))), max_steps=100, seed=0)
     # At most 90 steps of Adam at a rate of 10/90 that falls linearly.
     assert u["b"].abs() < 6
 
@@ -175,12 +172,12 @@ def test_generator_of_a_batch_sampler_is_seeded_for_each_pass():
     items = list(torch.randn(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
     def run(loader) -> Tensor:
-        v = number(0.0)
+        v = leaf(0.0)
         problem = Problem(pull, lambda u, v, x: ((v - u - x) ** 2).mean())
         solve(
             problem,
             Penalty(lower_optimizer=ADAM, upper_optimizer=ADAM),
-            number(0.0),
+            leaf(0.0),
             v,
             ([0], loader),
             max_steps=9,
@@ -195,7 +192,7 @@ def test_generator_of_a_batch_sampler_is_seeded_for_each_pass():
 
 def test_maximum_of_the_lower_objective_is_not_called_converged_in_stochastic_mode():
     problem = Problem(lambda u, v, _: ((u - 1) ** 2 + v**2).sum(), lambda u, v, _: (((v * v - 1) ** 2) / 4).sum())
-    u, v = number(1.0), number(0.0)
+    u, v = leaf(1.0), leaf(0.0)
     solution = solve(problem, Penalty(mode="stochastic"), u, v, max_steps=50, tolerance=1e-2, seed=0)
     assert solution.certificate.lower_minimiser is False
     assert solution.status is Status.STATIONARY
@@ -204,7 +201,7 @@ def test_maximum_of_the_lower_objective_is_not_called_converged_in_stochastic_mo
 def test_checkpoint_of_another_problem_of_the_same_shape_is_refused(tmp_path):
     def run(target: float, lower) -> None:
         problem = Problem(lambda u, v, _: torch.sum((v - target) ** 2), lower)
-        solve(problem, Penalty(), number(0.0), number(0.0), max_steps=9, seed=0, checkpoint=tmp_path, resume=True)
+        solve(problem, Penalty(), leaf(0.0), leaf(0.0), max_steps=9, seed=0, checkpoint=tmp_path, resume=True)
 
     run(1.0, lambda u, v, _: torch.sum((v - u) ** 2))
     run(1.0, lambda u, v, _: torch.sum((v - u) ** 2))
@@ -222,20 +219,20 @@ def test_projection_of_rows_acts_on_each_row(mode):
         lambda u, v, _: ((v - u[torch.arange(5)].mean(0)) ** 2).sum(),
         project_upper=Simplex(),
     )
-    solve(problem, Penalty(mode=mode), u, number(0.0, 0.0, 0.0), max_steps=200, seed=0)
+    solve(problem, Penalty(mode=mode), u, leaf(0.0, 0.0, 0.0), max_steps=200, seed=0)
     # Each row on the simplex, the one that is never read too.
     torch.testing.assert_close(u.values.sum(1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
     assert (u.values >= 0).all()
 
 
 def test_projected_adam_rests_at_the_solution_and_not_where_its_own_scaling_would_have_it():
-    a, b = number(1.3, -0.2, -1.1).detach(), number(0.6, 0.4, -0.3).detach()
+    a, b = leaf(1.3, -0.2, -1.1).detach(), leaf(0.6, 0.4, -0.3).detach()
     problem = Problem(
         lambda u, v, _: ((v - a) ** 2).sum() / 2 + ((u - b) ** 2).sum() / 4,
         lambda u, v, _: ((v - u) ** 2).sum() / 2,
         project_upper=Ball(0.8),
     )
-    u, v = number(0.0, 0.0, 0.0), number(0.0, 0.0, 0.0)
+    u, v = leaf(0.0, 0.0, 0.0), leaf(0.0, 0.0, 0.0)
     solve(problem, Penalty(mode="stochastic"), u, v, max_steps=600, seed=0)
     # Rates fall to zero over 600 steps; a step along the scaled gradient ends 0.06 away.
     torch.testing.assert_close(u.detach(), Ball(0.8)((a + b / 2) / 1.5), rtol=0, atol=1e-4)
@@ -244,7 +241,7 @@ def test_projected_adam_rests_at_the_solution_and_not_where_its_own_scaling_woul
 def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="WORLD_SIZE=2"):
-        solve(Problem(pull, follow), Penalty(), number(0.0), number(0.0), max_steps=2)
+        solve(Problem(pull, follow), Penalty(), leaf(0.0), leaf(0.0), max_steps=2)
 
 
 def test_history_of_a_diverged_run_ends_where_its_state_does():
@@ -254,7 +251,7 @@ def test_history_of_a_diverged_run_ends_where_its_state_does():
         return pull(u, v, batch) * (float("nan") if next(calls) > 30 else 1.0)
 
     method = Penalty(mode="stochastic")
-    solution = solve(Problem(upper, follow), method, number(0.0), number(3.0), max_steps=50, log_every=4)
+    solution = solve(Problem(upper, follow), method, leaf(0.0), leaf(3.0), max_steps=50, log_every=4)
     assert solution.status is Status.DIVERGED
     assert solution.steps > 0
     assert len(solution.history) == solution.steps
@@ -279,8 +276,8 @@ def test_callbacks_are_closed_where_an_objective_raises():
         solve(
             Problem(upper, follow),
             Penalty(mode="stochastic"),
-            number(0.0),
-            number(0.0),
+            leaf(0.0),
+            leaf(0.0),
             max_steps=50,
             callbacks=[callback],
         )
@@ -293,7 +290,7 @@ def test_early_stopping_is_resumed_with_the_run(tmp_path):
 
     def run(folder, *callbacks):
         return solve(
-            Problem(pull, follow), method, number(0.0), number(0.0), max_steps=100, log_every=1, seed=0, resume=True,
+            Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=100, log_every=1, seed=0, resume=True,
             callbacks=[EarlyStopping(patience=20), *callbacks], checkpoint=tmp_path / folder,
         )  # fmt: skip
 
@@ -315,7 +312,7 @@ def test_nothing_is_changed_where_the_start_is_refused(options, words):
     problem = Problem(lambda u, v, x: v(x).square().mean(), lambda u, v, x: (v(x) - u).square().mean())
     data = ([torch.eye(2).double()], [torch.eye(2).double()])
     with pytest.raises(OptionError, match=words):
-        solve(problem, Penalty(**options), number(0.0), model, data, max_steps=5)
+        solve(problem, Penalty(**options), leaf(0.0), model, data, max_steps=5)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
@@ -328,14 +325,14 @@ def test_checkpoint_that_cannot_be_written_is_refused_before_any_evaluation(tmp_
         return follow(u, v, batch)
 
     with pytest.raises(CheckpointError, match="cannot be written"):
-        solve(Problem(pull, lower), Penalty(), number(0.0), number(0.0), max_steps=5, checkpoint=tmp_path / "file")
+        solve(Problem(pull, lower), Penalty(), leaf(0.0), leaf(0.0), max_steps=5, checkpoint=tmp_path / "file")
     assert not calls
 
 
 def test_optimizer_that_works_on_lists_of_tensors_takes_a_rate_that_is_a_tensor():
     lists = partial(torch.optim.Adam, lr=0.01, foreach=True)
     method = Penalty(mode="stochastic", lower_optimizer=lists, upper_optimizer=lists)
-    assert solve(Problem(pull, follow), method, number(0.0), number(0.0), max_steps=5).steps == 5
+    assert solve(Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=5).steps == 5
 
 
 def test_half_precision_is_refused_without_data():
@@ -347,7 +344,7 @@ def test_half_precision_is_refused_without_data():
 def test_plain_sgd_slows_down_as_gamma_grows_and_adam_does_not():
     sgd = partial(torch.optim.SGD, lr=0.01)
     method = Penalty(mode="stochastic", lower_optimizer=sgd, upper_optimizer=ADAM, decay="constant", warm_up=0.0)
-    solution = solve(Problem(pull, follow), method, number(0.0), number(0.0), max_steps=40, log_every=1)
+    solution = solve(Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=40, log_every=1)
     gamma = solution.history["gamma"]
     # One rounding of a quotient for each number.
     assert solution.history["lower_rate"] == pytest.approx([0.01 * gamma[0] / g for g in gamma], rel=1e-12)
@@ -367,7 +364,7 @@ def test_plain_sgd_slows_down_as_gamma_grows_and_adam_does_not():
     ],
 )
 def test_arguments_of_the_wrong_kind_are_named(arguments, words):
-    given = {"problem": Problem(pull, follow), "method": Penalty(), "u": number(0.0), "v": number(0.0), "max_steps": 3}
+    given = {"problem": Problem(pull, follow), "method": Penalty(), "u": leaf(0.0), "v": leaf(0.0), "max_steps": 3}
     with pytest.raises(OptionError, match=words):
         solve(**(given | arguments))
 
@@ -375,7 +372,7 @@ def test_arguments_of_the_wrong_kind_are_named(arguments, words):
 def test_changed_set_is_another_problem(tmp_path):
     def run(bound: float) -> None:
         problem = Problem(pull, follow, project_upper=Box(-bound, bound))
-        solve(problem, Penalty(), number(0.0), number(0.0), max_steps=9, seed=0, checkpoint=tmp_path, resume=True)
+        solve(problem, Penalty(), leaf(0.0), leaf(0.0), max_steps=9, seed=0, checkpoint=tmp_path, resume=True)
 
     run(6.0)
     with pytest.raises(CheckpointError, match="another run: its objectives"):
@@ -385,13 +382,13 @@ def test_changed_set_is_another_problem(tmp_path):
 def test_upper_objective_without_a_gradient_is_refused():
     problem = Problem(lambda u, v, batch: pull(u, v, batch).detach(), follow)
     with pytest.raises(ProblemError, match="upper must depend on u or v"):
-        solve(problem, Penalty(), number(0.0), number(0.0), max_steps=3)
+        solve(problem, Penalty(), leaf(0.0), leaf(0.0), max_steps=3)
 
 
 def test_projection_that_changes_the_shape_is_named():
     problem = Problem(pull, follow, project_upper=lambda x: x[:1])
     with pytest.raises(ProblemError, match="project_upper must keep the shape"):
-        solve(problem, Penalty(), number(0.0, 0.0), number(0.0, 0.0), max_steps=3)
+        solve(problem, Penalty(), leaf(0.0, 0.0), leaf(0.0, 0.0), max_steps=3)
 
 
 def test_set_without_constraints_is_never_called_infeasible():
@@ -412,5 +409,5 @@ def test_set_without_constraints_is_never_called_infeasible():
 def test_rows_outside_every_batch_are_put_into_their_box():
     u = Rows(4, init=3.0, dtype=torch.float64)
     problem = Problem(lambda u, v, _: (v**2).sum(), weighted, project_upper=Box(0, 1))
-    solve(problem, Penalty(), u, number(0.0), ([0], [torch.tensor([0, 1])]), max_steps=10, seed=0)
+    solve(problem, Penalty(), u, leaf(0.0), ([0], [torch.tensor([0, 1])]), max_steps=10, seed=0)
     assert (u.values <= 1).all()

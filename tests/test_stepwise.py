@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from common import leaf
 from torch import Tensor
 
 from bilevel import Penalty, Problem, Solution, batch_scales, solve
 from bilevel.errors import OptionError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 def upper(u: Tensor, v: Tensor, _: Any) -> Tensor:

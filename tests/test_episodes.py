@@ -1,0 +1,121 @@
+"""Problems made of episodes: prepare and start_lower."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from common import Each, leaf, plain
+from torch import Tensor
+
+from bilevel import (
+    OptionError,
+    Penalty,
+    Problem,
+    Rows,
+    Run,
+    solve,
+)
+
+
+class Episodes:
+    """Features of u for each pair of batches; notes when each function ran and what it got."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.steps: list[list[str]] = []
+        self.callback = Each(self._next)
+        self.problem = Problem(self.upper, self.lower, prepare=self.prepare, start_lower=self.start_lower)
+
+    def _next(self, run: Run) -> None:
+        if run.step:
+            self.steps.append(self.calls)
+        self.calls = []
+
+    def prepare(self, u: Tensor, batches: Any) -> dict[str, Any]:
+        self.calls.append("prepare")
+        return {"features": torch.tanh(u) * sum(batches), "batches": batches}
+
+    def start_lower(self, v: Tensor, prepared: dict[str, Any]) -> None:
+        self.calls.append("start")
+        v.fill_(0.1)
+
+    def lower(self, u: Tensor, v: Tensor, prepared: dict[str, Any]) -> Tensor:
+        self.calls.append("lower live" if prepared["features"].requires_grad else "lower held")
+        return torch.sum((v - prepared["features"]) ** 2)
+
+    def upper(self, u: Tensor, v: Tensor, prepared: dict[str, Any]) -> Tensor:
+        self.calls.append("upper")
+        return torch.sum((v - prepared["batches"][0]) ** 2)
+
+
+def test_prepare_runs_once_per_upper_step_and_lower_steps_see_it_detached():
+    episodes = Episodes()
+    u, v = leaf(0.5), leaf(0.0)
+    solve(
+        episodes.problem, plain(lower_steps=3), u, v, ([1.0, 2.0], [0.5, 1.5, 2.5]), max_steps=5, log_every=1, seed=0,
+        callbacks=[episodes.callback],
+    )  # fmt: skip
+    assert len(episodes.steps) == 5
+    for step in episodes.steps:
+        assert step == ["prepare", "start", *["lower held", "upper"] * 3, "lower live", "upper"]
+    assert u.item() != 0.5
+
+
+def test_upper_step_differentiates_through_prepare():
+    data = ([1.0, 2.0], [0.5, 1.5, 2.5])
+    ends = []
+    for prepared in (True, False):
+        u, v = leaf(0.5), leaf(0.0)
+        episodes = Episodes()
+        if prepared:
+            problem = Problem(episodes.upper, episodes.lower, prepare=episodes.prepare)
+            method = plain()
+        else:
+            # The pair is the same for both objectives, as with prepare, and shared over the step.
+            pairs = [(data[0][i % 2], data[1][i % 3]) for i in range(6)]
+            problem = Problem(
+                lambda u, v, pair: torch.sum((v - pair[0]) ** 2),
+                lambda u, v, pair: torch.sum((v - torch.tanh(u) * sum(pair)) ** 2),
+            )
+            method = plain(lower_batches="shared")
+        solve(problem, method, u, v, data if prepared else (pairs, pairs), max_steps=6, seed=0)
+        ends.append((u.item(), v.item()))
+    # The same products in another order.
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+
+
+def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():
+    """With u held by a rate of zero and one episode, every upper step then repeats the first one bit for bit."""
+    momentum, still = partial(torch.optim.Adam, lr=0.05), partial(torch.optim.SGD, lr=0.0)
+
+    def lowers(start_lower: bool) -> list[float]:
+        def start(v, prepared):
+            v.fill_(0.1)
+
+        problem = Problem(
+            lambda u, v, _: torch.sum((v - 1) ** 2),
+            lambda u, v, _: torch.sum((v - u) ** 2),
+            start_lower=start if start_lower else None,
+        )
+        method = plain(
+            lower_steps=3, nu=0.2, multipliers=True, advances=None, advance_every=1, gamma_factor=1.0, lam_factor=1.0,
+            lower_optimizer=momentum, upper_optimizer=still,
+        )  # fmt: skip
+        solution = solve(problem, method, leaf(0.5), leaf(0.1), max_steps=6, seed=0)
+        assert "steps" in solution.history["advanced"]
+        return solution.history["lower"]
+
+    assert len(set(lowers(True))) == 1
+    assert len(set(lowers(False))) == 6
+
+
+def test_rows_in_prepare_are_refused():
+    u, v = Rows(3, dtype=torch.float64), leaf(0.0)
+    problem = Problem(
+        lambda u, v, p: torch.sum((v - 1) ** 2), lambda u, v, p: torch.sum((v - p) ** 2), prepare=lambda u, _: u[[0]]
+    )
+    with pytest.raises(OptionError, match="u cannot hold Rows where the problem has prepare"):
+        solve(problem, Penalty(mode="stochastic"), u, v, max_steps=1, seed=0)

@@ -11,6 +11,7 @@ from .errors import (
     ProblemError,
     VariableError,
 )
+from .methods.alternating import Alternating
 from .methods.penalty import Penalty
 from .problem import Problem
 from .projections import Ball, Box, Simplex
@@ -21,7 +22,7 @@ from .solve import solve
 __version__ = "0.1.0"
 
 __all__ = [
-    "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback", "Certificate", "Check",
+    "Alternating", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback", "Certificate", "Check",
     "CheckpointError", "DataError", "EarlyStopping", "History", "OptionError", "Penalty", "Problem", "ProblemError",
     "Progress", "Rows", "Run", "Simplex", "Solution", "Status", "TensorBoard", "VariableError", "__version__", "check",
     "solve",

@@ -182,6 +182,20 @@ class Derivatives:
             v = [x + lam * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
+        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints."""
+        share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
+        total: Gradients | None = None
+        for batch, _ in batches:
+            with self.holding_u(True) as inputs:
+                f = self.upper(batch) * share
+                leaves = self.v.leaves[:count]
+                found = self._gather(f, torch.zeros_like(f), [], [], gradient(f, [*leaves, *inputs()]), 1.0, count)
+            total = found if total is None else _add(total, found)
+        if total is None:
+            raise ProblemError("direct needs at least one batch; got none.")
+        return total
+
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """r, from s."""
         if not self.v.projected:
@@ -307,7 +321,7 @@ class Derivatives:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
             if share != 1.0:
                 found = list(torch._foreach_mul(found, share))
-            return self._gather(f, g, slope, values, found, share)
+            return self._gather(f, g, slope, values, found, share, len(leaves))
 
     def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
         """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
@@ -365,15 +379,15 @@ class Derivatives:
         return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
 
     def _gather(
-        self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float
+        self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        count = len(self.v.leaves)
+        """What was found in `count` leaves of v, the leaves of u and the rows that were read, in this order."""
         static = len(self.u.leaves) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
         return Gradients(
-            f=f.detach() * share, g=g.detach() * share, slope=slope, residual=self.residual(slope), constraints=h,
-            v=found[:count], u=found[count : count + static], rows=rows,
+            f=f.detach() * share, g=g.detach() * share, slope=slope, residual=self.residual(slope) if slope else [],
+            constraints=h, v=found[:count], u=found[count : count + static], rows=rows,
         )  # fmt: skip
 
     # -- products for scales and certificates --------------------------------------------------------------------

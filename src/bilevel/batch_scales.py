@@ -42,10 +42,14 @@ class BatchScales:
     g: tuple[float, float]
     """The same of g."""
 
-    def lower_rate(self, lam: float) -> float:
-        """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|."""
+    def lower_rate(self, lam: float | None) -> float:
+        """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
+
+        Without lam, v descends g alone.
+        """
         (f, f_sum), (g, s_sum) = self.f, self.g
-        rate = LOWER_SHARE * abs(f + lam * g) / max(f_sum + lam * s_sum, 1e-300)
+        value, fall = (g, s_sum) if lam is None else (f + lam * g, f_sum + lam * s_sum)
+        rate = LOWER_SHARE * abs(value) / max(fall, 1e-300)
         return min(max(rate, LOWER_RATES[0]), LOWER_RATES[1])
 
 

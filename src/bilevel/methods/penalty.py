@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from ..autodiff import Curvature
 from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..method import Setting, State
+from ..options import described, factory, in_range, one_of
 from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
@@ -107,35 +107,30 @@ class Penalty:
     """L-BFGS iterations before the multipliers move even if the tolerance was not met."""
 
     def __post_init__(self) -> None:
-        _choice("mode", self.mode, ("deterministic", "stochastic"))
-        _choice("curvature", self.curvature, ("auto", "exact", "gram", "difference"), optional=False)
-        _choice("decay", self.decay, ("linear", "constant"))
-        _choice("lower_batches", self.lower_batches, ("fresh", "shared"))
-        _choice("cotangent", self.cotangent, ("same", "running", "other"))
+        one_of("mode", self.mode, ("deterministic", "stochastic"), optional=True)
+        one_of("curvature", self.curvature, ("auto", "exact", "gram", "difference"))
+        one_of("decay", self.decay, ("linear", "constant"), optional=True)
+        one_of("lower_batches", self.lower_batches, ("fresh", "shared"), optional=True)
+        one_of("cotangent", self.cotangent, ("same", "running", "other"), optional=True)
         for name in ("advance_every", "memory", "inner_steps"):
-            _range(name, getattr(self, name), least=1, whole=True)
-        _range("lower_steps", self.lower_steps, least=0, whole=True)
+            in_range(name, getattr(self, name), least=1, whole=True)
+        in_range("lower_steps", self.lower_steps, least=0, whole=True)
         if self.lower_steps == 0 and self.joint is False:
             raise OptionError("lower_steps must be at least 1 with joint=False, or v never moves; got 0.")
-        _range("advances", self.advances, least=0, whole=True)
+        in_range("advances", self.advances, least=0, whole=True)
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
-            _range(name, getattr(self, name), least=0)
-        _range("gamma_factor", self.gamma_factor, least=1)
-        _range("nu", self.nu, least=float("-inf"))
+            in_range(name, getattr(self, name), least=0)
+        in_range("gamma_factor", self.gamma_factor, least=1)
+        in_range("nu", self.nu, least=float("-inf"))
         for name in ("joint", "multipliers", "average_residual"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise OptionError(f"{name} must be True or False; got {getattr(self, name)!r}.")
         for name in ("lam_factor", "epsilon_factor"):
-            _range(name, getattr(self, name), least=0, most=1)
+            in_range(name, getattr(self, name), least=0, most=1)
         for name in ("warm_up", "smoothing"):
-            _range(name, getattr(self, name), least=0, below=1)
+            in_range(name, getattr(self, name), least=0, below=1)
         for name in ("upper_optimizer", "lower_optimizer"):
-            value = getattr(self, name)
-            if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
-                raise OptionError(
-                    f"{name} must be a factory such as partial(torch.optim.Adam, lr=1e-3), not an optimizer; got "
-                    f"{value!r}."
-                )
+            factory(name, getattr(self, name))
 
     @classmethod
     def algorithm_1(
@@ -200,15 +195,7 @@ class Penalty:
 
     def describe(self) -> dict[str, str]:
         """The options that were given, as text: what a checkpoint is compared by."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {name: _text(value) for name, value in given.items()}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, partial):
-        options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
-        return f"{_text(value.func)}({options})"
-    return str(getattr(value, "__qualname__", type(value).__qualname__ if callable(value) else value))
+        return described(self)
 
 
 def _refuse_gram(options: Penalty, setting: Setting) -> None:
@@ -222,27 +209,3 @@ def _refuse_gram(options: Penalty, setting: Setting) -> None:
         if obstacle:
             fix = f"{needed}, or " if needed else ""
             raise OptionError(f"curvature='gram' cannot be used with {name}. Use {fix}curvature='auto'.")
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = True) -> None:
-    if value not in allowed and not (optional and value is None):
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
-
-
-def _range(
-    name: str,
-    value: float | None,
-    *,
-    least: float,
-    most: float = float("inf"),
-    below: float = float("inf"),
-    whole: bool = False,
-) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise OptionError(f"{name} must be a{' whole' if whole else ''} number; got {value!r}.")
-    if not least <= value <= most or not value < below or not math.isfinite(value):
-        above = f" and below {below:g}" if below < float("inf") else f" and at most {most:g}" * (most < float("inf"))
-        floor = f"at least {least:g}" if math.isfinite(least) else "finite"
-        raise OptionError(f"{name} must be {floor}{above}; got {value!r}.")

@@ -61,7 +61,8 @@ def held(s: Schedule) -> list[Tensor]:
 def observe(s: Schedule, square: float, seed: int = 0, sign: float = 1.0) -> str:
     """One upper step whose gradient has the squared norm `square`, along one direction and its opposite."""
     dense = [number(sign * 0.6 * square**0.5), torch.full((4,), sign * 0.4 * square**0.5, dtype=torch.float64)]
-    return REASONS[int(s.observe(number(square), gradients(seed), dense).item())]
+    reason = REASONS[int(s.observe(number(square), gradients(seed), dense).item())]
+    return "steps" if s.count() else reason
 
 
 def test_tolerance_fires_at_epsilon_and_not_above():
@@ -86,10 +87,20 @@ def test_epsilon_of_none_does_not_fire_even_on_a_gradient_of_zero():
 
 
 @pytest.mark.parametrize("every", [1, 3, 7])
-def test_steps_fire_after_that_many_upper_steps_since_the_last_advance(every):
-    s = schedule(epsilon=1e-6, every=every)
+@pytest.mark.parametrize("epsilon", [1e-6, None])
+def test_steps_fire_after_that_many_upper_steps_since_the_last_advance(every, epsilon):
+    s = schedule(epsilon=epsilon, every=every)
     expected = ["steps" if k % every == 0 else "" for k in range(1, 4 * every + 1)]
     assert [observe(s, 1.0) for _ in expected] == expected
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_steps_counted_on_the_host_move_everything_as_those_counted_on_the_device(averaged):
+    host, device = (schedule(epsilon=epsilon, every=3, averaged=averaged) for epsilon in (None, 1e-300))
+    for k in range(10):
+        assert observe(host, 1.0, k) == observe(device, 1.0, k)
+        for a, b in zip(held(host), held(device), strict=True):
+            assert torch.equal(a, b) or a is host.epsilon
 
 
 def test_steps_are_counted_anew_after_the_tolerance_fired():

@@ -66,9 +66,10 @@ class Gradients:
     """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
 
 
-def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """<a, b> over all tensors, as a tensor."""
-    total: Tensor = torch.stack([torch.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
+def dot(a: Sequence[Tensor], b: Sequence[Tensor], *, trials: bool = False) -> Tensor:
+    """<a, b> over all tensors, as a tensor; with `trials`, one for each entry of their leading dimension."""
+    products = (x * y for x, y in zip(a, b, strict=True))
+    total: Tensor = torch.stack([x.reshape(x.shape[0], -1).sum(1) if trials else torch.sum(x) for x in products]).sum(0)
     return total
 
 
@@ -92,6 +93,9 @@ def gradient(
     outputs = [output] if isinstance(output, Tensor) else list(output)
     weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
     live = [i for i, out in enumerate(outputs) if out.requires_grad]
+    for i in live:  # the sum over trials: each depends on its own part of the leaves alone
+        if weights[i] is None and outputs[i].dim():
+            weights[i] = torch.ones_like(outputs[i])
     if not live or not leaves:
         return [torch.zeros_like(leaf) for leaf in leaves]
     found = torch.autograd.grad(
@@ -99,6 +103,11 @@ def gradient(
         create_graph=keep_graph, retain_graph=keep_graph or retain, allow_unused=True,
     )  # fmt: skip
     return [torch.zeros_like(leaf) if d is None else d for d, leaf in zip(found, leaves, strict=True)]
+
+
+def spread(price: Tensor, like: Tensor) -> Tensor:
+    """A number, or one for each trial, in a shape that multiplies `like`."""
+    return price if price.dim() == 0 else price.reshape(-1, *[1] * (like.dim() - 1))
 
 
 class Derivatives:
@@ -126,11 +135,37 @@ class Derivatives:
 
     def lower(self, batch: Any) -> Tensor:
         self.lower_evaluations += 1
-        return _scalar(self._call(self.problem.lower, batch), "lower")
+        return self._scalar(self._call(self.problem.lower, batch), "lower")
 
     def upper(self, batch: Any) -> Tensor:
         self.upper_evaluations += 1
-        return _scalar(self._call(self.problem.upper, batch), "upper")
+        return self._scalar(self._call(self.problem.upper, batch), "upper")
+
+    def _scalar(self, value: Any, name: str) -> Tensor:
+        """One number, or one for each trial."""
+        if not isinstance(value, Tensor):
+            raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
+        if (trials := self.problem.trials) is not None:
+            if value.shape != (trials,):
+                raise ProblemError(
+                    f"{name} must return {trials} numbers, one a trial; got a tensor of shape {tuple(value.shape)}."
+                )
+            return value
+        if value.numel() != 1:
+            raise ProblemError(
+                f"{name} must return one number; got a tensor of shape {tuple(value.shape)}. Take its mean or its sum."
+            )
+        return value.reshape(())
+
+    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """<a, b>, of each trial where there are trials. Every tensor is shaped like one of u or v."""
+        return dot(a, b, trials=self.problem.trials is not None)
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The Euclidean norm over all tensors, of each trial where there are trials."""
+        if self.problem.trials is None:
+            return norm(tensors)
+        return self.dot(tensors, tensors).detach().sqrt()
 
     def constraints(self, batch: Any) -> list[Tensor]:
         functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
@@ -179,7 +214,7 @@ class Derivatives:
                 h = _sum([h, values]) if h else values
         slope, v = total[2 : 2 + count], total[2 + count :]
         if lam is not None:
-            v = [x + lam * s for x, s in zip(v, slope, strict=True)]
+            v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
     def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
@@ -289,7 +324,7 @@ class Derivatives:
             direct: list[Tensor] | None = None
             # The Gram form knows no cotangent but nu + gamma s.
             nu = prices.nu if prices.multipliers else None
-            plain = given_slope is not None or self.v.projected
+            plain = given_slope is not None or self.v.projected or self.problem.trials is not None
             gram = [] if plain else self._gram(g, with_slope=lam is None, with_nu=prices.multipliers)
             self.gram_layers = len(gram)
             if gram:
@@ -315,7 +350,7 @@ class Derivatives:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
                 found = _sum([found, self._difference(batch[1], wrt, pull, state)])
                 if lam is not None:
-                    found = _sum([found, [lam * x for x in slope]])
+                    found = _sum([found, [spread(lam, x) * x for x in slope]])
             # Never in place: autograd may hand out one tensor for two inputs.
             if direct is not None:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
@@ -336,7 +371,7 @@ class Derivatives:
         With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
         """
         if not self.v.projected:
-            return None, [n + prices.gamma * x for n, x in zip(prices.nu, slope, strict=True)]
+            return None, [n + spread(prices.gamma, x) * x for n, x in zip(prices.nu, slope, strict=True)]
         points = [(v - s).detach().requires_grad_() for v, s in zip(self.v.leaves, slope, strict=True)]
         with torch.enable_grad():
             moved = self.v.project_leaves(points)
@@ -362,21 +397,21 @@ class Derivatives:
         leaves = self.v.leaves
         held = [leaf.detach().clone() for leaf in leaves]
         eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
-        size = norm(pull)
-        step = eps * (1 + norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
+        size = self.norm(pull)
+        step = eps * (1 + self.norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
         after = random_state(self.v.device)
         sides = []
         with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
             for sign in (1.0, -1.0):
                 with torch.no_grad():
                     for leaf, value, direction in zip(leaves, held, pull, strict=True):
-                        leaf.copy_(value + sign * step * direction)
+                        leaf.copy_(value + sign * spread(step, value) * direction)
                 set_random_state(state, self.v.device)
                 for rows in self.u.rows:
                     rows.replay()
                 sides.append(gradient(self.lower(batch), wrt, retain=True))
         set_random_state(after, self.v.device)
-        return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
+        return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
 
     def _gather(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
@@ -392,8 +427,14 @@ class Derivatives:
 
     # -- products for scales and certificates --------------------------------------------------------------------
 
-    def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
-        """g_vv d, followed by g_uv d where asked, by the curvature in force."""
+    def hessian_product(
+        self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool, retain: bool = False
+    ) -> list[Tensor]:
+        """g_vv d, followed by g_uv d where asked, by the curvature in force.
+
+        `self.tapes` then says which rows of u the last entries belong to. `retain` keeps the graph of what was
+        prepared, for a further product.
+        """
         share = 1.0 / len(batches)
 
         def one(batch: Any) -> list[Tensor]:
@@ -404,7 +445,7 @@ class Derivatives:
                 s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
                     refuse_once_differentiable(s)
-                return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
+                return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=retain)
 
         return _sum([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 
@@ -479,16 +520,6 @@ def violation(values: Sequence[Tensor], equalities: int) -> Tensor:
     """The largest violation of a constraint, as a tensor; there is at least one."""
     sizes = [h.abs().amax() if i < equalities else h.amax().clamp(min=0) for i, h in enumerate(values)]
     return torch.stack(sizes).amax()
-
-
-def _scalar(value: Any, name: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
-    if value.numel() != 1:
-        raise ProblemError(
-            f"{name} must return one number; got a tensor of shape {tuple(value.shape)}. Take its mean or its sum."
-        )
-    return value.reshape(())
 
 
 def _sum(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

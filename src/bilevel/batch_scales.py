@@ -2,7 +2,7 @@
 
     lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|
 
-`scales` is the same for a problem without data.
+`scales` is the same for a problem without data. Over trials, the sizes are those of all of them together.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
     leaves, count = d.v.leaves, len(pairs)
     for pair in pairs:
         g, s = d.slope([pair])
-        g_size = (g_size[0] + g.item(), g_size[1] + _entries(s))
+        g_size = (g_size[0] + g.sum().item(), g_size[1] + _entries(s))
         slope += norm(s).item()
         bent += norm(d.hessian_product([pair], s, with_u=False)).item()
         with d.holding_u(True) as inputs:
@@ -72,7 +72,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             first = gradient(f, wrt, retain=True)
             f_v += norm(first[: len(leaves)]).item()
             f_z += norm(first).item()
-            f_size = (f_size[0] + f.item(), f_size[1] + _entries(first[: len(leaves)]))
+            f_size = (f_size[0] + f.sum().item(), f_size[1] + _entries(first[: len(leaves)]))
             if d.u.rows:
                 tapes = zip(d.tapes, d.u.rows, strict=True)
                 read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]

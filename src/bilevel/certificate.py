@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, dot, gradient, norm, violation
+from .autodiff import Derivatives, dot, gradient, norm, spread, violation
 from .batches import Pair
 from .method import State
 from .problem import Problem
@@ -77,10 +77,10 @@ def _measure(
         lower_residual=norm(residual).item(), violation=violation(values, equal).item() if values else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
-        damping=(state.lam() / prices.gamma).item() if prices.gamma.item() else math.inf,
+        damping=(state.lam() / prices.gamma).mean().item() if bool(prices.gamma.all()) else math.inf,
         batches=max(len(upper), len(lower)) if sources else 0, full_data=full,
     )  # fmt: skip
-    paid = [n + prices.gamma * r for n, r in zip(prices.nu, residual, strict=True)]
+    paid = [n + spread(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
     return certificate, {"nu": paid, "equalities": pulls[:equal], "inequalities": pulls[equal:]}
 
 

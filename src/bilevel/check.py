@@ -76,6 +76,8 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
         raise OptionError("v cannot hold Rows: the lower variable moves as a whole. Pass a tensor of shape (n, ...).")
     if upper.device != lower.device:
         raise OptionError(f"u and v must be on one device; got {upper.device} and {lower.device}. Move one with .to().")
+    if problem.trials is not None:
+        _check_trials(problem.trials, upper, lower)
     for variable, option in ((upper, "project_upper"), (lower, "project_lower")):
         for name, leaf in zip(variable.names, variable.leaves, strict=True):
             if (projection := variable.projection(name)) is not None:
@@ -84,6 +86,18 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
     if any(leaf.data_ptr() in mine for leaf in upper.leaves if leaf.numel()):
         raise OptionError("u and v must not share tensors. Pass separate ones; clone() makes a copy.")
     return upper, lower
+
+
+def _check_trials(trials: int, *both: Variable) -> None:
+    for variable in both:
+        if variable.rows:
+            raise OptionError(f"{variable.name} cannot hold Rows where the problem has trials. Use a tensor.")
+        for leaf in variable.leaves:
+            if leaf.dim() == 0 or leaf.shape[0] != trials:
+                raise OptionError(
+                    f"every tensor of {variable.name} must have a leading dimension of {trials}, one part a trial; got "
+                    f"shape {tuple(leaf.shape)}."
+                )
 
 
 def _check_projection(projection: Projection, leaf: Tensor, option: str) -> None:
@@ -203,4 +217,4 @@ def _check(d: Derivatives, pairs: Sequence[Pair]) -> Check:
         double = f"no: {operator} has none; curvature falls back to differences"
     gradient(d.upper(batches[0][0]), d.v.leaves)
     second = time.perf_counter() - started
-    return Check(f.item(), g.item(), d.u.size, d.v.size, depends, coupled, double, first, second)
+    return Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)

@@ -31,7 +31,7 @@ def lower_value(d: Derivatives, v: Tensor) -> tuple[float, Tensor, None]:
     """g and grad_v g at v, which is written to the leaves."""
     write(v, d.v.leaves)
     g, s = d.slope(d.prepare([(None, None)], graph=False))
-    return g.item(), flatten(s), None
+    return g.sum().item(), flatten(s), None
 
 
 def minimise(d: Derivatives, tolerance: float) -> float:
@@ -60,7 +60,7 @@ def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, cu
     """
     held = flatten(d.v.leaves)
     at, slope = d.slope(d.prepare([(None, None)], graph=False))
-    g = at.item()
+    g = at.sum().item()
     best, lowest = None, g
     size = 1 + held.norm().item()
     noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)

@@ -31,6 +31,9 @@ class Problem:
     `prepare(u, batches)` returns what depends on u alone for a pair (upper batch, lower batch); `upper`, `lower` and
     the constraints then receive that in place of their batch. `start_lower(v, prepared)` puts v in place at its start
     before each upper step.
+
+    `trials=n` declares n problems in one: every tensor of u and v has a leading dimension n, and the objectives return
+    n numbers, one a trial, which depend on that trial's part of u and v alone.
     """
 
     upper: Objective
@@ -43,6 +46,7 @@ class Problem:
     project_lower: Projection | Mapping[str, Projection] | None = None
     prepare: Callable[[Any, Any], Any] | None = None
     start_lower: Callable[[Any, Any], None] | None = None
+    trials: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower"):
@@ -62,6 +66,15 @@ class Problem:
                     f"{name} is not supported yet. Use project_lower where the lower variable lives in a set with a "
                     "known projection (Box, Ball, Simplex), or add the constraint to lower as a penalty."
                 )
+        if self.trials is not None:
+            self._refuse_trials(self.trials)
+
+    def _refuse_trials(self, trials: object) -> None:
+        if not isinstance(trials, int) or isinstance(trials, bool) or trials < 1:
+            raise ProblemError(f"trials must be a whole number of at least 1; got {trials!r}.")
+        for name in ("equalities", "inequalities", "project_upper", "project_lower", "prepare", "start_lower"):
+            if getattr(self, name):
+                raise ProblemError(f"trials cannot be used with {name}. Leave trials out, and solve them one by one.")
 
 
 class Variable:

@@ -217,13 +217,13 @@ class Steps(ABC):
     ) -> Tensor:
         """The record of a step of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
         parts = [*moved.u, *(g for rows in moved.rows for _, g in rows)]
-        size_u = norm(parts) if parts else torch.zeros_like(f)
+        size_u = self.derivatives.norm(parts) if parts else torch.zeros_like(f)
         zero = torch.zeros_like(f)
         row = [
             f, g, size_u, size_v, residual, zero, zero, zero, zero,
             left * self.upper.rate * moving, left * self.lower.rate, zero,
         ]  # fmt: skip
-        return torch.stack([x.detach().to(torch.float64) for x in row])
+        return torch.stack([x.detach().to(torch.float64).mean() for x in row])
 
     def _draw(self) -> Draw:
         sources, count = self.setting.sources, self.setting.accumulate

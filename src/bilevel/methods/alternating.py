@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autodiff import Prices, norm
+from ..autodiff import Prices
 from ..descent import OptimizerFactory
 from ..method import Setting, State
 from ..options import StepOptions, factory, no_constraints
@@ -56,7 +56,7 @@ class _Run(Steps):
         direct = d.direct(draw[0], with_v=False)
         if moving:
             self.upper.step(direct.u, direct.rows, left)
-        return self._record(direct.f, g, direct, norm(slope), norm(d.residual(slope)), left, moving)
+        return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
 
     def prices(self) -> Prices:
         """The adjoint is taken for zero, which is what the method leaves out: the certificate shows it."""

@@ -183,6 +183,8 @@ class Penalty:
                     "mode='deterministic' needs objectives without data; got data. Close over the full data in upper "
                     "and lower and pass data=None."
                 )
+            if setting.problem.trials is not None:
+                raise OptionError("mode='deterministic' solves one problem at a time. Pass mode='stochastic'.")
             if self.curvature == "gram":
                 raise OptionError(
                     "curvature='gram' is not used in deterministic mode. Leave it out, or pass mode='stochastic'."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Gradients, Prices, norm, violation
+from ..autodiff import Gradients, Prices, spread, violation
 from ..batch_scales import gamma_now
 from ..batches import Pair
 from ..descent import Descent
@@ -24,6 +24,7 @@ from ..errors import OptionError
 from ..method import Setting
 from ..replay import keeping
 from ..schedule import Schedule
+from ..solution import REASONS
 from ..steps import Draw, Steps
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Stepwise(Steps):
         """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
         options = self.options
         measured = self._measured()
-        new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
+        shape = () if self.problem.trials is None else (self.problem.trials,)
+        new = partial(torch.full, shape, dtype=self.v.dtype, device=self.v.device)
         lam = measured.lam if options.lam is None else options.lam
         shapes = measured.shapes
         gamma_h = measured.gamma_h if options.gamma_h is None else [options.gamma_h] * len(shapes)
@@ -83,6 +85,8 @@ class Stepwise(Steps):
         self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(lam))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self.lower_power, self.upper_power = (self._rate_power(descent) for descent in (self.lower, self.upper))
+        if shape and (self.lower_power or self.upper_power):
+            raise OptionError("rate_power must be 0 with trials, which share their learning rates. Use Adam.")
 
     def _rate_power(self, descent: Descent) -> float:
         """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""
@@ -102,6 +106,12 @@ class Stepwise(Steps):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    def step(self, k: int) -> Tensor:
+        record = super().step(k)
+        if self.moving and self.schedule.count():
+            record[-1] = REASONS.index("steps")
+        return record
+
     def _warmed(self, k: int) -> None:
         if k > 0 and self.options.gamma is None:
             self._measure_gamma()
@@ -118,24 +128,25 @@ class Stepwise(Steps):
         schedule = self.schedule
         factor, upper_factor = (self._factor(power, left) for power in (self.lower_power, self.upper_power))
         gradients = self._gradients(draw, moving, with_u=moving)
-        lowered = [x + schedule.lam * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
+        lowered = [x + spread(schedule.lam, s) * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         if moving:
             self.upper.step(gradients.u, gradients.rows, upper_factor)
         moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
-        size_u = norm(moved) if moved else torch.zeros_like(gradients.f)
-        size_v = norm(lowered)
+        size_u = self.derivatives.norm(moved) if moved else torch.zeros_like(gradients.f)
+        size_v = self.derivatives.norm(lowered)
+        residual, worst = self.derivatives.norm(gradients.residual), self._worst(gradients.constraints)
         record = [
-            gradients.f, gradients.g, size_u, size_v, norm(gradients.residual), self._worst(gradients.constraints),
+            gradients.f, gradients.g, size_u, size_v, residual, worst,
             schedule.prices.gamma, schedule.lam, schedule.epsilon,
             upper_factor * self.upper.rate * moving, factor * self.lower.rate,
         ]  # fmt: skip
-        row = torch.stack([x.detach().to(torch.float64) for x in record])
+        row = torch.stack([x.detach().to(torch.float64).mean() for x in record])
         reason = torch.zeros_like(row[0])
         if moving:
             reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
-        return torch.cat([row, reason.to(torch.float64).reshape(1)])
+        return torch.cat([row, reason.to(torch.float64).amax().reshape(1)])
 
     def _draw_other(self) -> list[Pair] | None:
         if self.options.cotangent != "other":

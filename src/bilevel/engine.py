@@ -182,6 +182,8 @@ class Compiled(Recorded):
 
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         forms: list[Any] = []
+        # An object that comes in twice, or that the objectives hold on to, would be recorded as one.
+        tensors = [tensor.detach() for tensor in tensors]
 
         def recorded(*given: Tensor) -> list[Any]:
             out, form = pytree.tree_flatten(step(given))
@@ -356,7 +358,7 @@ def _recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """torch's optimizers compute with counters and rates, rather than read them, while something is being compiled."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Those without the option `capturable`, such as SGD, compute with a rate that is a tensor in their `foreach` form.
-    wanted = [{"capturable": True, "foreach": "capturable" not in group or None} for group in groups]
+    wanted = [{"capturable": True, "fused": None, "foreach": "capturable" not in group or None} for group in groups]
     held = [{name: group[name] for name in new if name in group} for group, new in zip(groups, wanted, strict=True)]
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True

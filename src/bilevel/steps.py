@@ -10,7 +10,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .autodiff import Curvature, Derivatives, Gradients, Prices, norm
 from .batch_scales import BatchScales, measure
 from .batches import Pair, detached
-from .descent import Descent, OptimizerFactory
+from .descent import Descent, OptimizerFactory, adam
 from .engine import Engine, Engines
 from .errors import OptionError
 from .lower_level import lower_point
@@ -106,11 +105,11 @@ class Steps(ABC):
             return Descent(self.u, factory, "upper_optimizer")
         moving = max(1, self.setting.max_steps - self.warm_up)
         rows = 2 * REACH / max(1.0, moving * measured.coverage)
-        return Descent(self.u, partial(torch.optim.Adam, lr=2 * REACH / moving), "upper_optimizer", row_rate=rows)
+        return Descent(self.u, adam(self.u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
         """What moves v: the user's optimizer, or Adam at this rate."""
-        return Descent(self.v, factory or partial(torch.optim.Adam, lr=rate), "lower_optimizer")
+        return Descent(self.v, factory or adam(self.v, rate), "lower_optimizer")
 
     def _ready(self) -> None:
         """All that a step changes is there: count the draws of a step, and make the engines."""

@@ -227,16 +227,19 @@ def subject(work: Work, lower_steps: int, engine: str, curvature: str) -> State:
     """A run of the penalty method; refuses one that the library would not run this way."""
     try:
         method = penalty(lower_steps, curvature)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BilevelWarning)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", BilevelWarning)
             state = started(
                 Problem(upper, lower), method, *work.variables(), work.data, engine=engine, precision=work.autocast
             )
             state.step(0)
-    except (OptionError, BilevelWarning) as error:
+    except OptionError as error:
         raise RefusedError(str(error)) from error
+    reasons = [str(item.message) for item in told if issubclass(item.category, BilevelWarning)]
     if getattr(state, "engine", engine) != engine:
-        raise RefusedError(f"it runs as {state.engine!r}.")  # type: ignore[attr-defined]
+        raise RefusedError(" ".join(reasons) or f"it runs as {state.engine!r}.")  # type: ignore[attr-defined]
+    if reasons:
+        raise RefusedError(reasons[0])
     return state
 
 

@@ -284,3 +284,22 @@ def test_deterministic_mode_refuses_it():
     problem = Problem(lambda u, v, _: ((v - 1) ** 2).sum(), lambda u, v, _: ((v - u) ** 2).sum())
     with pytest.raises(OptionError, match="precision must be None in deterministic mode"):
         solve(problem, Penalty(), u, v, max_steps=2, precision="bf16")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_importances_of_a_network_that_fits_its_data_have_the_direction_of_float32_on_a_gpu():
+    """What is left of small losses: a loss that autocast itself brings to float32 has a cosine of 0.83 here."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, u = mlp().cuda(), Rows(COUNT, init=torch.randn(COUNT), device="cuda")
+    upper_batch, lower_batch = (tuple(t.cuda() for t in part) for part in pair(28, 1))
+    trained(network, lower_batch, steps=60)
+
+    def found(precision: str | None) -> list[Tensor]:
+        v = Variable(copy.deepcopy(network), "v")
+        d = Derivatives(Problem(upper, lower), Variable(u, "u"), v, "exact", precision)
+        nu = [torch.zeros_like(leaf, requires_grad=False) for leaf in v.leaves]
+        prices = Prices(torch.ones((), device="cuda"), nu)
+        return in_u(d.penalised([(upper_batch, lower_batch)], prices, with_u=True))
+
+    assert cosine(found("bf16"), found(None)) > 0.995

@@ -174,7 +174,7 @@ def test_objective_that_reads_on_the_host_is_caught(steps):
     problem, u, v, data = classify()
     reading = Problem(lambda *a: problem.upper(*a) * float(v[0].bias.sum().item() < 1e9), problem.lower)
     with pytest.raises(HostReadError):
-        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, hypergradient=False)
+        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, engine="eager", hypergradient=False)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -244,4 +244,4 @@ def test_objective_that_waits_for_the_gpu_is_caught(gpu_steps):
     problem, u, v, data = classify("cuda")
     reading = Problem(lambda *a: problem.upper(*a) * float(v[0].bias.sum().item() < 1e9), problem.lower)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, hypergradient=False)
+        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, engine="eager", hypergradient=False)

@@ -182,8 +182,8 @@ class Compiled(Recorded):
 
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         forms: list[Any] = []
-        # An object that comes in twice, or that the objectives hold on to, would be recorded as one.
-        tensors = [tensor.detach() for tensor in tensors]
+        # A tensor that comes in twice, or that the objectives hold on to, would be recorded and compiled as one.
+        tensors = [_copied(tensor) for tensor in tensors]
 
         def recorded(*given: Tensor) -> list[Any]:
             out, form = pytree.tree_flatten(step(given))
@@ -309,9 +309,10 @@ def _options(device: torch.device) -> dict[str, Any]:
     """What inductor is told. Random numbers are eager's.
 
     On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
-    and prices become few.
+    and prices become few. With these, inductor's reordering of loops fails on an assertion of its own (torch 2.11).
     """
-    own = {"layout_optimization": False} if device.type == "cpu" else {"combo_kernels": True}
+    cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
+    own = {"layout_optimization": False} if device.type == "cpu" else cuda
     return {"fallback_random": True} | own
 
 
@@ -329,21 +330,31 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {first.rstrip('.')}."
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy of the same strides; where these overlap, as after `expand`, another name for the same memory."""
+    copy = tensor.clone()
+    return copy if copy.stride() == tensor.stride() else tensor.detach()
+
+
+def _name(tensor: Tensor) -> tuple[Any, ...]:
+    """What a leaf and its `detach` have in common. As two inputs, they would be merged anew in every call."""
+    return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
     """Turn the tensors that the record holds on to into inputs, each once; returns them."""
     nodes = list(graph.graph.nodes)
     start = nodes[count] if count < len(nodes) else nodes[-1]
     lived: list[Tensor] = []
-    inputs: dict[int, Any] = {}
-    held = [node for node in nodes if node.op == "get_attr"]
-    for node in held:
-        tensor = getattr(graph, node.target)
-        if id(tensor) not in inputs:
+    inputs: dict[Any, Any] = {}
+    held = {node: _name(getattr(graph, node.target)) for node in nodes if node.op == "get_attr"}
+    for node, name in held.items():
+        if name not in inputs:
             with graph.graph.inserting_before(start):
-                inputs[id(tensor)] = graph.graph.placeholder(f"lived_{len(lived)}")
-            lived.append(tensor.detach())
-    for node in held:
-        node.replace_all_uses_with(inputs[id(getattr(graph, node.target))])
+                inputs[name] = graph.graph.placeholder(f"lived_{len(lived)}")
+            lived.append(getattr(graph, node.target).detach())
+    for node, name in held.items():
+        node.replace_all_uses_with(inputs[name])
         graph.graph.erase_node(node)
     for node in reversed(graph.graph.nodes):
         if str(node.target).startswith("profiler."):  # marks of torch's profiler around an optimizer's step

@@ -3,20 +3,31 @@
 Matrix products and convolutions of upper, lower, prepare and the constraints take bfloat16, forward, backward and in
 the second backward. What they return is brought to float32 before it is differentiated, and gradients arrive in float32
 because the variables are. The certificate, which is a measurement, is taken in full precision.
+
+Losses over classes get their scores in float32 before autocast sees them. Its own way on CUDA, one kernel that reads
+bfloat16 and computes in float32, has a second derivative that is rounded to bfloat16 where large terms cancel.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .batches import each_tensor
 from .errors import OptionError
 from .problem import Variable
 
 Precision = Literal["bf16"]
+LOSSES: frozenset[Callable[..., Any]] = frozenset({
+    functional.cross_entropy, functional.nll_loss, functional.log_softmax, functional.softmax, torch.log_softmax,
+    torch.softmax, torch.logsumexp, Tensor.log_softmax, Tensor.softmax, Tensor.logsumexp,
+})  # fmt: skip
 
 
 def reduced(precision: Precision | None, device: torch.device) -> AbstractContextManager[None]:
@@ -26,7 +37,22 @@ def reduced(precision: Precision | None, device: torch.device) -> AbstractContex
     # Without the cache of casts. It outlives an evaluation where the caller is under autocast too, and would then hand
     # out weights as they were before the last step; it saves nothing where a forward pass reads each weight once; and
     # a captured graph must make its own casts.
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    return _autocast(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
+
+
+@contextmanager
+def _autocast(context: torch.autocast) -> Iterator[None]:
+    with context, _WideLosses():
+        yield
+
+
+class _WideLosses(TorchFunctionMode):
+    """Gives the functions in LOSSES float32."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return function(*(widened(args) if function in LOSSES else args), **(kwargs or {}))
 
 
 def widened(value: Any) -> Any:

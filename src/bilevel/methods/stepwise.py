@@ -109,7 +109,7 @@ class Stepwise(Steps):
     def step(self, k: int) -> Tensor:
         record = super().step(k)
         if self.moving and self.schedule.count():
-            record[-1] = REASONS.index("steps")
+            record[-1:].fill_(REASONS.index("steps"))  # an assignment would wait for the device
         return record
 
     def _warmed(self, k: int) -> None:

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 BATCH = 100
 NOISY = 5000
+TRIAL = 200
+"""Steps of a run of ours that tells what one costs, before the clock starts."""
 MODELS = {"linear": (), "mlp": (300,)}
 
 
@@ -173,7 +175,7 @@ class Setting:
 
 
 def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
-    """`solve` with `Penalty`. `max_steps` fills the budget: a few steps before the clock starts tell what one costs."""
+    """`solve` with `Penalty`. `max_steps` fills the budget; a short run before the clock tells what a step costs."""
     from bilevel import Callback, Penalty, Problem, Rows, solve
 
     options = dict(setting.options)
@@ -202,27 +204,33 @@ def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
             watch.steps = run.step
             return watch.look(self.u.values, step=False) and watch.most_steps is None
 
-    def run(steps: int, every: int, watched: bool) -> Rows:
+    class Clock(Callback):
+        def start(self, run: Any) -> None:
+            self.began = time.process_time()
+
+        def log(self, run: Any) -> None:
+            self.seconds = time.process_time() - self.began
+
+    def run(steps: int, every: int, callback: Callback | None = None) -> Rows:
         u, v = Rows(len(task.x)), task.network()
+        callbacks = [Look(u) if callback is None else callback]
         solve(
             Problem(upper, lower), method, u, v, (task.trusted(), task.noisy()), max_steps=steps, seed=task.seed,
-            log_every=every, hypergradient=False, callbacks=[Look(u)] if watched else [], **engine,
+            log_every=every, hypergradient=False, callbacks=callbacks, **engine,
         )  # fmt: skip
         return u
 
     if watch.most_steps is not None:
         watch.start()
-        return run(watch.most_steps, watch.most_steps, True).values
-    run(2, 2, False)  # what is paid once
-    trials = []
-    for steps in (20, 60):
-        started = time.process_time()
-        run(steps, steps, False)
-        trials.append(time.process_time() - started)
-    cost = (trials[1] - trials[0]) / 40
-    steps = max(10, int(0.97 * (watch.budget - max(0.0, trials[0] - 20 * cost)) / cost))
+        return run(watch.most_steps, watch.most_steps).values
+    run(2, 2, Clock())  # what is paid once
+    clock, started = Clock(), time.process_time()
+    run(TRIAL, TRIAL, clock)
+    around = time.process_time() - started - clock.seconds  # the first evaluations, and the certificate
+    cost = clock.seconds / TRIAL
+    steps = int(0.97 * (watch.budget - around) / cost)
     watch.start()
-    u = run(steps, max(1, round(watch.every / cost)), True)
+    u = run(steps, max(1, round(watch.every / cost)))
     watch.look(u.values, step=False)
     return u.values
 

@@ -14,7 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel import Callback, OptionError, Penalty, Problem, Run, Solution, Status, solve
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Callback,
+    ForwardMode,
+    OptionError,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Run,
+    Solution,
+    Status,
+    ValueFunction,
+    ValueGap,
+    solve,
+)
 from bilevel.autodiff import Derivatives
 from bilevel.solution import COLUMNS
 
@@ -22,6 +37,7 @@ ADAM = partial(torch.optim.Adam, lr=0.05)
 PRESET: dict[str, Any] = {
     "lower_steps": 3, "gamma": 3.0, "epsilon": 0.03, "upper_rate": 0.02, "lower_rate": 0.02, "decay": "linear",
 }  # fmt: skip
+MOVING: dict[str, Any] = {"lower_steps": 3, "lower_optimizer": ADAM, "upper_optimizer": ADAM}
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,11 @@ class Case:
     steps: int
     error: float
     """What the relative error must fall below, and why."""
+    lower: int = 0
+    """Evaluations of g in a step that moves u, with `lower_steps=3`; 0: another test counts them."""
+    upper: int = 0
+    calls: tuple[int, int] = (40, 40)
+    """Evaluations of f and of g after which the divergence test spoils them: in the middle of its run."""
 
 
 CASES = [
@@ -51,12 +72,36 @@ CASES = [
     Case("algorithm 2", Penalty.algorithm_2(lam=0.1, **PRESET), False, 200, 0.01),
     Case("algorithm 2 with data", Penalty.algorithm_2(lam=0.1, **PRESET), True, 200, 0.03),
 ]
+OTHERS = [
+    # The adjoint is left out: the error is that of taking dv/du for zero.
+    Case("alternating", Alternating(**MOVING), False, 200, 2.0, lower=4, upper=1, calls=(15, 60)),
+    # Steps of Adam at the end are about 0.05 / steps; on minibatches q is solved for on one batch.
+    Case("approx grad", ApproxGrad(**MOVING), False, 200, 1e-3, lower=4, upper=1, calls=(15, 60)),
+    Case("approx grad with data", ApproxGrad(**MOVING), True, 200, 5e-3, lower=4, upper=1, calls=(15, 60)),
+    Case("neumann", ApproxGrad(linear_solver="neumann", **MOVING), True, 200, 5e-3, lower=4, upper=1, calls=(15, 60)),
+    Case("adam", ApproxGrad(linear_solver="adam", **MOVING), False, 200, 1e-3, lower=4, upper=1, calls=(15, 60)),
+    # T = 5 steps at 1/L leave out (1 - 1/kappa)^T of the adjoint; with data the rate of v falls, and they leave more.
+    Case("reverse mode", ReverseMode(), False, 200, 0.002, lower=7, upper=1, calls=(15, 150)),
+    Case("reverse mode with data", ReverseMode(momentum=0.5), True, 200, 0.04, lower=7, upper=1, calls=(15, 150)),
+    Case("truncated", ReverseMode(truncate=2), False, 200, 0.015, lower=6, upper=1, calls=(15, 150)),
+    Case("forward mode", ForwardMode(), False, 200, 0.002, lower=4, upper=1, calls=(15, 150)),
+    Case("forward mode with data", ForwardMode(), True, 200, 0.06, lower=4, upper=1, calls=(15, 150)),
+    # The error is of the order 1/gamma, and gamma ends at a hundred times its first value.
+    Case("value gap", ValueGap(**MOVING), False, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),
+    Case("value gap with data", ValueGap(**MOVING), True, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),
+    Case("value function", ValueFunction(**MOVING), False, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),
+    Case("value function with data", ValueFunction(**MOVING), True, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),
+]
 
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
-stepwise = pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name.replace(" ", "_"))
-with_data = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.data], ids=lambda case: case.name.replace(" ", "_")
-)
+
+def named(case: Case) -> str:
+    return case.name.replace(" ", "_")
+
+
+each = pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=named)
+stepwise = pytest.mark.parametrize("case", CASES[1:], ids=named)
+others = pytest.mark.parametrize("case", OTHERS, ids=named)
+with_data = pytest.mark.parametrize("case", [case for case in [*CASES, *OTHERS] if case.data], ids=named)
 
 
 def run(quadratic: Any, case: Case, *, problem: Problem | None = None, **options: Any) -> Solution:
@@ -181,6 +226,15 @@ def test_objectives_are_evaluated_once_for_each_lower_and_upper_step(quadratic, 
     assert recorded == [once] * (STEPS - 1)
 
 
+@others
+def test_other_methods_cost_their_stated_number_of_evaluations(quadratic, case):
+    options: dict[str, Any] = {"lower_steps": 3, "warm_up": 0.0}
+    lower, upper, recorded = counts(quadratic, replace(case, method=replace(case.method, **options)))
+    assert lower == [case.lower] * STEPS
+    assert upper == [case.upper] * STEPS
+    assert recorded == lower[1:]
+
+
 @pytest.mark.parametrize("lower_steps", [1, 4])
 @pytest.mark.parametrize("batches", ["fresh", "shared"])
 @pytest.mark.parametrize(
@@ -295,9 +349,9 @@ def test_divergence_is_reported_within_log_every_steps_and_the_last_finite_state
     quadratic, case, value, which
 ):
     u, v = quadratic.start()
-    # 40 calls end in the middle of every run: after the first steps, before the end check of the deterministic mode.
+    # In the middle of every run: after the first steps, before the end check of the deterministic mode.
     both = {"upper": quadratic.upper, "lower": quadratic.lower}
-    problem = Problem(**(both | {which: bomb(both[which], 40, value)}))
+    problem = Problem(**(both | {which: bomb(both[which], case.calls[which == "lower"], value)}))
     watch = Watch(u, v)
     solution = solve(
         problem, case.method, u, v, quadratic.data() if case.data else None,

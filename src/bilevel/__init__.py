@@ -12,7 +12,12 @@ from .errors import (
     VariableError,
 )
 from .methods.alternating import Alternating
+from .methods.approx_grad import ApproxGrad
+from .methods.forward_mode import ForwardMode
 from .methods.penalty import Penalty
+from .methods.reverse_mode import ReverseMode
+from .methods.value_function import ValueFunction
+from .methods.value_gap import ValueGap
 from .problem import Problem
 from .projections import Ball, Box, Simplex
 from .rows import Rows
@@ -22,8 +27,9 @@ from .solve import solve
 __version__ = "0.1.0"
 
 __all__ = [
-    "Alternating", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback", "Certificate", "Check",
-    "CheckpointError", "DataError", "EarlyStopping", "History", "OptionError", "Penalty", "Problem", "ProblemError",
-    "Progress", "Rows", "Run", "Simplex", "Solution", "Status", "TensorBoard", "VariableError", "__version__", "check",
+    "Alternating", "ApproxGrad", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback",
+    "Certificate", "Check", "CheckpointError", "DataError", "EarlyStopping", "ForwardMode", "History",
+    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "Simplex",
+    "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "__version__", "check",
     "solve",
 ]  # fmt: skip

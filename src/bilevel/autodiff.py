@@ -217,16 +217,17 @@ class Derivatives:
             v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
-        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints."""
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, retain: bool = False) -> Gradients:
+        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints. `retain` keeps the graph."""
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
         total: Gradients | None = None
         for batch, _ in batches:
             with self.holding_u(True) as inputs:
                 f = self.upper(batch) * share
                 leaves = self.v.leaves[:count]
-                found = self._gather(f, torch.zeros_like(f), [], [], gradient(f, [*leaves, *inputs()]), 1.0, count)
-            total = found if total is None else _add(total, found)
+                slopes = gradient(f, [*leaves, *inputs()], retain=retain)
+                found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
+            total = found if total is None else added(total, found)
         if total is None:
             raise ProblemError("direct needs at least one batch; got none.")
         return total
@@ -299,7 +300,7 @@ class Derivatives:
 
             found: Gradients = self._guarded(one)
             onward = random_state(self.v.device)
-            total = found if total is None else _add(total, found)
+            total = found if total is None else added(total, found)
         if total is None:
             raise ProblemError("penalised needs at least one batch; got none.")
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
@@ -356,7 +357,7 @@ class Derivatives:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
             if share != 1.0:
                 found = list(torch._foreach_mul(found, share))
-            return self._gather(f, g, slope, values, found, share, len(leaves))
+            return self.gathered(f, g, slope, values, found, share, len(leaves))
 
     def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
         """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
@@ -413,7 +414,7 @@ class Derivatives:
         set_random_state(after, self.v.device)
         return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
 
-    def _gather(
+    def gathered(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
         """What was found in `count` leaves of v, the leaves of u and the rows that were read, in this order."""
@@ -441,6 +442,8 @@ class Derivatives:
             with self.holding_u(with_u) as inputs:
                 if self.curvature == "difference":
                     state = random_state(self.v.device)
+                    if with_u and self.u.rows:
+                        self.lower(batch)  # notes the rows that are read, whose leaves are differentiated
                     return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
                 s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
@@ -529,7 +532,8 @@ def _sum(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return total
 
 
-def _add(a: Gradients, b: Gradients) -> Gradients:
+def added(a: Gradients, b: Gradients) -> Gradients:
+    """The sum of two derivatives, each of a part of the batches."""
     return Gradients(
         f=a.f + b.f, g=a.g + b.g, slope=a.slope, residual=a.residual, constraints=a.constraints,
         v=_sum([a.v, b.v]), u=_sum([a.u, b.u]), rows=[x + y for x, y in zip(a.rows, b.rows, strict=True)],

@@ -77,11 +77,18 @@ def _measure(
         lower_residual=norm(residual).item(), violation=violation(values, equal).item() if values else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
-        damping=(state.lam() / prices.gamma).mean().item() if bool(prices.gamma.all()) else math.inf,
+        damping=_damping(state.lam(), prices.gamma),
         batches=max(len(upper), len(lower)) if sources else 0, full_data=full,
     )  # fmt: skip
     paid = [n + spread(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
     return certificate, {"nu": paid, "equalities": pulls[:equal], "inequalities": pulls[equal:]}
+
+
+def _damping(lam: Tensor, gamma: Tensor) -> float:
+    """lam / gamma, the mean over trials."""
+    if not bool(lam.any()):
+        return 0.0
+    return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
 _Maker = Callable[[bool], list[Pair]]

@@ -17,6 +17,15 @@ from torch import Tensor
 
 from .errors import OptionError, VariableError
 
+Parts = list[list[tuple[Tensor, Tensor]]]
+"""For each Rows of u, the (index, gradient) pairs of the rows that were read; empty where none were."""
+
+
+def together(*parts: Parts) -> Parts:
+    """All pairs of all derivatives, whose sum they are the parts of."""
+    count = max(len(part) for part in parts)
+    return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
+
 
 class Rows:
     """A variable with one row for each training example: `u = Rows(len(dataset))`, read as `u[row]` in an objective.

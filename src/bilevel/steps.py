@@ -39,6 +39,8 @@ class Steps(ABC):
     """A run, step by step. A subclass sets `lower` and `upper`, then calls `_ready`."""
 
     mode = "stochastic"
+    curved = True
+    """Whether a step takes second derivatives."""
     lower: Descent
     upper: Descent
     engines: Engines
@@ -106,6 +108,11 @@ class Steps(ABC):
         moving = max(1, self.setting.max_steps - self.warm_up)
         rows = 2 * REACH / max(1.0, moving * measured.coverage)
         return Descent(self.u, adam(self.u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
+
+    def _lower_rate(self, measured: BatchScales) -> float:
+        """The default rate where v descends g alone. Without data it is no less than that of u, which v must follow."""
+        moving = max(1, self.setting.max_steps - self.warm_up)
+        return max(measured.lower_rate(None), 0.0 if self.setting.sources else 2 * REACH / moving)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
         """What moves v: the user's optimizer, or Adam at this rate."""
@@ -238,7 +245,7 @@ class Steps(ABC):
     # -- what the engines ask --------------------------------------------------------------------------------------
 
     def obstacle(self) -> str:
-        if self.derivatives.curvature == "difference":
+        if self.curved and self.derivatives.curvature == "difference":
             return "curvature='difference' sets the random generators back within a step."
         if self.setting.accumulate > 1:
             return f"accumulate={self.setting.accumulate} sets the random generators back within a step."

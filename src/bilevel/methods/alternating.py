@@ -25,7 +25,8 @@ class Alternating(StepOptions):
     """Options of alternating descent."""
 
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam whose first step takes away 6% of g to first order, at a rate between 1e-4 and 3e-2."""
+    """None: Adam whose first step takes away 6% of g to first order, at a
+    rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +43,7 @@ class _Run(Steps):
     def __init__(self, options: Alternating, setting: Setting) -> None:
         super().__init__(setting, **options.steps(setting.problem))
         measured = self._measured()
-        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(None))
+        self.lower = self._lower_descent(options.lower_optimizer, self._lower_rate(measured))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self._ready()
 

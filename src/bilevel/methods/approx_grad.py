@@ -1,0 +1,189 @@
+"""The approximate hypergradient (ApproxGrad in the paper): the adjoint q is solved for, a few steps at a time.
+
+    v <- v - rho grad_v g   (T times),     (g_vv + damping I) q ~ f_v,     u <- u - sigma (f_u - g_uv q)
+
+Domke, *Generic methods for optimization-based modeling*, AISTATS 2012; Pedregosa, *Hyperparameter optimization with
+approximate gradient*, ICML 2016. q is kept from one upper step to the next, so that a few products a step are enough
+where u moves slowly. The solvers are those of `bilevel.linear`; all products of an upper step are of one batch and, but
+for the exceptions below, of one graph of g.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..autodiff import Gradients, Prices, added, gradient
+from ..batch_scales import BatchScales
+from ..batches import Pair, detached
+from ..descent import OptimizerFactory
+from ..errors import OptionError
+from ..linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
+from ..method import Setting, State
+from ..options import StepOptions, factory, in_range, no_constraints, no_projection, one_of
+from ..replay import keeping, random_state, set_random_state
+from ..rows import together
+from ..steps import Draw, Steps
+
+LINEAR_SHARE = 0.1
+"""The default rate of Adam on q, as a share of the size of an entry of q."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApproxGrad(StepOptions):
+    """Options of the approximate hypergradient."""
+
+    linear_solver: Literal["cg", "adam", "neumann"] = "cg"
+    """`cg`: conjugate gradients. `adam`: Adam on |g_vv q - f_v|^2 / 2, as in the paper, two products a step.
+    `neumann`: the Neumann series, whose step follows the largest curvature. All assume that g_vv is positive definite,
+    except `adam`, which needs no more than that it is invertible."""
+    linear_steps: int | None = None
+    """Steps of the linear solver in each upper step. None: `lower_steps`, as in the paper."""
+    linear_rate: float | None = None
+    """The learning rate of `adam`, and of no other. None: a tenth of the size that an entry of q has at the start."""
+    damping: float = 0.0
+    """What is added to the diagonal of g_vv: where g_vv is singular, q is else not determined."""
+    warm_start: bool = True
+    """Whether q is kept from one upper step to the next; with `start_lower` it is zero at the start of each."""
+    curvature: Literal["auto", "exact", "difference"] = "auto"
+    """How products with g_vv are taken: by a second backward, by differences of grad g, or by these where an operator
+    has no double backward."""
+    lower_optimizer: OptimizerFactory | None = None
+    """None: Adam whose first step takes away 6% of g to first order, at a
+    rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann"))
+        in_range("linear_steps", self.linear_steps, least=1, whole=True)
+        in_range("linear_rate", self.linear_rate, least=0)
+        in_range("damping", self.damping, least=0)
+        one_of("curvature", self.curvature, ("auto", "exact", "difference"))
+        factory("lower_optimizer", self.lower_optimizer)
+        if self.linear_rate is not None and self.linear_solver != "adam":
+            raise OptionError(
+                f"linear_rate is for linear_solver='adam' alone; got {self.linear_rate!r} with {self.linear_solver!r}."
+            )
+
+    def init(self, setting: Setting) -> State:
+        no_constraints("ApproxGrad", setting.problem)
+        no_projection("ApproxGrad", setting.problem)
+        return _Run(self, setting)
+
+
+class _Run(Steps):
+    """Lower evaluations: T + 1 for each upper step, as all products share the graph of the last one. Upper: one.
+
+    Where that graph is not to be had, each product evaluates g anew: with `accumulate=k` once for each batch, with
+    `curvature="difference"` twice. There are linear_steps + 2 products with `cg`, linear_steps + 3 with `neumann` (one
+    less each without `warm_start`), 2 linear_steps + 1 with `adam`; none in the warm-up.
+    """
+
+    def __init__(self, options: ApproxGrad, setting: Setting) -> None:
+        super().__init__(setting, curvature=options.curvature, **options.steps(setting.problem))
+        measured = self._measured()
+        self.damping = options.damping
+        self.linear = self._linear(options, measured)
+        self.lower = self._lower_descent(options.lower_optimizer, self._lower_rate(measured))
+        self.upper = self._upper_descent(options.upper_optimizer, measured)
+        self._ready()
+
+    def _linear(self, options: ApproxGrad, measured: BatchScales) -> LinearSolver:
+        leaves, steps, dot = self.v.leaves, options.linear_steps or options.lower_steps, self.derivatives.dot
+        warm = options.warm_start
+        if options.linear_solver == "cg":
+            return ConjugateGradients(leaves, steps, dot, warm_start=warm)
+        if options.linear_solver == "neumann":
+            return Neumann(leaves, steps, dot, warm_start=warm)
+        # |q| is about |f_v| / |g_vv|, and |g_vv| about |g_vv s| / |s|.
+        size = measured.gamma * measured.sizes[1] / self.v.size**0.5
+        rate = LINEAR_SHARE * size if options.linear_rate is None else options.linear_rate
+        return LeastSquares(leaves, steps, dot, warm_start=warm, rate=rate)
+
+    def _restart(self) -> None:
+        self.linear.restart()
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        _, slope = self.derivatives.slope(draw[0])
+        self.lower.step(slope, (), left)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        d, batches = self.derivatives, draw[0]
+        direct = d.direct(batches, retain=moving and self.problem.prepare is not None)
+        if not moving:
+            g, slope = d.slope(batches)
+            return self._record(direct.f, g, direct, d.norm(direct.v), d.norm(slope), left, moving)
+        curved = self._curved(batches, direct.v, left)
+        total = Gradients(
+            f=direct.f, g=curved.g, slope=curved.slope, residual=curved.slope, constraints=[],
+            v=[a - b for a, b in zip(direct.v, curved.v, strict=True)],
+            u=[a - b for a, b in zip(direct.u, curved.u, strict=True)],
+            rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
+        )  # fmt: skip
+        self.upper.step(total.u, total.rows, left)
+        return self._record(total.f, total.g, total, d.norm(total.v), d.norm(total.slope), left, moving)
+
+    def _curved(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
+        """Solve for q; returns g and grad_v g, with g_vv q and g_uv q in place of the derivatives of F."""
+        if len(batches) > 1 or self.derivatives.curvature == "difference":
+            return self._curved_anew(batches, f_v, left)
+        d, leaves = self.derivatives, self.v.leaves
+        with d.holding_u(True) as inputs:
+            g = d.lower(batches[0][1])
+            s = gradient(g, leaves, keep_graph=True)
+            wrt = [*leaves, *inputs()]
+            q = self._solved(lambda p: gradient(s, leaves, cotangent=p, retain=True), f_v, left)
+            found = gradient(s, wrt, cotangent=q)
+            return d.gathered(torch.zeros_like(g), g, [x.detach() for x in s], [], found, 1.0, len(leaves))
+
+    def _curved_anew(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
+        """The same, where each product evaluates g anew: with the draws that the first evaluation had."""
+        d, device = self.derivatives, self.v.device
+        still, share = detached(batches), 1.0 / len(batches)
+        before = random_state(device)
+        g, slope = d.slope(still)
+        after = random_state(device)
+
+        def product(p: list[Tensor]) -> list[Tensor]:
+            set_random_state(before, device)
+            with torch.enable_grad():
+                return d.hessian_product(still, p, with_u=False)
+
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            q = self._solved(product, f_v, left)
+            set_random_state(before, device)
+            parts = []
+            for batch in batches:  # one by one: each has read rows of its own
+                found = [x * share for x in d.hessian_product([batch], q, with_u=True)]
+                parts.append(d.gathered(torch.zeros_like(g), g * share, slope, [], found, 1.0, len(slope)))
+        set_random_state(after, device)
+        return reduce(added, parts)
+
+    def _solved(self, product: Product, f_v: list[Tensor], left: Tensor) -> list[Tensor]:
+        """The new q, of g_vv + damping I."""
+        damping = self.damping
+
+        def damped(p: list[Tensor]) -> list[Tensor]:
+            return [h + damping * x for h, x in zip(product(p), p, strict=True)] if damping else product(p)
+
+        return self.linear.solve(damped, f_v, left)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------
+
+    def prices(self) -> Prices:
+        """nu = -q: with it, the derivative of f + <nu, grad_v g> in v is the residual of the linear system."""
+        return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in self.linear.q])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"linear": self.linear.state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for name, tensors in self.linear.state.items():
+            for mine, saved in zip(tensors, state["linear"][name], strict=True):
+                mine.copy_(saved)

@@ -1,0 +1,211 @@
+"""Forward-mode differentiation (FMD in the paper): the derivative of v_t in u is carried along with v_t.
+
+    M <- beta M + P g_vv + g_uv,      P <- P - rho M,      then    v <- v - rho m            (t = 0 .. T-1)
+    df/du = f_u + P f_v
+
+from P = M = 0 with v_0 and m_0 held fixed: row i of P, a U x V matrix, is the derivative of v in the i-th entry of u.
+P g_vv + g_uv is the Hessian of g in (u, v) times the rows (e_i, P_i): the second backward of one evaluation of g, taken
+for many rows at once. For a u of few numbers only: `ReverseMode` has the same derivative for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autodiff import Prices, gradient, spread
+from ..batches import Pair, detached
+from ..certificate import BATCHES
+from ..errors import OptionError, ProblemError
+from ..method import Setting, State
+from ..options import in_range
+from ..replay import keeping
+from ..steps import Draw
+from ..unrolled import Run, Unrolled, UnrolledOptions
+
+CG_ITERATIONS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardMode(UnrolledOptions):
+    """Options of forward-mode differentiation."""
+
+    memory_limit: float = 2.0
+    """The most GiB that P, and M with momentum, may take."""
+    chunk_size: int = 32
+    """How many rows of P are multiplied at once: more take more memory, about that of as many second backwards."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("memory_limit", self.memory_limit, least=0)
+        in_range("chunk_size", self.chunk_size, least=1, whole=True)
+
+    def init(self, setting: Setting) -> State:
+        if setting.u.rows:
+            raise OptionError(
+                "ForwardMode differentiates v in all of u at once, and cannot with Rows. Use ReverseMode or Penalty, "
+                "or a tensor with a row an example."
+            )
+        self._refuse_size(setting)
+        return _Run(self, setting)
+
+    def _refuse_size(self, setting: Setting) -> None:
+        rows, columns = setting.u.size // (setting.problem.trials or 1), setting.v.size
+        copies = 2 if self.momentum else 1
+        size = copies * rows * sum(leaf.numel() * leaf.element_size() for leaf in setting.v.leaves) / 2**30
+        if size > self.memory_limit:
+            kept = "two matrices" if copies == 2 else "a matrix"
+            raise OptionError(
+                f"ForwardMode keeps {kept} of U x V = {rows:,} x {columns:,} numbers: {size:,.2f} GiB, above "
+                f"memory_limit={self.memory_limit:g}. Use ReverseMode or Penalty."
+            )
+
+
+class _Run(Unrolled):
+    """Lower evaluations: T + 1 for each upper step, T in the lower steps and one for the record, times `accumulate`;
+    upper evaluations: one. Each of the T has U second backwards."""
+
+    def __init__(self, options: ForwardMode, setting: Setting) -> None:
+        super().__init__(options, setting)
+        if self.derivatives.curvature == "difference":
+            raise ProblemError(
+                "ForwardMode needs a double backward of lower. Replace the operator that has none, or use ReverseMode."
+            )
+        self.directions = self.u.size // (self.problem.trials or 1)
+        self.chunk = options.chunk_size
+        self.adjoint: list[Tensor] | None = None
+        self._ready()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, k: int) -> Tensor:
+        self.adjoint = None
+        return super().step(k)
+
+    def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
+        P = [leaf.new_zeros(self.directions, *leaf.shape) for leaf in self.v.leaves]
+        M = [torch.zeros_like(p) for p in P] if self.lower.momentum else []
+        for draw in self._live(lower, upper):
+            P, M = run(self._forward, draw, left, (P, M))
+        record: Tensor = run(self._move, upper, left, P)
+        return record
+
+    def _forward(self, draw: Draw, left: Tensor, carried: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """A lower step, and the derivatives of v and m after it."""
+        P, M = carried
+        d, share, count = self.derivatives, 1.0 / len(draw[0]), len(self.v.leaves)
+        slope: list[Tensor] = []
+        change = [self.lower.momentum * m for m in M]
+        for _, batch in draw[0]:
+            with d.holding_u(True):
+                g = d.lower(batch) * share
+                first = gradient(g, [*self.v.leaves, *self.u.leaves], keep_graph=True)
+            part = [x.detach() for x in first[:count]]
+            slope = [a + b for a, b in zip(slope, part, strict=True)] if slope else part
+            bent = self._bent(first, P)
+            change = [a + b for a, b in zip(change, bent, strict=True)] if change else bent
+        P = [p - move for p, move in zip(P, self.lower.scaled(change, left), strict=True)]
+        self.lower.step(slope, (), left)
+        return P, change if M else []
+
+    def _bent(self, first: Sequence[Tensor], P: Sequence[Tensor]) -> list[Tensor]:
+        """P g_vv + g_uv from the gradient of g in v and u, which has its graph."""
+        live = [i for i, x in enumerate(first) if x.requires_grad]
+        if not live:
+            return [torch.zeros_like(p) for p in P]
+        chunks = []
+        for start in range(0, self.directions, self.chunk):
+            stop = min(start + self.chunk, self.directions)
+            cotangents = [*(p[start:stop] for p in P), *self._units(start, stop)]
+            found = torch.autograd.grad(
+                [first[i] for i in live], self.v.leaves, [cotangents[i] for i in live],
+                retain_graph=True, allow_unused=True, is_grads_batched=True,
+            )  # fmt: skip
+            pairs = zip(found, P, strict=True)
+            chunks.append([torch.zeros_like(p[start:stop]) if x is None else x.detach() for x, p in pairs])
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+    def _units(self, start: int, stop: int) -> list[Tensor]:
+        """The unit vectors of u from `start` to `stop`, shaped like its leaves; the same in every trial."""
+        found, offset = [], 0
+        trials = self.problem.trials
+        for leaf in self.u.leaves:
+            shape = leaf.shape if trials is None else leaf.shape[1:]
+            size = shape.numel()
+            units = leaf.new_zeros(stop - start, size)
+            units.diagonal(start - offset).fill_(1)
+            if trials is None:
+                found.append(units.reshape(-1, *shape))
+            else:
+                found.append(units.reshape(-1, 1, *shape).expand(-1, trials, *shape))
+            offset += size
+        return found
+
+    def _move(self, draw: Draw, left: Tensor, P: list[Tensor]) -> Tensor:
+        """Move u along f_u + P f_v."""
+        d = self.derivatives
+        g, slope = d.slope(detached(draw[0]))
+        direct = d.direct(draw[0])
+        trials = self.problem.trials
+        shape = (self.directions, -1) if trials is None else (self.directions, trials, -1)
+        total = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        for p, x in zip(P, direct.v, strict=True):
+            total = total + (p * x).reshape(shape).sum(-1)
+        offset = 0
+        for i, leaf in enumerate(self.u.leaves):
+            size = leaf.numel() // (trials or 1)
+            part = total[offset : offset + size].to(leaf.dtype)
+            direct.u[i] = direct.u[i] + (part if trials is None else part.T).reshape(leaf.shape)
+            offset += size
+        self.upper.step(direct.u, (), left)
+        return self._record(direct.f, g, direct, d.norm(slope), d.norm(slope), left, True)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------
+
+    def prices(self) -> Prices:
+        """minus the adjoint, from g_vv q = f_v at the present point: the method itself has none. Reads on the host."""
+        if self.adjoint is None:
+            with keeping([*self.v.buffers(), *self.u.buffers()]):
+                self.adjoint = self._solve()
+        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        return Prices(gamma=zero, nu=[-q for q in self.adjoint])
+
+    def _solve(self) -> list[Tensor]:
+        """Conjugate gradients, in each trial, on the batches of the certificate; to where g curves up no more."""
+        d = self.derivatives
+        upper, lower = self._certified()
+        r = d.direct(upper).v
+        q, p = [torch.zeros_like(x) for x in r], list(r)
+        square = d.dot(r, r)
+        goal = square * torch.finfo(self.v.dtype).eps ** 1.5
+        going = square > goal
+        for _ in range(min(CG_ITERATIONS, 2 * self.v.size)):
+            product = d.hessian_product(lower, p, with_u=False)
+            bend = d.dot(p, product)
+            going = going & (square > goal) & (bend > 0)
+            if not bool(going.any()):
+                break
+            length = torch.where(going, square / torch.where(going, bend, torch.ones_like(bend)), 0.0)
+            q = [x + spread(length, x) * y for x, y in zip(q, p, strict=True)]
+            r = [x - spread(length, x) * y for x, y in zip(r, product, strict=True)]
+            new = d.dot(r, r)
+            ratio = torch.where(going, new / torch.where(going, square, torch.ones_like(square)), 0.0)
+            p = [x + spread(ratio, x) * y for x, y in zip(r, p, strict=True)]
+            square = torch.where(going, new, square)
+        return q
+
+    def _certified(self) -> tuple[list[Pair], list[Pair]]:
+        """The batches for f_v, and those for g_vv."""
+        d = self.derivatives
+        if (episode := self.episode()) is not None:
+            both = d.prepare(episode, graph=False)
+            return both, both
+        if self.problem.prepare is not None:
+            both = d.prepare(self._sample(), graph=False)
+            return both, both
+        upper, lower, _ = self.setting.sources.sample(BATCHES)
+        return [(x, None) for x in upper], [(None, x) for x in lower]

@@ -1,0 +1,169 @@
+"""Reverse-mode differentiation (RMD in the paper): the derivative of f(u, v_T(u)) by a recursion back from v_T.
+
+    forward     m_{t+1} = beta m_t + s(u, v_t),       v_{t+1} = v_t - rho m_{t+1}            t = 0 .. T-1
+    backward    w_t = rho q_{t+1} + beta w_{t+1},     q_t = q_{t+1} - g_vv w_t,     p_t = p_{t+1} - g_uv w_t
+
+from q_T = f_v, p_T = f_u and w_T = 0, with s = grad_v g; p_0 is what u descends. v_0 and m_0 are held fixed. The
+iterates v_t are kept, O(VT) numbers, and no graph: each step back evaluates g at its v_t again, for both products.
+
+The sum of the w_t is the adjoint q as T steps approximate it: with g quadratic, p_0 = f_u - g_uv q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autodiff import Gradients, Prices
+from ..batches import detached
+from ..errors import OptionError
+from ..method import Setting, State
+from ..options import in_range
+from ..replay import random_state, set_random_state
+from ..steps import Draw
+from ..unrolled import Run, Unrolled, UnrolledOptions
+
+Parts = list[list[tuple[Tensor, Tensor]]]
+"""For each Rows of u, the (index, gradient) pairs of the rows that were read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseMode(UnrolledOptions):
+    """Options of reverse-mode differentiation."""
+
+    truncate: int | None = None
+    """How many of the T lower steps are differentiated, from the last one back; only their iterates are kept. None:
+    all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("truncate", self.truncate, least=1, whole=True)
+        if self.truncate is not None and self.truncate > self.lower_steps:
+            raise OptionError(f"truncate must be at most lower_steps={self.lower_steps}; got {self.truncate}.")
+
+    def init(self, setting: Setting) -> State:
+        return _Run(self, setting)
+
+
+class _Run(Unrolled):
+    """Lower evaluations: T forward, one for the record and T back (k with truncate=k) for each upper step, times
+    `accumulate`; upper evaluations: one. In the warm-up T + 1 and one."""
+
+    def __init__(self, options: ReverseMode, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.kept = options.truncate or options.lower_steps
+        self.adjoint = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves]
+        self._ready()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
+        device = self.v.device
+        first = len(lower) - self.kept
+        trace = []
+        for t, (draw, live) in enumerate(zip(lower, self._live(lower, upper), strict=True)):
+            state = random_state(device) if self.random else None
+            point = run(self._forward, draw, left, (), t >= first)
+            if t >= first:
+                trace.append((live, state, point))
+        values, end, q, p, rows = run(self._turn, upper, left, ())
+        onward = random_state(device) if self.random else None
+        w = [torch.zeros_like(x) for x in q] if self.lower.momentum else []
+        total = [torch.zeros_like(x) for x in q]
+        for draw, state, point in reversed(trace):
+            if state is not None:
+                set_random_state(state, device)
+            (q, w, p, total), parts = run(self._back, draw, left, (point, q, w, p, total))
+            rows = [a + b for a, b in zip(rows, parts, strict=True)]
+        if onward is not None:
+            set_random_state(onward, device)
+        record: Tensor = run(self._move, upper, left, (values, end, q, p, rows, total))
+        return record
+
+    def _forward(self, draw: Draw, left: Tensor, _: object, noting: bool) -> list[Tensor]:
+        """A lower step; where asked, returns the point it set out from."""
+        point = self._point() if noting else []
+        self._lower_step(draw, left, True)
+        return point
+
+    def _turn(
+        self, draw: Draw, left: Tensor, _: object
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Parts]:
+        """(f, g, |s|), the point, f_v, f_u and what of f_u belongs to Rows, at v_T."""
+        d = self.derivatives
+        g, slope = d.slope(detached(draw[0]))
+        direct = d.direct(draw[0], retain=self.problem.prepare is not None)
+        rows = direct.rows or [[] for _ in self.u.rows]
+        return [direct.f, g, d.norm(slope)], self._point(), direct.v, direct.u, rows
+
+    def _back(self, draw: Draw, left: Tensor, carried: Any) -> tuple[tuple[list[Tensor], ...], Parts]:
+        """One step back from (q, w, p, sum of w): those before it, and what of p belongs to Rows."""
+        point, q, w, p, total = carried
+        d, share, count = self.derivatives, 1.0 / len(draw[0]), len(self.v.leaves)
+        pull = self.lower.scaled(q, left)
+        if w:
+            pull = [x + self.lower.momentum * y for x, y in zip(pull, w, strict=True)]
+        self._put(point)
+        parts: Parts = [[] for _ in self.u.rows]
+        ends = [*q, *p]
+        for pair in draw[0]:  # one by one: each reads rows of its own
+            found = d.hessian_product([pair], pull, with_u=True, retain=self.problem.prepare is not None)
+            ends = [x - share * y for x, y in zip(ends, found, strict=False)]
+            rest = iter(found[len(ends) :])
+            for part, tape in zip(parts, d.tapes, strict=True):
+                part += [(index, -share * next(rest)) for index, _ in tape]
+        total = [x + y for x, y in zip(total, pull, strict=True)]
+        return (ends[:count], pull if w else [], ends[count:], total), parts
+
+    def _move(self, draw: Draw, left: Tensor, carried: Any) -> Tensor:
+        """Put v back to v_T, move u along p, and keep the adjoint."""
+        (f, g, residual), end, q, p, rows, total = carried
+        d = self.derivatives
+        self._put(end)
+        with torch.no_grad():
+            for mine, new in zip(self.adjoint, total, strict=True):
+                mine.copy_(new)
+        self.upper.step(p, rows, left)
+        moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
+        # What the adjoint leaves of f_v is the slope of the Lagrangian in v.
+        return self._record(f, g, moved, d.norm(q), residual, left, True)
+
+    def _point(self) -> list[Tensor]:
+        """Copies of v and of what a forward pass changes besides."""
+        return [x.detach().clone() for x in (*self.v.leaves, *self.v.buffers(), *self.u.buffers())]
+
+    @torch.no_grad()
+    def _put(self, point: Sequence[Tensor]) -> None:
+        count, buffers = len(self.v.leaves), (*self.v.buffers(), *self.u.buffers())
+        for leaf, value in zip(self.v.leaves, point[:count], strict=True):
+            leaf.copy_(value)
+        if buffers:
+            # Not counted as a change: the graph of `prepare` has seen these very values.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers):
+                for buffer, value in zip(buffers, point[count:], strict=True):
+                    buffer.copy_(value)
+
+    # -- what the engines and solve ask --------------------------------------------------------------------------
+
+    def obstacle(self) -> str:
+        if self.random:
+            return "lower draws random numbers, which the steps back draw again: the generators are set back."
+        return super().obstacle()
+
+    def prices(self) -> Prices:
+        """The adjoint of the last step, on its batches; gamma is zero."""
+        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        return Prices(gamma=zero, nu=[-q for q in self.adjoint])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"adjoint": self.adjoint}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for mine, saved in zip(self.adjoint, state["adjoint"], strict=True):
+            mine.copy_(saved)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bilevel import OptionError, Penalty, Status
-from bilevel.applications.synthetic import BOUND, attempt, examples
+from bilevel import OptionError, Penalty, Status, solve
+from bilevel.applications.synthetic import BOUND, attempt, examples, matrices, nth
 
 NAMES = ["sum", "difference", "sum-singular", "difference-singular"]
 each = pytest.mark.parametrize("index", range(4), ids=NAMES)
@@ -170,3 +170,45 @@ def test_an_attempt_has_one_error_for_the_start_and_one_for_each_step():
     assert found.errors[0] == example.error(*example.start(0))
     assert found.errors[-1] == example.error(found.solution.u, found.solution.v)
     assert found.errors[0] > 1 > found.errors[-1]
+
+
+@each
+def test_the_trial_form_is_the_single_form_of_every_trial(index):
+    trials, seed = 3, 5
+    whole = examples(6, seed, trials)[index]
+    u, v = whole.starts(trials, seed)
+    assert whole.problem.trials == trials
+    assert u.shape == v.shape == (trials, 6)
+    values = [getattr(whole.problem, name)(u, v, None) for name in ("upper", "lower")]
+    for k in range(trials):
+        one = examples(6, nth(seed, k))[index]
+        a, b = one.start(nth(seed, k))
+        assert torch.equal(a, u[k])
+        assert torch.equal(b, v[k])
+        for name, value in zip(("upper", "lower"), values, strict=True):
+            assert value[k].item() == pytest.approx(getattr(one.problem, name)(a, b, None).item(), rel=1e-12)
+        assert whole.errors(u, v)[k].item() == pytest.approx(one.error(a, b), rel=1e-12)
+        assert whole.distances(u, v)[k].item() == pytest.approx(one.distance(a, b), rel=1e-12)
+
+
+@each
+def test_trials_run_at_once_as_they_do_alone(index):
+    trials, seed, method = 3, 1, Penalty.algorithm_2(lower_steps=2, lower_rate=1e-2, upper_rate=1e-2)
+    whole = examples(4, seed, trials)[index]
+    u, v = whole.starts(trials, seed)
+    solve(whole.problem, method, u, v, max_steps=30, seed=0, engine="eager", hypergradient=False)
+    for k in range(trials):
+        one = examples(4, nth(seed, k))[index]
+        a, b = one.start(nth(seed, k))
+        solve(one.problem, method, a, b, max_steps=30, seed=0, engine="eager", hypergradient=False)
+        # The sums of a product are taken in another order.
+        torch.testing.assert_close(u[k], a, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(v[k], b, rtol=1e-9, atol=1e-9)
+
+
+def test_trials_have_matrices_of_their_own_and_follow_the_seed():
+    A = matrices(4, 0, 3)
+    assert A.shape == (3, 2, 4)
+    assert not torch.equal(A[0], A[1])
+    assert torch.equal(A, matrices(4, 0, 5)[:3])
+    assert not torch.equal(A, matrices(4, 1, 3))

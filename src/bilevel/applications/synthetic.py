@@ -11,6 +11,9 @@ P = A'(AA')^-1 A, the projection on the row space of A, the paper measures |(P(u
 For `sum-singular` the paper names u = v = 1/2 + p as solutions, for any p with Ap = 0. All of these solve the lower
 problem, but f depends on p, and only u = v = P(1/2) minimises it. `error` is the paper's measure; `distance`, which is
 never smaller, is that to the nearest solution.
+
+`examples(trials=n)` are the same problems n times over, each trial with a matrix of its own: u and v have a leading
+dimension n, and the objectives return n numbers. Trial k is the single problem of the seed `nth(seed, k)`.
 """
 
 from __future__ import annotations
@@ -58,51 +61,64 @@ class Example:
         u, v = BOUND * (2 * torch.rand(2, self.dimension, generator=generator, dtype=torch.float64) - 1)
         return u.clone().requires_grad_(), v.clone().requires_grad_()
 
-    @torch.no_grad()
-    def error(self, u: Tensor, v: Tensor) -> float:
-        """The paper's measure of convergence; 0 at a solution."""
-        return float(torch.cat(self.residuals(u, v)).norm())
+    def starts(self, trials: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The starts of that many trials, as u and v with a leading dimension."""
+        points = [self.start(nth(seed, k)) for k in range(trials)]
+        u, v = (torch.stack(part).detach() for part in zip(*points, strict=True))
+        return u.requires_grad_(), v.requires_grad_()
 
     @torch.no_grad()
-    def distance(self, u: Tensor, v: Tensor) -> float:
-        """The Euclidean distance from (u, v) to the nearest solution."""
+    def errors(self, u: Tensor, v: Tensor) -> Tensor:
+        """The paper's measure of convergence, one number a trial; 0 at a solution."""
+        return square(torch.cat(self.residuals(u, v), -1)).sqrt()
+
+    @torch.no_grad()
+    def distances(self, u: Tensor, v: Tensor) -> Tensor:
+        """The Euclidean distance from (u, v) to the nearest solution, one number a trial."""
         best_u, best_v = self.nearest(u, v)
-        return float(torch.cat([u - best_u, v - best_v]).norm())
+        return square(torch.cat([u - best_u, v - best_v], -1)).sqrt()
+
+    def error(self, u: Tensor, v: Tensor) -> float:
+        """`errors` of a single trial."""
+        return float(self.errors(u, v))
+
+    def distance(self, u: Tensor, v: Tensor) -> float:
+        """`distances` of a single trial."""
+        return float(self.distances(u, v))
 
 
-def examples(dimension: int = 10, seed: int = 0) -> list[Example]:
+def examples(dimension: int = 10, seed: int = 0, trials: int | None = None) -> list[Example]:
     """The four problems for u and v of this dimension; the seed draws the entries of A from a normal distribution."""
     if dimension < 2:
         raise OptionError(f"dimension must be at least 2, for A has half as many rows; got {dimension}.")
-    rows = dimension // 2
-    A = torch.randn(rows, dimension, generator=_generator(seed, "matrix"), dtype=torch.float64)
-    P = A.T @ torch.linalg.solve(A @ A.T, A)
+    A = _matrix(dimension, seed) if trials is None else matrices(dimension, seed, trials)
+    P = A.mT @ torch.linalg.solve(A @ A.mT, A)
     half = torch.full((dimension,), 0.5, dtype=torch.float64)
     zero = torch.zeros(dimension, dtype=torch.float64)
 
     def squares(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return u @ u + v @ v
+        return square(u) + square(v)
 
     def less(gap: Callable[[Tensor, Tensor, None], Tensor]) -> Callable[[Tensor, Tensor, None], Tensor]:
-        return lambda u, v, batch: v @ v - gap(u, v, batch)
+        return lambda u, v, batch: square(v) - gap(u, v, batch)
 
     def sum_to_one(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return torch.sum((1 - u - v) ** 2)
+        return square(1 - u - v)
 
     def difference(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return torch.sum((u - v) ** 2)
+        return square(u - v)
 
     def singular_sum(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return torch.sum((A @ (1 - u - v)) ** 2)
+        return square(times(A, 1 - u - v))
 
     def singular_difference(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        return torch.sum((A @ (u - v)) ** 2)
+        return square(times(A, u - v))
 
     return [
         Example(
             name="sum", title="Sum",
             f="|u|² + |v|²", g="|1 - u - v|²", solutions="u = v = 1/2", measure="|(u - 1/2, v - 1/2)|",
-            problem=Problem(squares, sum_to_one),
+            problem=Problem(squares, sum_to_one, trials=trials),
             nearest=lambda u, v: (half, half),
             residuals=lambda u, v: (u - half, v - half),
             dimension=dimension,
@@ -110,7 +126,7 @@ def examples(dimension: int = 10, seed: int = 0) -> list[Example]:
         Example(
             name="difference", title="Difference",
             f="|v|² - |u - v|²", g="|u - v|²", solutions="u = v = 0", measure="|(u, v)|",
-            problem=Problem(less(difference), difference),
+            problem=Problem(less(difference), difference, trials=trials),
             nearest=lambda u, v: (zero, zero),
             residuals=lambda u, v: (u, v),
             dimension=dimension,
@@ -119,9 +135,9 @@ def examples(dimension: int = 10, seed: int = 0) -> list[Example]:
             name="sum-singular", title="Sum, singular",
             f="|u|² + |v|²", g="|A(1 - u - v)|²", solutions="u = v = P(1/2)",
             measure="|(P(u - 1/2), P(v - 1/2))|",
-            problem=Problem(squares, singular_sum),
+            problem=Problem(squares, singular_sum, trials=trials),
             nearest=lambda u, v: (P @ half, P @ half),
-            residuals=lambda u, v: (P @ (u - half), P @ (v - half)),
+            residuals=lambda u, v: (times(P, u - half), times(P, v - half)),
             dimension=dimension,
             note="The paper counts 1/2 + p as a solution for every p with Ap = 0; of these, f is least at P(1/2) "
             "alone. The error is the paper's; a start counts as solved by its distance to P(1/2).",
@@ -130,12 +146,36 @@ def examples(dimension: int = 10, seed: int = 0) -> list[Example]:
             name="difference-singular", title="Difference, singular",
             f="|v|² - |A(u - v)|²", g="|A(u - v)|²", solutions="v = 0, Au = 0",
             measure="|(Pu, v)|",
-            problem=Problem(less(singular_difference), singular_difference),
-            nearest=lambda u, v: (u - P @ u, zero),
-            residuals=lambda u, v: (P @ u, v),
+            problem=Problem(less(singular_difference), singular_difference, trials=trials),
+            nearest=lambda u, v: (u - times(P, u), zero),
+            residuals=lambda u, v: (times(P, u), v),
             dimension=dimension,
         ),
     ]  # fmt: skip
+
+
+def square(x: Tensor) -> Tensor:
+    """|x|^2 over the last dimension."""
+    return (x * x).sum(-1)
+
+
+def times(A: Tensor, x: Tensor) -> Tensor:
+    """A x, over the leading dimension where there is one."""
+    return (A @ x[..., None])[..., 0]
+
+
+def nth(seed: int, k: int) -> int:
+    """The seed of trial k; other seeds share none of them."""
+    return int(np.random.SeedSequence([seed, k]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def matrices(dimension: int, seed: int, trials: int) -> Tensor:
+    """The matrix A of each trial."""
+    return torch.stack([_matrix(dimension, nth(seed, k)) for k in range(trials)])
+
+
+def _matrix(dimension: int, seed: int) -> Tensor:
+    return torch.randn(dimension // 2, dimension, generator=_generator(seed, "matrix"), dtype=torch.float64)
 
 
 @dataclass(frozen=True)

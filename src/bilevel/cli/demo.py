@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import __version__
-from ..applications.synthetic import Attempt, Example, attempt, examples
+from ..applications.synthetic import Attempt, Example, attempt, examples, nth
 from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
 from ..report import Table as ReportTable
@@ -78,9 +78,9 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
             task = bar.add_task("", total=count * starts)
             for i in range(count):
                 for k in range(starts):
-                    example = examples(DIMENSION, seed=_nth(seed, k))[i]
+                    example = examples(DIMENSION, seed=nth(seed, k))[i]
                     bar.update(task, description=example.title)
-                    found = attempt(example, method, _nth(seed, k), max_steps=MAX_STEPS)
+                    found = attempt(example, method, nth(seed, k), max_steps=MAX_STEPS)
                     if found.solution.status is Status.STOPPED:
                         return False
                     results.setdefault(example.name, []).append(found)
@@ -88,11 +88,6 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
     except KeyboardInterrupt:
         return False
     return True
-
-
-def _nth(seed: int, k: int) -> int:
-    """The seed of start k; other seeds share none of them."""
-    return int(np.random.SeedSequence([seed, k]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _result(results: Results, complete: bool, seed: int, starts: int, seconds: float) -> dict[str, Any]:

@@ -24,10 +24,12 @@ from .stepwise import Stepwise
 Mode = Literal["deterministic", "stochastic"]
 
 STOCHASTIC: dict[str, Any] = {
-    "lower_steps": 1, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
+    "lower_steps": 0, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
     "multipliers": True, "average_residual": True, "advances": 20, "warm_up": 0.1, "decay": "linear",
     "lower_batches": "fresh", "cotangent": "same",
 }  # fmt: skip
+IN_TURN: dict[str, Any] = {"lower_steps": 5}
+"""Where the step on u leaves v alone, others have to move it."""
 EPISODES: dict[str, Any] = {"lower_steps": 5, "joint": False, "warm_up": 0.0}
 """With `start_lower`, v starts anew in every iteration: it has to get to its minimum there, and cannot be warmed up."""
 DETERMINISTIC: dict[str, Any] = {"memory": 100, "inner_steps": 50}
@@ -63,7 +65,8 @@ class Penalty:
     """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
 
     lower_steps: int | None = None
-    """Steps on v alone before each step on u (T in the paper)."""
+    """Steps on v alone before each step on u (T in the paper). None: none, as that step moves v, too; 5 where it does
+    not."""
     joint: bool | None = None
     """Whether the step on u moves v, too: its gradient is at hand."""
     lam: float | None = None
@@ -190,7 +193,8 @@ class Penalty:
                     "curvature='gram' is not used in deterministic mode. Leave it out, or pass mode='stochastic'."
                 )
             return Lagrangian(self.filled(mode), setting)
-        filled = self.filled(mode, EPISODES if setting.problem.start_lower is not None else {})
+        own = EPISODES if setting.problem.start_lower is not None else IN_TURN if self.joint is False else {}
+        filled = self.filled(mode, own)
         if self.curvature == "gram":
             _refuse_gram(filled, setting)
         return Stepwise(filled, setting)

@@ -1,0 +1,111 @@
+"""What one upper step of a method costs, counted: arithmetic of matrix products, and bytes that are alive at once.
+
+Where all work of g is in products with a matrix, the floating-point operations of a step over those of one gradient of
+g say how many gradients the step is worth. Neither count depends on the machine.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from .check import variables
+from .method import Method, Setting, State
+from .problem import Problem
+from .sources import Sources
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the second upper step of a run: the first one makes the optimizers' state."""
+
+    gradients: float
+    """Its operations, in gradients of g in v."""
+    bytes: int
+    """The most that its tensors took at one time, on top of what was there before it."""
+    evaluations: int
+    """Of the lower objective."""
+    seconds: float
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were alive at one time among the tensors made under the mode, graphs included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):  # what is not known by now was there before
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage(), new=False)
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage(), new=True)
+        return out
+
+    def _see(self, storage: Any, *, new: bool) -> None:
+        key, size = storage._cdata, storage.nbytes() if new else 0
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            self._known.pop(key, None)
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) -> Cost:
+    """Take a few eager steps and count. u and v are moved."""
+    state = _state(problem, method, u, v)
+    state.step(0)
+    began = state.derivatives.lower_evaluations
+    with FlopCounterMode(display=False) as operations:
+        state.step(1)
+    evaluations = state.derivatives.lower_evaluations - began
+    with Peak() as memory:
+        state.step(2)
+    times = []
+    for k in range(3, 3 + repeats):
+        start = time.perf_counter()
+        state.step(k)
+        times.append(time.perf_counter() - start)
+    with FlopCounterMode(display=False) as one:
+        state.derivatives.slope([(None, None)])
+    return Cost(operations.get_total_flops() / one.get_total_flops(), memory.most, evaluations, min(times, default=0.0))
+
+
+def probe(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> tuple[int, int]:
+    """(evaluations of g, bytes) of the second upper step of an eager run. u and v are moved."""
+    state = _state(problem, method, u, v, data, max_steps=4)  # so few that a share of them for a warm-up is none
+    state.step(0)
+    began = state.derivatives.lower_evaluations
+    with Peak() as memory:
+        state.step(1)
+    return state.derivatives.lower_evaluations - began, memory.most
+
+
+def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None, max_steps: int = 1000) -> State:
+    upper, lower = variables(problem, u, v)
+    sources = Sources(data, 0, lower.device)
+    setting = Setting(
+        problem, upper, lower, sources, max_steps=max_steps, tolerance=None, accumulate=1,
+        generator=torch.Generator().manual_seed(0), engine="eager",
+    )  # fmt: skip
+    return method.init(setting)

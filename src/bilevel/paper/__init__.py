@@ -1,0 +1,1 @@
+"""The paper's tables and figures: settings as data, and the paper's numbers beside ours."""

@@ -1,0 +1,154 @@
+"""The cells of a study: each is run once, in one of several processes, and kept as a file.
+
+A cell is a dict of plain settings, all that its result depends on. A study that was stopped goes on where it was: cells
+whose file has the same settings are not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LONGEST = 150
+"""Characters of a file's name from which the rest is a hash: file systems allow 255."""
+Settings = Mapping[str, Any]
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of a study."""
+
+    settings: Settings
+    """All that the result depends on; JSON can say it."""
+    weight: float
+    """Roughly how long it takes: the longest start first."""
+
+    @property
+    def name(self) -> str:
+        """What the file is called."""
+        words = [_word(value) for value in self.settings.values()]
+        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-")
+        if len(name) <= LONGEST:
+            return name
+        return f"{name[:LONGEST]}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"
+
+
+class Store:
+    """The results of cells, one file each."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def get(self, cell: Cell) -> Found | None:
+        """The result of a cell that is finished; None of one that is not, or that had other settings."""
+        try:
+            kept = json.loads((self.folder / f"{cell.name}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == _same(cell.settings) else None
+        return found if isinstance(found, dict) else None
+
+    def put(self, cell: Cell, found: Found) -> None:
+        target = self.folder / f"{cell.name}.json"
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps({"settings": cell.settings, "result": found}) + "\n", encoding="utf-8")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    store: Store,
+    function: Callable[[Settings], Found | None],
+    *,
+    workers: int = 1,
+    tell: Callable[[Cell], None] = lambda cell: None,
+) -> bool:
+    """Run the cells that are not in the store; False where Ctrl-C came first.
+
+    `function` is one of a module, and returns None where it was stopped. `tell` hears of each cell that is finished.
+    """
+    left = sorted((cell for cell in cells if store.get(cell) is None), key=lambda cell: -cell.weight)
+    for cell in cells:
+        if cell not in left:
+            tell(cell)
+    complete = True
+    for finished, found in _results(left, function, workers):
+        if finished is None or found is None:
+            complete = False
+            break
+        store.put(finished, found)
+        tell(finished)
+    return complete
+
+
+def _results(
+    cells: Sequence[Cell], function: Callable[[Settings], Found | None], workers: int
+) -> Iterator[tuple[Cell | None, Found | None]]:
+    """The results as they come; (None, None) where Ctrl-C stops them."""
+    if workers <= 1 or len(cells) <= 1:
+        try:
+            with one_thread():
+                for cell in cells:
+                    yield cell, function(cell.settings)
+        except KeyboardInterrupt:
+            yield None, None
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(cells)), mp_context=context, initializer=_begin)
+    try:
+        futures = {pool.submit(function, cell.settings): cell for cell in cells}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except KeyboardInterrupt:
+        yield None, None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+
+
+def _begin() -> None:
+    """In a new process: Ctrl-C is the parent's to hear, except in `solve`, which then ends its run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch inside: small tensors gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _same(settings: Settings) -> Any:
+    """The settings as they come back from a file."""
+    return json.loads(json.dumps(settings))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "-".join(f"{key}-{_word(item)}" for key, item in value.items())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return "-".join(_word(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,325 @@
+"""The paper's studies: their settings, how cells are kept, what is counted, and pages whose claims come from data."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bilevel.applications.synthetic import examples, nth
+from bilevel.cli.main import main
+from bilevel.cost import cost
+from bilevel.paper import claims as claims_module
+from bilevel.paper import complexity, complexity_page, sizes, synthetic, wall_clock
+from bilevel.paper.cells import Cell, Store, run_cells
+from bilevel.paper.results import GOAL, Results
+from bilevel.paper.synthetic_runs import general, run
+
+TINY = replace(
+    synthetic.QUICK, steps=4, trials=2, ablation_trials=1, long_steps={"plain": 2, "singular": 2}, more_steps=6,
+    clock_steps=5, default_steps=4, points=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The whole synthetic study, as small as it can be: (results, store)."""
+    store = Store(tmp_path_factory.mktemp("study"))
+    assert run_cells(synthetic.cells(TINY), store, run)
+    return Results(TINY, store), store
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_protocol_is_the_papers():
+    scale = synthetic.FULL
+    assert (scale.steps, scale.trials) == (40_000, 20)
+    method = synthetic.method("Penalty", 5, {})
+    assert (method.gamma, method.lam, method.epsilon, method.lower_steps) == (1.0, 10.0, 1.0, 5)
+    for name in synthetic.METHODS:
+        options = synthetic.method(name, 5, {})
+        assert options.upper_optimizer.keywords == {"lr": 1e-3}
+        assert (options.decay, options.warm_up, options.lower_batches) == ("constant", 0.0, "shared")
+        if name != "RMD":
+            assert options.lower_optimizer.func is torch.optim.Adam
+            assert options.lower_optimizer.keywords == {"lr": 1e-4}
+    assert synthetic.method("RMD", 100, {}).lower_rate == 1e-4
+    runs = {(c.settings["method"], c.settings["lower_steps"]) for c in synthetic.cells(scale) if "pair" in c.settings}
+    assert runs >= {(name, T) for name in synthetic.METHODS for T in (1, 5, 10)} | {("RMD", 100)}
+
+
+def test_no_two_cells_share_a_file():
+    for cells in (synthetic.cells(synthetic.FULL), synthetic.cells(synthetic.QUICK), complexity.cells(complexity.FULL)):
+        assert len({cell.name for cell in cells}) == len(cells)
+
+
+@pytest.mark.parametrize("pair", synthetic.PAIRS)
+def test_the_pair_in_one_tensor_is_the_two_problems(pair):
+    trials, seed = 3, 2
+    names = synthetic.PAIRS[pair]
+    problem = general(names, trials, seed)
+    known = {e.name: e for e in examples(synthetic.DIMENSION, seed, trials)}
+    starts = [known[name].starts(trials, seed) for name in names]
+    u, v = (torch.cat(part) for part in zip(*starts, strict=True))
+    for level in ("upper", "lower"):
+        expected = [getattr(known[n].problem, level)(*s, None) for n, s in zip(names, starts, strict=True)]
+        torch.testing.assert_close(getattr(problem, level)(u, v, None), torch.cat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_varied_price_is_that_of_its_trials():
+    base = {**synthetic.ablation(TINY, 1, True).settings, "steps": 60}
+    whole = run({**base, "vary": {"lam": [0.0, 1e4]}})
+    for i, lam in enumerate((0.0, 1e4)):
+        alone = run({**base, "vary": {"lam": [lam]}})
+        np.testing.assert_allclose(whole["errors"][-1][i], alone["errors"][-1][0], rtol=1e-5)
+    assert whole["errors"][-1][0] != whole["errors"][-1][1]
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
+
+
+def doubled(settings):
+    return {"value": 2 * settings["x"]} if settings["x"] < 10 else None
+
+
+def test_finished_cells_are_not_run_again_and_others_are(tmp_path):
+    cells, store = [Cell({"x": x}, weight=x) for x in range(3)], Store(tmp_path)
+    asked = []
+
+    def counted(settings):
+        asked.append(settings["x"])
+        return doubled(settings)
+
+    assert run_cells(cells, store, counted)
+    assert asked == [2, 1, 0]
+    told = []
+    assert run_cells([*cells, Cell({"x": 5}, weight=1)], Store(tmp_path), counted, tell=lambda c: told.append(c.name))
+    assert asked == [2, 1, 0, 5]
+    assert len(told) == 4
+    assert store.get(cells[2]) == {"value": 4}
+    (tmp_path / f"{cells[2].name}.json").write_text('{"settings": {"x": 7}, "result": {"value": 1}}')
+    assert store.get(cells[2]) is None
+    (tmp_path / f"{cells[2].name}.json").write_text('{"settings": ')
+    assert store.get(cells[2]) is None
+
+
+def test_long_settings_get_short_file_names_of_their_own(tmp_path):
+    cells = [Cell({"path": "a/very/long/path" * 40 + end}, weight=1) for end in "ab"]
+    assert len(cells[0].name) < 200
+    assert cells[0].name != cells[1].name
+    store = Store(tmp_path)
+    store.put(cells[0], {"value": 1})
+    assert (store.get(cells[0]), store.get(cells[1])) == ({"value": 1}, None)
+
+
+def test_a_cell_that_was_stopped_is_not_kept(tmp_path):
+    cells, store = [Cell({"x": x}, weight=-x) for x in (1, 10, 2)], Store(tmp_path)
+    assert not run_cells(cells, store, doubled)
+    assert store.get(cells[0]) == {"value": 2}
+    assert store.get(cells[1]) is None
+
+
+def test_two_processes_find_what_one_finds(tmp_path):
+    cells = [synthetic.protocol(TINY, "plain", name, 1) for name in ("GD", "Penalty")]
+    assert run_cells(cells, Store(tmp_path / "a"), run, workers=2)
+    assert run_cells(cells, Store(tmp_path / "b"), run, workers=1)
+    for cell in cells:
+        assert Store(tmp_path / "a").get(cell)["errors"] == Store(tmp_path / "b").get(cell)["errors"]
+
+
+# -- costs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [("GD", lambda T: T + 1), ("RMD", lambda T: 3 * T + 1), ("ApproxGrad", lambda T: 3 * T + 2),
+     ("Penalty", lambda T: 2 * (T + 1))],
+)  # fmt: skip
+def test_a_step_is_worth_the_gradients_and_products_it_takes(name, gradients):
+    example = examples()[2]
+    for T in (1, 4):
+        found = cost(example.problem, synthetic.method(name, T, {}), *example.start(0), repeats=0)
+        assert found.gradients == gradients(T)
+
+
+def test_exponents_are_those_of_table_1():
+    small = complexity.Sizes(T=(8, 16, 32), U=(8, 16, 32), V=(64, 128, 256), base={"T": 4, "U": 4, "V": 64})
+    results = [(cell.settings, complexity.run(cell.settings)) for cell in complexity.cells(small)]
+    found = complexity.exponents(small, results)
+    counted = {(e.method, e.variable): e for e in found if e.quantity == "gradients"}
+    assert len(counted) == 12
+    for e in counted.values():
+        assert e.found == pytest.approx(e.table, abs=0.2), e
+    memory = {(e.method, e.variable): e.found for e in found if e.quantity == "bytes"}
+    for name in ("FMD", "ApproxGrad", "Penalty"):
+        assert memory[name, "T"] == pytest.approx(0, abs=0.01)
+    assert memory["RMD", "T"] > 0.6
+    assert memory["FMD", "U"] > 0.8
+    assert max(memory[name, "U"] for name in ("RMD", "ApproxGrad", "Penalty")) < 0.5
+    text = complexity_page.page(small, found)
+    assert f"{counted['FMD', 'U'].found:.2f} / 1.00" in text
+
+
+def test_a_power_law_has_its_exponent():
+    assert complexity.slope((1, 2, 4, 8), (3, 12, 48, 192)) == pytest.approx(2)
+
+
+# -- numbers and claims ----------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_counted_and_agree_with_table_7_where_the_paper_is_consistent():
+    rows = {row.data: row for row in sizes.table()}
+    for row in rows.values():
+        if row.u is not None:
+            assert row.u == pytest.approx(sizes.thousands(row.paper_u), rel=0.02)
+    assert rows["MNIST"].v == 1_389_578
+    assert rows["MNIST (60 poison points)"].v == 7850
+    assert rows["ImageNet (clean label)"].v == 4098
+
+
+def test_the_papers_wall_clock_is_complete_and_faster_for_penalty_from_five_steps_on():
+    for problem in synthetic.PROBLEMS:
+        for T in synthetic.LOWER_STEPS:
+            _, rmd, approx, penalty = wall_clock.PAPER[problem][T]
+            assert T == 1 or penalty < min(rmd, approx)
+
+
+class Made(Results):
+    """Results whose last errors are given: a dict from (problem, method, T) to an error, 0.001 elsewhere."""
+
+    def __init__(self, results, ends):
+        super().__init__(results.scale, results._store)
+        self.given = ends
+
+    def ends(self, problem, name, T, **options):
+        return np.full(self.scale.trials, self.given.get((problem, name, T), 0.001))
+
+
+def test_claims_follow_the_data(study):
+    bad = {(p, n, T): 1.0 for p in synthetic.PROBLEMS for n, T in synthetic.RUNS if n in ("GD", "RMD")}
+    bad |= {(p, "ApproxGrad", T): 1.0 for p in synthetic.PAIRS["singular"] for T in (1, 5, 10)}
+    bad |= {("difference", "ApproxGrad", T): 1.0 for T in (1, 5)}
+    paper = {c.says: c.holds for c in claims_module.claims(Made(study[0], bad))}
+    as_said = [
+        "GD converges to non-solution points.", "RMD converges to non-solution points with T = 1, 5, 10.",
+        "Only Penalty and ApproxGrad converge to the solution of Examples 1 and 2.",
+        "Penalty converges even with T = 1.",
+        "ApproxGrad requires at least T = 10 on Example 2.",
+        "With a singular g_vv only Penalty converges to the true solution.",
+    ]  # fmt: skip
+    assert all(paper[says] for says in as_said)
+    assert not paper["A large T (100) makes RMD converge, too."]
+    turned = {key: 1.0 if value == 0.001 else 0.001 for key, value in bad.items()}
+    turned |= {(p, "Penalty", T): 1.0 for p in synthetic.PROBLEMS for T in (1, 5, 10)}
+    other = {c.says: c.holds for c in claims_module.claims(Made(study[0], turned))}
+    assert not any(other[says] for says in as_said)
+    assert other["A large T (100) makes RMD converge, too."]
+    assert not other["The solutions of Example 3 are u = v = 1/2 + p for any p with Ap = 0."]
+
+
+def test_the_number_of_a_claim_is_that_of_the_data(study):
+    for end in (0.1234, 0.0567):
+        made = Made(study[0], {("sum", "Penalty", 1): end})
+        found = next(c.found for c in claims_module.claims(made) if c.says == "Penalty converges even with T = 1.")
+        assert f"{end:.2g}" in found
+
+
+def test_the_error_at_the_budget_is_that_of_the_last_point_within_it(study):
+    results = study[0]
+    assert results.budget == min(c * (2 if T == 100 else 4) for (_, T), c in results.gradients.items())
+    steps, errors = results.curves("sum", "RMD", 10)
+    at = int(np.flatnonzero(steps * results.gradients["RMD", 10] <= results.budget)[-1])
+    assert np.array_equal(results.at_budget("sum", "RMD", 10), errors[at])
+
+
+def test_errors_of_the_store_are_those_of_the_trials(study):
+    results = study[0]
+    for problem in synthetic.PROBLEMS:
+        first = results.curves(problem, "Penalty", 5)[1][0]
+        for k in range(TINY.trials):
+            one = next(e for e in examples(seed=nth(0, k)) if e.name == problem)
+            assert first[k] == pytest.approx(one.error(*one.start(nth(0, k))), rel=1e-5)
+    assert results.converged("sum", "GD", 1) == 0
+    errors = results.curves("sum", "GD", 1)[1]
+    results = Made(results, {("sum", "GD", 1): GOAL * errors[0].mean()})
+    assert results.converged("sum", "GD", 1) == int((errors[0] >= errors[0].mean()).sum())
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_reproduce_complexity_writes_the_page_and_goes_on_from_finished_cells(tmp_path, capsys, monkeypatch):
+    small = complexity.Sizes(T=(2, 4, 6), U=(2, 4, 6), V=(8, 16, 24), base={"T": 2, "U": 2, "V": 8})
+    monkeypatch.setattr(complexity, "QUICK", small)
+    arguments = ["reproduce", "complexity", "--quick", "--out", str(tmp_path / "a"), "--page", str(tmp_path / "b")]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["exponents"]) == 4 * 3 * 3
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"complexity.md", "complexity.png"}
+    assert json.loads((tmp_path / "a" / "result.json").read_text()) == result
+    monkeypatch.setattr(complexity, "run", None)  # nothing is left to run
+    assert main(arguments) == 0
+    assert "complexity.md" in capsys.readouterr().out
+
+
+def test_reproduce_synthetic_goes_on_and_writes_every_table_and_figure(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(synthetic, "QUICK", TINY)
+    store = Store(tmp_path / "cells")
+    for cell in synthetic.cells(TINY)[1:]:  # all but one are finished
+        store.put(cell, study[1].get(cell))
+    assert main(["reproduce", "synthetic", "--quick", "--out", str(tmp_path), "--json"]) == 0
+    out, errors = capsys.readouterr()
+    result = json.loads(out)
+    assert result["command"] == "reproduce synthetic"
+    assert "cells" in errors
+    text = (tmp_path / "synthetic.md").read_text(encoding="utf-8")
+    images = re.findall(r"\]\(([^)]+\.png)\)", text)
+    assert len(images) == 5
+    assert all((tmp_path / image).stat().st_size > 1000 for image in images)
+    assert all(claim["says"] in text for claim in result["claims"])
+    assert "quick version" in text
+    assert ("not there yet" in text) == any(None in (row.u, row.v) for row in sizes.table())
+
+
+@pytest.mark.parametrize("words", [["sinthetic"], ["synthetic", "--workers", "0"], ["synthetic", "--out", "FILE"]])
+def test_wrong_use_ends_with_code_2(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    words = [str(tmp_path / "file") if word == "FILE" else word for word in words]
+    assert main(["reproduce", *words]) == 2
+    errors = capsys.readouterr().err
+    assert any(text in errors for text in ("synthetic", "--workers", "--out must be a folder"))
+
+
+def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
+    slow = (
+        "import sys, time; from bilevel.cli.main import main; from bilevel.paper import complexity as c\n"
+        "def slowly(settings, whole=c.run):\n"
+        "    found = whole(settings); print('cell', file=sys.stderr, flush=True); time.sleep(0.2); return found\n"
+        "c.run = slowly; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", slow, "reproduce", "complexity", "--quick", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert process.stderr.readline() == "cell\n"
+    assert process.stderr.readline() == "cell\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the same command goes on from there" in " ".join(errors.split())
+    assert "Traceback" not in errors
+    kept = sorted(path.name for path in Path(tmp_path / "cells").iterdir())
+    assert kept
+    assert all(json.loads((tmp_path / "cells" / name).read_text())["result"] for name in kept)
+    left = [cell for cell in complexity.cells(complexity.QUICK) if Store(tmp_path / "cells").get(cell) is None]
+    assert 0 < len(left) == len(complexity.cells(complexity.QUICK)) - len(kept)

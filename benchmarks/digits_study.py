@@ -51,9 +51,10 @@ WHAT_MATTERS: dict[str, dict[str, Any]] = {
     "the first gamma a third": {"gamma_share": 0.3},
     "warm_up=0": {"warm_up": 0.0},
     "lower rate 1e-3": {"rate": 1e-3},
-    "lower_steps=0": {"lower_steps": 0},
+    "lower_steps=1": {"lower_steps": 1},
     "lower_steps=5": {"lower_steps": 5},
     "lower_batches='shared'": {"lower_batches": "shared"},
+    "solve(precision='bf16')": {"precision": "bf16"},
     "multipliers=False": {"multipliers": False},
     "average_residual=False": {"average_residual": False},
     "epsilon a tenth of the first gradient, smoothing=0.9": {"epsilon": "scale", "smoothing": 0.9},
@@ -143,7 +144,7 @@ def losses(v: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 def penalty(options: dict[str, Any]) -> Penalty:
     """`Penalty` with these options; `rate` and `sgd` are short for a lower optimizer."""
-    given = {key: value for key, value in options.items() if key != "gamma_share"}
+    given = {key: value for key, value in options.items() if key not in ("gamma_share", "precision")}
     if (rate := given.pop("rate", None)) is not None:
         given["lower_optimizer"] = partial(torch.optim.Adam, lr=rate)
     if (rate := given.pop("sgd", None)) is not None:
@@ -164,7 +165,7 @@ def digits(
     scale_g: float = 1.0,
 ) -> list[dict[str, Any]]:
     """One run for all the seeds, of this many gradients; one result for each."""
-    steps //= options.get("lower_steps", 1) + 1
+    steps //= options.get("lower_steps", 0) + 1
     parts = [split(seed, noise, trusted) for seed in seeds]
     data = {key: torch.stack([part[key] for part in parts]) for key in parts[0]}
     models = [list(network(kind, seed).parameters()) for seed in seeds]
@@ -193,7 +194,10 @@ def digits(
     started = time.process_time()
     share = options.get("gamma_share", batch_scales.GAMMA_SHARE)
     with mock.patch.object(batch_scales, "GAMMA_SHARE", share):
-        solution = solve(problem, penalty(options), u, v, sources, max_steps=steps, seed=seeds[0], hypergradient=False)
+        solution = solve(
+            problem, penalty(options), u, v, sources, max_steps=steps, seed=seeds[0], hypergradient=False,
+            precision=options.get("precision"),
+        )  # fmt: skip
     seconds = (time.process_time() - started) / len(seeds)
     with torch.no_grad():
         right = stacked(v, data["x_test"]).argmax(2) == data["y_test"]

@@ -15,14 +15,13 @@ from conftest import Quadratic
 from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
 from test_contract import run as run_case
 from test_engine import ENGINES, device  # noqa: F401
-from test_sync import NoHostReadErrors, classify
+from test_sync import classify
 from torch import Tensor
 
-from bilevel import BilevelWarning, Box, OptionError, Problem, Rows, Solution, Status, solve
+from bilevel import BilevelWarning, Box, OptionError, Problem, Solution, Status, solve
 from bilevel.autodiff import dot
 from bilevel.linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann
 from bilevel.methods.approx_grad import ApproxGrad
-from bilevel.steps import Steps
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 STILL, ONE = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=1.0)
@@ -275,22 +274,6 @@ def weighted(u: Any, v: Tensor, row: Tensor) -> Tensor:
 
 @each_solver
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_rows_move_as_a_tensor_does(linear_solver, accumulate):
-    """All rows are read in every step: the Adam of a row is then that of a tensor's entry."""
-    problem = Problem(lambda u, v, x: ((v - x) ** 2).sum() + 0.01 * (u[torch.arange(6)] ** 2).sum(), weighted)
-    rows = [torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([5, 4, 3, 2, 1, 0])]
-    ends = []
-    for u in (Rows(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64, requires_grad=True)):
-        v = leaf(0.5)
-        method = ApproxGrad(linear_solver=linear_solver, warm_up=0.0, lower_optimizer=ADAM, upper_optimizer=ADAM)
-        solve(problem, method, u, v, ([1.0, 2.0], rows), max_steps=8, seed=0, accumulate=accumulate)
-        ends.append((u.values if isinstance(u, Rows) else u.detach(), v.detach()))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-9)
-    assert ends[0][0].abs().min() > 1e-3
-
-
-@each_solver
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_prepare_gives_the_path_of_the_problem_without(linear_solver, accumulate):
     data = ([1.0, 2.0], [0.5, 1.5, 2.5])
     ends = []
@@ -367,25 +350,7 @@ def test_trials_take_the_path_of_separate_runs(linear_solver):
         torch.testing.assert_close(v[i], one_v, rtol=1e-10, atol=1e-12)
 
 
-# -- engines and the host ----------------------------------------------------------------------------------------------
-
-
-@each_solver
-@pytest.mark.parametrize("curvature", ["auto", "difference"])
-def test_step_reads_nothing_on_the_host(linear_solver, curvature, monkeypatch):
-    plain, taken = Steps.step, []
-
-    def step(self: Steps, k: int) -> Tensor:
-        with NoHostReadErrors():
-            record = plain(self, k)
-        taken.append(k)
-        return record
-
-    monkeypatch.setattr(Steps, "step", step)
-    problem, u, v, data = classify()
-    method = ApproxGrad(linear_solver=linear_solver, curvature=curvature, damping=0.1, warm_up=0.4)
-    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
-    assert taken == list(range(5))
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 @each_solver
@@ -411,6 +376,7 @@ def test_engine_takes_the_path_of_eager(engine, device, linear_solver):  # noqa:
     ("name", "value"),
     [
         ("linear_solver", "gmres"), ("linear_steps", 0), ("linear_steps", 1.5), ("linear_rate", -1.0),
+        ("linear_rate", 0.0), ("warm_start", "no"),
         ("damping", -0.1), ("damping", float("nan")), ("curvature", "gram"), ("lower_steps", 0), ("lower_optimizer", 1),
     ],
 )  # fmt: skip

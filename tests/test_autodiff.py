@@ -608,3 +608,22 @@ def test_objectives_are_evaluated_as_often_as_stated(curvature, count, lower, up
     d.penalised(c.batches, c.prices, with_u=with_u)
     assert calls == {"lower": lower, "upper": upper}
     assert (d.lower_evaluations, d.upper_evaluations) == (lower, upper)
+
+
+def test_difference_over_several_batches_draws_for_each_what_an_exact_product_draws():
+    """g = sum of mask * v^2 / 2 with a mask of dropout: its curvature is the mean of the masks of the batches."""
+    u, v = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    drop = torch.nn.Dropout(0.5)
+    problem = Problem(
+        lambda u, v, batch: v.sum(), lambda u, v, batch: (drop(torch.ones_like(v)) * v.square()).sum() / 2 + 0 * u.sum()
+    )
+    direction, ends, products = [torch.ones(4, dtype=torch.float64)], [], []
+    for curvature in ("exact", "difference"):
+        d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), curvature)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            products.append(d.hessian_product([(None, None)] * 3, direction, with_u=False)[0])
+            ends.append(torch.get_rng_state())
+    torch.testing.assert_close(*products, rtol=1e-6, atol=1e-6)
+    assert len(products[0].unique()) > 1
+    assert torch.equal(*ends)

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from bilevel import Callback, CheckpointError, OptionError, Penalty, Problem, Rows, Status, solve
 from bilevel.autodiff import Derivatives, Gradients, Prices
 from bilevel.models import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
+from bilevel.precision import reduced
 from bilevel.problem import Variable
 
 COUNT = 40
@@ -303,3 +304,22 @@ def test_importances_of_a_network_that_fits_its_data_have_the_direction_of_float
         return in_u(d.penalised([(upper_batch, lower_batch)], prices, with_u=True))
 
     assert cosine(found("bf16"), found(None)) > 0.995
+
+
+@pytest.mark.parametrize("loss", [
+    lambda z: nn.functional.log_softmax(z, -1), lambda z: nn.functional.log_softmax(input=z, dim=-1),
+    lambda z: z.softmax(-1), lambda z: torch.special.log_softmax(z, -1), lambda z: nn.functional.softmin(z, -1),
+    lambda z: torch.logsumexp(z, -1), lambda z: cross_entropy(input=z, target=torch.zeros(3, dtype=torch.int64)),
+    lambda z: nn.CrossEntropyLoss()(z, torch.zeros(3, dtype=torch.int64)),
+])  # fmt: skip
+def test_loss_over_classes_gets_its_scores_in_float32(loss):
+    """By a cast before the loss, not inside its kernel: the second derivative of that cast is exact."""
+    with reduced("bf16", torch.device("cpu")):
+        scores = nn.Linear(4, 5)(torch.randn(3, 4))
+        found = loss(scores)
+    assert scores.dtype == torch.bfloat16
+    assert found.dtype == torch.float32
+    casts = [found.grad_fn]
+    while casts and "ToCopy" not in type(casts[-1]).__name__:
+        casts.append(next((node for node, _ in casts[-1].next_functions if node is not None), None))
+        assert casts[-1] is not None

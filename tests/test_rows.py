@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bilevel import Box, OptionError, Penalty, Problem, Rows, VariableError, solve
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Box,
+    OptionError,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Rows,
+    ValueFunction,
+    ValueGap,
+    VariableError,
+    solve,
+)
 from bilevel.check import variables
 from bilevel.method import Setting
 from bilevel.rows import RowAdam
@@ -337,3 +351,31 @@ def test_adam_options_that_rows_cannot_follow_are_refused():
     factory = partial(torch.optim.Adam, lr=0.1, weight_decay=0.5)
     with pytest.raises(OptionError, match="weight_decay"):
         solve(problem, Penalty(upper_optimizer=factory), Rows(40, dtype=torch.float64), v, data, max_steps=1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("projection", [None, Box(-0.02, 0.02)], ids=["free", "projected"])
+@pytest.mark.parametrize("kind", [Penalty, Alternating, ApproxGrad, ReverseMode, ValueGap, ValueFunction])
+def test_rows_move_as_a_tensor_does_and_their_gradient_has_its_norm(kind, projection, accumulate):
+    """Every row is read in every step, by f and by g: its gradient comes in parts, of which no part alone is right."""
+    target = torch.arange(6, dtype=torch.float64)
+
+    def upper(u: Any, v: Tensor, x: float) -> Tensor:
+        return ((v - x) ** 2).sum() + 0.1 * ((u[torch.arange(6)] - 0.3) ** 2).sum()
+
+    def lower(u: Any, v: Tensor, row: Tensor) -> Tensor:
+        return (torch.sigmoid(u[row]) * (v - target[row]) ** 2).sum() + 0.1 * v.square().sum()
+
+    order = [torch.arange(6), torch.arange(6).flip(0)]
+    found = []
+    for u in (Rows(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64, requires_grad=True)):
+        v = torch.full((1,), 0.5, dtype=torch.float64, requires_grad=True)
+        method = kind(lower_steps=2, warm_up=0.0, upper_optimizer=partial(torch.optim.Adam, lr=0.01))
+        solution = solve(
+            Problem(upper, lower, project_upper=projection), method, u, v, ([1.0, 2.0], order),
+            max_steps=8, seed=0, accumulate=accumulate, hypergradient=False,
+        )  # fmt: skip
+        values = u.values if isinstance(u, Rows) else u.detach()
+        found.append((values.clone(), v.detach(), torch.tensor(solution.history["grad_u"])))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
+    assert found[0][0].abs().min() > 1e-3

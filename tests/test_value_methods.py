@@ -13,13 +13,12 @@ from common import Once, leaf
 from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
 from test_contract import run as run_case
 from test_engine import ENGINES, device  # noqa: F401
-from test_sync import NoHostReadErrors, classify
+from test_sync import classify
 from torch import Tensor, nn
 
-from bilevel import Box, OptionError, Problem, Rows, Status, solve
+from bilevel import Box, OptionError, Problem, Status, solve
 from bilevel.methods.value_function import ValueFunction, barrier_slope
 from bilevel.methods.value_gap import ValueGap
-from bilevel.steps import Steps
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 SGD, ONE = partial(torch.optim.SGD, lr=0.4), partial(torch.optim.SGD, lr=1.0)
@@ -229,27 +228,6 @@ def test_operators_without_double_backward_run_without_a_warning(quadratic, kind
 
 @both
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_rows_move_as_a_tensor_does(kind, accumulate):
-    """All rows are read in every step: the Adam of a row is then that of a tensor's entry."""
-
-    def lower(u: Any, v: Tensor, row: Tensor) -> Tensor:
-        target = torch.arange(6, dtype=torch.float64)[row]
-        return (torch.sigmoid(u[row]) * (v - target) ** 2).sum() + 0.1 * v.square().sum()
-
-    rows = [torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([5, 4, 3, 2, 1, 0])]
-    ends = []
-    for u in (Rows(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64, requires_grad=True)):
-        v = leaf(0.5)
-        method = kind(warm_up=0.0, lower_optimizer=ADAM, upper_optimizer=ADAM)
-        problem = Problem(lambda u, v, x: ((v - x) ** 2).sum(), lower)
-        solve(problem, method, u, v, ([1.0, 2.0], rows), max_steps=8, seed=0, accumulate=accumulate)
-        ends.append((u.values if isinstance(u, Rows) else u.detach(), v.detach()))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-8, atol=1e-8)
-    assert ends[0][0].abs().min() > 1e-3
-
-
-@both
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_prepare_gives_the_path_of_the_problem_without(kind, accumulate):
     data = ([1.0, 2.0], [0.5, 1.5, 2.5])
     prices = {"gamma": 2.0} if kind is ValueGap else {"margin": 0.1, "barrier": 0.2}
@@ -353,23 +331,7 @@ def test_statistics_of_batch_norm_are_those_of_v_alone(kind):
         torch.testing.assert_close(mine, expected)
 
 
-# -- engines and the host ----------------------------------------------------------------------------------------------
-
-
-@both
-def test_step_reads_nothing_on_the_host(kind, monkeypatch):
-    plain, taken = Steps.step, []
-
-    def step(self: Steps, k: int) -> Tensor:
-        with NoHostReadErrors():
-            record = plain(self, k)
-        taken.append(k)
-        return record
-
-    monkeypatch.setattr(Steps, "step", step)
-    problem, u, v, data = classify()
-    solve(problem, kind(warm_up=0.4), u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
-    assert taken == list(range(5))
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 @both

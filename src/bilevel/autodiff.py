@@ -349,7 +349,7 @@ class Derivatives:
                 found = gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
-                found = _sum([found, self._difference(batch[1], wrt, pull, state)])
+                found = _sum([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
                 if lam is not None:
                     found = _sum([found, [spread(lam, x) * x for x in slope]])
             # Never in place: autograd may hand out one tensor for two inputs.
@@ -393,14 +393,18 @@ class Derivatives:
                 )
         return paid(values, prices, len(self.problem.equalities))
 
-    def _difference(self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any) -> list[Tensor]:
-        """d<pull, s> as a central difference of grad g along `pull`, with the same random draws."""
+    def _difference(
+        self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
+    ) -> list[Tensor]:
+        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
+
+        The generators are left at `after`, or where one evaluation leaves them.
+        """
         leaves = self.v.leaves
         held = [leaf.detach().clone() for leaf in leaves]
         eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
         size = self.norm(pull)
         step = eps * (1 + self.norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
-        after = random_state(self.v.device)
         sides = []
         with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
             for sign in (1.0, -1.0):
@@ -410,7 +414,9 @@ class Derivatives:
                 set_random_state(state, self.v.device)
                 for rows in self.u.rows:
                     rows.replay()
-                sides.append(gradient(self.lower(batch), wrt, retain=True))
+                value = self.lower(batch)
+                after = random_state(self.v.device) if after is None else after
+                sides.append(gradient(value, wrt, retain=True))
         set_random_state(after, self.v.device)
         return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
 

@@ -13,7 +13,7 @@ from .autodiff import Derivatives, dot, gradient, norm, spread, violation
 from .batches import Pair
 from .method import State
 from .problem import Problem
-from .replay import keeping
+from .replay import keeping, random_state, set_random_state
 from .solution import Certificate
 from .sources import Sources
 
@@ -27,8 +27,9 @@ CG_ITERATIONS = 200
 def certify(
     state: State, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
-    """Measure the present point of a run, and the multipliers there. Variables and buffers stay as they are."""
+    """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
     d = state.derivatives
+    drawn = random_state(d.v.device)
     counts = d.lower_evaluations, d.upper_evaluations
     d.u.make_dense()
     try:
@@ -36,6 +37,7 @@ def certify(
             return _measure(state, sources, minimiser, hypergradient)
     finally:
         d.u.release()
+        set_random_state(drawn, d.v.device)
         d.lower_evaluations, d.upper_evaluations = counts
 
 

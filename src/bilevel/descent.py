@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .errors import OptionError
 from .problem import Projection, Variable
-from .rows import RowAdam
+from .rows import Parts, RowAdam
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
@@ -90,14 +90,18 @@ class Descent:
             if not parts:
                 continue
             values = optimizer.rows.values
-            index = torch.cat([i for i, _ in parts])
-            d = torch.cat([g.reshape(-1, *values.shape[1:]) for _, g in parts])
+            index, d = optimizer.joined(parts)
             projection = self.variable.projection(name)
             if projection is not None:
                 d = _inside(projection, values[index], d, factor * self.row_rate)
-            optimizer.step(index, d, factor.to(values.dtype) * self.row_rate)
+            optimizer.move(index, d, factor.to(values.dtype) * self.row_rate)
             if projection is not None:
                 values[index] = projection(values[index])
+
+    def row_squares(self, rows: Parts) -> list[Tensor]:
+        """|gradient|^2 of each Rows of which any were read."""
+        pairs = zip(self.row_optimizers, rows, strict=False)
+        return [optimizer.norm_square(parts) for optimizer, parts in pairs if parts]
 
     def _make_state(self) -> None:
         """Have Adam make its moments before the first step, so that it counts in float64 from there on."""

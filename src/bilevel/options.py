@@ -88,6 +88,11 @@ def in_range(
         raise OptionError(f"{name} must be {floor}{above}; got {value!r}.")
 
 
+def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise OptionError(f"{name} must be True or False; got {value!r}.")
+
+
 def factory(name: str, value: object) -> None:
     """Refuse an optimizer in place of what makes one; None passes."""
     if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):

@@ -26,7 +26,8 @@ from .problem import Variable
 Precision = Literal["bf16"]
 LOSSES: frozenset[Callable[..., Any]] = frozenset({
     functional.cross_entropy, functional.nll_loss, functional.log_softmax, functional.softmax, torch.log_softmax,
-    torch.softmax, torch.logsumexp, Tensor.log_softmax, Tensor.softmax, Tensor.logsumexp,
+    torch.softmax, torch.logsumexp, Tensor.log_softmax, Tensor.softmax, Tensor.logsumexp, functional.softmin,
+    torch.special.log_softmax, torch.special.softmax, torch.special.logsumexp,
 })  # fmt: skip
 
 
@@ -52,7 +53,9 @@ class _WideLosses(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return function(*(widened(args) if function in LOSSES else args), **(kwargs or {}))
+        if function in LOSSES:
+            args, kwargs = widened(args), widened(kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 def widened(value: Any) -> Any:

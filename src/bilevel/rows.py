@@ -104,15 +104,38 @@ class RowAdam:
         self._sum = torch.zeros_like(values)
 
     @torch.no_grad()
+    def joined(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One index of all rows in `parts`, and beside each entry the whole gradient of its row.
+
+        A row that is named twice has the sum in both places, so that equal entries all compute, and all write, the same
+        numbers: no sort, no host read, no dependence on the order of writing.
+        """
+        index = torch.cat([i for i, _ in parts])
+        shape = self.rows.values.shape[1:]
+        return index, self._summed(index, torch.cat([g.reshape(-1, *shape) for _, g in parts]))
+
+    @torch.no_grad()
+    def norm_square(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The squared norm of the gradient that `parts` add up to."""
+        index, gradient = self.joined(parts)
+        total: Tensor = (gradient * gradient / self._summed(index, torch.ones_like(gradient))).sum()
+        return total
+
+    def _summed(self, index: Tensor, values: Tensor) -> Tensor:
+        """For each entry, the sum of the values of its row; the scratch is zero before and after."""
+        self._sum.index_add_(0, index, values)
+        found = self._sum[index]
+        self._sum.index_fill_(0, index, 0.0)
+        return found
+
     def step(self, index: Tensor, gradient: Tensor, rate: Tensor) -> None:
         """Move the rows at `index`; a row named twice is visited once, with the sum of its gradients."""
+        self.move(*self.joined([(index, gradient)]), rate)
+
+    @torch.no_grad()
+    def move(self, index: Tensor, g: Tensor, rate: Tensor) -> None:
+        """The same, with what `joined` made of the gradients."""
         values = self.rows.values
-        gradient = gradient.reshape(index.shape[0], *values.shape[1:])
-        # The scratch row holds the sum of a row's gradients, so that equal entries of `index` all compute, and all
-        # write, the same numbers: no sort, no host read, no dependence on the order of writing.
-        self._sum.index_add_(0, index, gradient)
-        g = self._sum[index]
-        self._sum.index_fill_(0, index, 0.0)
         b1, b2 = self.betas
         mean = torch.lerp(g, self.mean[index], b1)
         square = torch.lerp(g * g, self.square[index], b2)

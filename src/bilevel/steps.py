@@ -211,9 +211,11 @@ class Steps(ABC):
     def _restart(self) -> None:  # noqa: B027
         """Called with v at the start of a new episode."""
 
-    @abstractmethod
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        """Move v. `left` is what the learning rates are multiplied by; `moving` is False in the warm-up."""
+        """Move v: down g, where a method has nothing else to say. `left` is what the learning rates are multiplied by;
+        `moving` is False in the warm-up."""
+        _, slope = self.derivatives.slope(draw[0])
+        self.lower.step(slope, (), left)
 
     @abstractmethod
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
@@ -223,14 +225,19 @@ class Steps(ABC):
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
     ) -> Tensor:
         """The record of a step of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
-        parts = [*moved.u, *(g for rows in moved.rows for _, g in rows)]
-        size_u = self.derivatives.norm(parts) if parts else torch.zeros_like(f)
         zero = torch.zeros_like(f)
         row = [
-            f, g, size_u, size_v, residual, zero, zero, zero, zero,
+            f, g, self._size_u(moved), size_v, residual, zero, zero, zero, zero,
             left * self.upper.rate * moving, left * self.lower.rate, zero,
         ]  # fmt: skip
         return torch.stack([x.detach().to(torch.float64).mean() for x in row])
+
+    def _size_u(self, moved: Gradients) -> Tensor:
+        """|the gradient in u|, of each trial where there are trials; a row that was read twice counts once."""
+        squares = self.upper.row_squares(moved.rows)
+        if moved.u:
+            squares.append(self.derivatives.dot(moved.u, moved.u))
+        return torch.stack(squares).sum(0).detach().sqrt() if squares else torch.zeros_like(moved.f)
 
     def _draw(self) -> Draw:
         sources, count = self.setting.sources, self.setting.accumulate
@@ -296,6 +303,10 @@ class Steps(ABC):
     @abstractmethod
     def prices(self) -> Prices:
         """What the certificate is measured with: nu + gamma s is minus the adjoint q."""
+
+    def _adjoint_prices(self, q: Sequence[Tensor]) -> Prices:
+        """The prices of a method that has an estimate of the adjoint and no gamma."""
+        return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in q])
 
     def lam(self) -> Tensor:
         return torch.zeros((), dtype=self.v.dtype, device=self.v.device)

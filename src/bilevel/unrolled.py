@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .autodiff import Gradients, spread
+from .autodiff import Curvature, Gradients, spread
 from .batches import Pair, detached
 from .descent import Descent
 from .engine import Engine
@@ -100,12 +100,13 @@ class Unrolled(Steps):
     """A run of T differentiated steps on v and one on u. In the warm-up the lower evaluations are T + 1."""
 
     lower: HeavyBall
+    curvature: Curvature = "auto"
 
     def __init__(self, options: UnrolledOptions, setting: Setting) -> None:
         name = type(options).__name__
         no_constraints(name, setting.problem)
         no_projection(name, setting.problem)
-        super().__init__(setting, **options.steps(setting.problem))
+        super().__init__(setting, curvature=self.curvature, **options.steps(setting.problem))
         measured = self._measured()
         with keeping([*self.v.buffers(), *self.u.buffers()]):
             pairs = self.derivatives.prepare(self._sample(), graph=False)
@@ -183,10 +184,6 @@ class Unrolled(Steps):
     def _live(self, lower: Sequence[Draw], upper: Draw) -> Sequence[Draw]:
         """The draws of the lower steps, with the graph of `prepare`."""
         return lower if self.problem.prepare is None else [upper] * len(lower)
-
-    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        _, slope = self.derivatives.slope(draw[0])
-        self.lower.step(slope, (), left)
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """The record of a step of the warm-up."""

@@ -93,7 +93,7 @@ class ValueSteps(Steps):
     @contextmanager
     def _at_w(self) -> Iterator[None]:
         """v holds w inside."""
-        live = [*self.v.leaves, *self.v.buffers()]
+        live = [*self.v.leaves, *self.v.buffers(), *self.u.buffers()]
         held = [tensor.detach().clone() for tensor in live]
         with torch.no_grad():
             for leaf, w in zip(self.v.leaves, self.w, strict=True):

@@ -47,10 +47,6 @@ class _Run(Steps):
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self._ready()
 
-    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        _, slope = self.derivatives.slope(draw[0])
-        self.lower.step(slope, (), left)
-
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
         g, slope = d.slope(draw[0])
@@ -61,5 +57,4 @@ class _Run(Steps):
 
     def prices(self) -> Prices:
         """The adjoint is taken for zero, which is what the method leaves out: the certificate shows it."""
-        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
-        return Prices(gamma=zero, nu=[torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves])
+        return self._adjoint_prices([torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves])

@@ -24,7 +24,7 @@ from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
 from ..method import Setting, State
-from ..options import StepOptions, factory, in_range, no_constraints, no_projection, one_of
+from ..options import StepOptions, factory, in_range, no_constraints, no_projection, one_of, true_or_false
 from ..replay import keeping, random_state, set_random_state
 from ..rows import together
 from ..steps import Draw, Steps
@@ -60,7 +60,8 @@ class ApproxGrad(StepOptions):
         super().__post_init__()
         one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann"))
         in_range("linear_steps", self.linear_steps, least=1, whole=True)
-        in_range("linear_rate", self.linear_rate, least=0)
+        in_range("linear_rate", self.linear_rate, least=1e-300)
+        true_or_false("warm_start", self.warm_start)
         in_range("damping", self.damping, least=0)
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))
         factory("lower_optimizer", self.lower_optimizer)
@@ -106,10 +107,6 @@ class _Run(Steps):
 
     def _restart(self) -> None:
         self.linear.restart()
-
-    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        _, slope = self.derivatives.slope(draw[0])
-        self.lower.step(slope, (), left)
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d, batches = self.derivatives, draw[0]
@@ -176,7 +173,7 @@ class _Run(Steps):
 
     def prices(self) -> Prices:
         """nu = -q: with it, the derivative of f + <nu, grad_v g> in v is the residual of the linear system."""
-        return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in self.linear.q])
+        return self._adjoint_prices(self.linear.q)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"linear": self.linear.state}

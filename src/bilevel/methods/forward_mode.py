@@ -69,12 +69,18 @@ class _Run(Unrolled):
     """Lower evaluations: T + 1 for each upper step, T in the lower steps and one for the record, times `accumulate`;
     upper evaluations: one. Each of the T has U second backwards."""
 
+    curvature = "exact"
+
     def __init__(self, options: ForwardMode, setting: Setting) -> None:
-        super().__init__(options, setting)
-        if self.derivatives.curvature == "difference":
+        try:
+            super().__init__(options, setting)
+        except ProblemError as error:
+            if "double backward" not in str(error):
+                raise
             raise ProblemError(
-                "ForwardMode needs a double backward of lower. Replace the operator that has none, or use ReverseMode."
-            )
+                f"ForwardMode needs a double backward of lower: {str(error).split(',')[0]}. Replace that operator, or "
+                "use ReverseMode."
+            ) from error
         self.directions = self.u.size // (self.problem.trials or 1)
         self.chunk = options.chunk_size
         self.adjoint: list[Tensor] | None = None
@@ -171,8 +177,7 @@ class _Run(Unrolled):
         if self.adjoint is None:
             with keeping([*self.v.buffers(), *self.u.buffers()]):
                 self.adjoint = self._solve()
-        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
-        return Prices(gamma=zero, nu=[-q for q in self.adjoint])
+        return self._adjoint_prices(self.adjoint)
 
     def _solve(self) -> list[Tensor]:
         """Conjugate gradients, in each trial, on the batches of the certificate; to where g curves up no more."""

@@ -17,7 +17,7 @@ from ..autodiff import Curvature
 from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..method import Setting, State
-from ..options import described, factory, in_range, one_of
+from ..options import described, factory, in_range, one_of, true_or_false
 from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
@@ -126,8 +126,7 @@ class Penalty:
         in_range("gamma_factor", self.gamma_factor, least=1)
         in_range("nu", self.nu, least=float("-inf"))
         for name in ("joint", "multipliers", "average_residual"):
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise OptionError(f"{name} must be True or False; got {getattr(self, name)!r}.")
+            true_or_false(name, getattr(self, name), optional=True)
         for name in ("lam_factor", "epsilon_factor"):
             in_range(name, getattr(self, name), least=0, most=1)
         for name in ("warm_up", "smoothing"):

@@ -24,11 +24,9 @@ from ..errors import OptionError
 from ..method import Setting, State
 from ..options import in_range
 from ..replay import random_state, set_random_state
+from ..rows import Parts, together
 from ..steps import Draw
 from ..unrolled import Run, Unrolled, UnrolledOptions
-
-Parts = list[list[tuple[Tensor, Tensor]]]
-"""For each Rows of u, the (index, gradient) pairs of the rows that were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class _Run(Unrolled):
             if state is not None:
                 set_random_state(state, device)
             (q, w, p, total), parts = run(self._back, draw, left, (point, q, w, p, total))
-            rows = [a + b for a, b in zip(rows, parts, strict=True)]
+            rows = together(rows, parts)
         if onward is not None:
             set_random_state(onward, device)
         record: Tensor = run(self._move, upper, left, (values, end, q, p, rows, total))
@@ -156,8 +154,7 @@ class _Run(Unrolled):
 
     def prices(self) -> Prices:
         """The adjoint of the last step, on its batches; gamma is zero."""
-        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
-        return Prices(gamma=zero, nu=[-q for q in self.adjoint])
+        return self._adjoint_prices(self.adjoint)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"adjoint": self.adjoint}

@@ -133,8 +133,7 @@ class Stepwise(Steps):
             self.lower.step(lowered, (), factor)
         if moving:
             self.upper.step(gradients.u, gradients.rows, upper_factor)
-        moved = [*gradients.u, *(g for parts in gradients.rows for _, g in parts)]
-        size_u = self.derivatives.norm(moved) if moved else torch.zeros_like(gradients.f)
+        size_u = self._size_u(gradients)
         size_v = self.derivatives.norm(lowered)
         residual, worst = self.derivatives.norm(gradients.residual), self._worst(gradients.constraints)
         record = [

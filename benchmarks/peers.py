@@ -40,7 +40,7 @@ RATES = (0.03, 0.1, 0.3)
 BUDGET = {"mlp": 12.0, "linear": 5.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
-    "bilevel, lower_steps=0": {"rates": False, "lower_steps": 0},
+    "bilevel, lower_steps=1": {"rates": False, "lower_steps": 1},
 }
 """What ours is given beside or in place of the rates; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
@@ -49,7 +49,7 @@ SINGLE_LOOP = ("boat meso",)
 """Methods that have one lower step by construction."""
 Choice = tuple[float, int] | None
 """An upper rate and a number of lower steps; None where the method chooses by itself."""
-OURS = ("bilevel", "bilevel, lower_steps=0")
+OURS = ("bilevel", "bilevel, lower_steps=1")
 FIRST = (*OURS, "value penalty", "boat pgdo", "higher", "torchopt", "betty neumann")
 LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat rad")
 REFERENCES = ("trusted only", "plain", "clean labels known")

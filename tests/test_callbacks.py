@@ -232,6 +232,19 @@ def test_progress_shows_the_values_and_the_speed(quadratic, capfd, monkeypatch):
         assert words in err, words
 
 
+def test_progress_says_that_the_first_step_is_compiled(quadratic, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs, options: graph)
+    for engine in ("compile", "eager"):
+        u, v = quadratic.start()
+        solve(
+            quadratic.problem, plain(), u, v, max_steps=5, log_every=1, callbacks=[Progress(force=True)], seed=0,
+            engine=engine,
+        )  # fmt: skip
+        assert ("compiling the first step" in capfd.readouterr().err) == (engine == "compile")
+
+
 def test_solve_prints_nothing(quadratic, capfd):
     u, v = quadratic.start()
     solve(quadratic.problem, Penalty(), u, v, max_steps=100, seed=0)

@@ -24,6 +24,8 @@ class Run:
     history: History
     seen: int = 0
     seconds: float = 0.0
+    engine: str = "eager"
+    """What runs the steps: `compile` among it means a first step that takes a minute or two."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return self.history.rows(self.seen)
@@ -65,7 +67,9 @@ class Progress(Callback):
             console=Console(stderr=True, force_terminal=self.force or None), transient=True,
         )  # fmt: skip
         self._bar.start()
-        self._task = self._bar.add_task(self.label, total=run.max_steps, completed=run.step, rate="-", values="")
+        self._compiling = "compile" in run.engine
+        first = "compiling the first step" if self._compiling else ""
+        self._task = self._bar.add_task(self.label, total=run.max_steps, completed=run.step, rate="-", values=first)
         self._first = (run.step, run.seconds)
 
     def log(self, run: Run) -> bool | None:
@@ -74,7 +78,9 @@ class Progress(Callback):
         steps, seconds = run.step - self._first[0], run.seconds - self._first[1]
         last = next(run.history.rows(len(run.history) - 1))
         values = f"f {last['upper']:.4g}  |grad_v g| {last['residual']:.2e}  gamma {last['gamma']:.2g}"
-        rate = f"{steps / seconds:.1f}" if seconds > 0 else "-"
+        rate = f"{steps / seconds:.1f}" if seconds > 0 and not self._compiling else "-"
+        if self._compiling:  # the steps from here on tell how fast they are
+            self._compiling, self._first = False, (run.step, run.seconds)
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
 

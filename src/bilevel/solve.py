@@ -145,7 +145,10 @@ class _Loop:
     def _steps(self) -> Status:
         """Step until the budget, the method, a callback or Ctrl-C ends the run."""
         started = time.perf_counter() - self.seconds
-        watch = Run(self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds)
+        watch = Run(
+            self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds,
+            self.state.engine,
+        )  # fmt: skip
         status: Status | None = self.finished or self.state.ended()
         for callback in self.callbacks:
             callback.start(watch)

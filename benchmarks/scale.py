@@ -98,35 +98,6 @@ class Encoder(nn.Module):
         return (weights @ v).transpose(1, 2).reshape(n, length, width // 3)
 
 
-class Residual(nn.Module):
-    """Two 3x3 convolutions, each after batch normalisation and ReLU, and a way around them."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.BatchNorm2d(before), nn.ReLU())
-        self.rest = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-        )  # fmt: skip
-        self.around = nn.Conv2d(before, after, 1, stride, bias=False) if before != after else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.rest(y) + (x if self.around is None else self.around(y))
-
-
-def wide_residual(depth: int = 28, factor: int = 10) -> nn.Module:
-    """WRN-28-10."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
-    before = 16
-    for stage, size in enumerate((16, 32, 64)):
-        for i in range((depth - 4) // 6):
-            layers.append(Residual(before, size * factor, 2 if stage and not i else 1))
-            before = size * factor
-    tail = [nn.BatchNorm2d(before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
-    return nn.Sequential(*layers, *tail)
-
-
 def network(point: Point, device: torch.device) -> nn.Module:
     with torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(0)
@@ -140,7 +111,7 @@ def network(point: Point, device: torch.device) -> nn.Module:
             case "transformer":
                 return Encoder(point.width)
             case _:
-                return wide_residual()
+                return models.wide_resnet()
 
 
 def deep_width(weights: float) -> int:

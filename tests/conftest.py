@@ -60,9 +60,13 @@ class Quadratic:
         u = torch.linalg.solve(bend, self.alpha * self.b + M.T @ (self.a - m))
         return u, M @ u + m
 
-    def error(self, u: Tensor, v: Tensor) -> float:
-        """The distance from the solution, relative to its size."""
-        best = torch.cat(self.solution())
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Where v minimises g and u minimises f with v held, which is no solution: f_v is not zero there."""
+        return self.b, torch.linalg.solve(self.H, self.C @ self.b + self.c)
+
+    def error(self, u: Tensor, v: Tensor, answer: tuple[Tensor, Tensor] | None = None) -> float:
+        """The distance from the solution, or from another answer, relative to its size."""
+        best = torch.cat(answer or self.solution())
         return float((torch.cat([u.detach(), v.detach()]) - best).norm() / best.norm())
 
 

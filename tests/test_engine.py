@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -192,6 +193,50 @@ def test_resumed_run_is_that_of_the_straight_one_bit_for_bit(engine, device, war
     solved(tmp_path / "broken", limit=4)
     for x, y in zip(solved(tmp_path / "broken", resume=True), straight, strict=True):
         assert torch.equal(x, y)
+
+
+def noise(x: Tensor) -> Tensor:
+    return x + 0.3 * torch.randn_like(x)
+
+
+def shift(x: Tensor) -> Tensor:
+    """A random shift of every example, as of a crop: by indices, since a slice would be read on the host."""
+    by = torch.randint(x.shape[1], (len(x), 1), device=x.device)
+    return x.gather(1, (torch.arange(x.shape[1], device=x.device) + by) % x.shape[1])
+
+
+def flip(x: Tensor) -> Tensor:
+    return torch.where(torch.rand(len(x), 1, device=x.device) < 0.5, x.flip(1), x)
+
+
+def augmented(change: Callable[[Tensor], Tensor]) -> Problem:
+    return Problem(
+        lambda u, v, batch: upper(u, v, (change(batch[0]), *batch[1:])),
+        lambda u, v, batch: lower(u, v, (change(batch[0]), *batch[1:])),
+    )
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+@pytest.mark.parametrize("change", [noise, shift, flip])
+def test_augmentation_by_torch_takes_the_path_of_eager(engine, device, change):
+    found = run(engine, device, augmented(change), sizes=PARTIAL, warm_up=0.3)
+    assert found[0].engine == engine
+    same(found, run("eager", device, augmented(change), sizes=PARTIAL, warm_up=0.3))
+
+
+@pytest.mark.parametrize(("engine", "device"), [("eager", "recorded"), *ENGINES], indirect=["device"])
+@pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
+def test_augmentation_by_torch_is_drawn_anew_in_every_step(engine, device, whole, monkeypatch):
+    """With one batch, and u and v that stay, g changes by the draws alone."""
+    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    still = partial(torch.optim.Adam, lr=0.0)
+    options = {"sizes": [8], "warm_up": 0.0, "lower_optimizer": still, "upper_optimizer": still}
+    plain = run(engine, device, **options)[0].history["lower"]
+    drawn = run(engine, device, augmented(noise), **options)[0].history["lower"]
+    assert plain == pytest.approx([plain[0]] * 7, rel=1e-12)
+    distances = [abs(a - b) for i, a in enumerate(drawn) for b in drawn[:i]]
+    assert len(distances) == 21
+    assert min(distances) > 1e-6
 
 
 class Ender(Callback):

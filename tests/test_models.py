@@ -2,37 +2,86 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bilevel import OptionError
-from bilevel.models import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
+from bilevel.models import (
+    cifar_cnn,
+    cosine_logits,
+    few_shot_cnn,
+    linear,
+    mini_imagenet_resnet,
+    mlp,
+    mnist_cnn,
+    svhn_cnn,
+    wide_resnet,
+)
+from bilevel.paper.sizes import table, thousands
 
-IMAGE = {"mnist": (1, 28, 28), "cifar": (3, 32, 32)}
+IMAGE = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "mini-imagenet": (3, 84, 84)}
+WIDE = partial(mini_imagenet_resnet, 512, 3)
 NETWORKS = {
     "linear": (linear, "mnist", 10, 7_850),
     "mlp": (mlp, "mnist", 10, 784 * 300 + 300 + 300 * 10 + 10),
     "mnist_cnn": (mnist_cnn, "mnist", 10, 1_389_578),
-    "cifar_cnn": (cifar_cnn, "cifar", 10, 2_352_058),
+    "cifar_cnn": (cifar_cnn, "cifar", 10, 1_172_410),
+    "svhn_cnn": (svhn_cnn, "cifar", 10, 1_341_226),
+    "wide_resnet": (wide_resnet, "cifar", 10, 36_479_194),
     "few_shot_cnn": (few_shot_cnn, "mnist", 64, 111_936),
+    "mini_imagenet_resnet": (mini_imagenet_resnet, "mini-imagenet", 384, 1_610_208),
+    "mini_imagenet_resnet as counted": (WIDE, "mini-imagenet", 512, 3_807_328),
 }
+SMALLER = {
+    "wide_resnet": (partial(wide_resnet, 10, 1), 32),
+    "mini_imagenet_resnet": (mini_imagenet_resnet, 32),
+    "mini_imagenet_resnet as counted": (WIDE, 32),
+}
+"""Less of the same, and the size of its images: the derivatives of the whole take long, and have more kinks."""
 each = pytest.mark.parametrize("name", NETWORKS)
 
 
 def built(name: str) -> tuple[nn.Module, torch.Tensor]:
     make, image, _, _ = NETWORKS[name]
+    channels, _, size = IMAGE[image]
+    make, size = SMALLER.get(name, (make, size))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make(), torch.randn(6, *IMAGE[image])
+        return make(), torch.randn(6, channels, size, size)
 
 
 @each
-def test_network_has_the_shape_and_the_count_of_weights_of_the_paper(name):
+def test_network_has_its_stated_shape_and_count_of_weights(name):
+    make, image, outputs, count = NETWORKS[name]
+    with torch.device("meta"):
+        network, x = make(), torch.randn(6, *IMAGE[image])
+        assert network(x).shape == (6, outputs)
+    assert sum(p.numel() for p in network.parameters()) == count
+    if make is not WIDE:
+        assert f"{count:,} weights" in make.__doc__ or name in ("linear", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("MNIST", "mnist_cnn"), ("CIFAR10 (Alexnet)", "cifar_cnn"), ("CIFAR10 (WRN-28-10)", "wide_resnet"),
+        ("SVHN", "svhn_cnn"), ("Omniglot", "few_shot_cnn"), ("Mini-ImageNet", "mini_imagenet_resnet as counted"),
+    ],
+)  # fmt: skip
+def test_count_of_weights_is_that_of_the_paper_to_its_two_digits(data, name):
+    stated = {row.data: row.paper_u if row.experiment == "Few-shot learning" else row.paper_v for row in table()}
+    # The paper cuts digits off where it does not round: 36.5M is its 36M, 111,936 its 111K.
+    assert NETWORKS[name][3] == pytest.approx(thousands(stated[data]), rel=0.05)
+
+
+@each
+def test_batch_of_two_is_enough(name):
     network, x = built(name)
-    assert network(x).shape == (6, NETWORKS[name][2])
-    assert sum(p.numel() for p in network.parameters()) == NETWORKS[name][3]
+    assert bool(torch.isfinite(network(x[:2])).all())
 
 
 @each
@@ -70,7 +119,7 @@ def test_last_block_of_the_few_shot_network_has_no_activation():
     assert bool((network(x) < 0).any())
 
 
-@pytest.mark.parametrize("make", [mnist_cnn, cifar_cnn])
+@pytest.mark.parametrize("make", [mnist_cnn, cifar_cnn, svhn_cnn, mini_imagenet_resnet])
 def test_dropout_can_be_left_out(make):
     assert any(isinstance(m, nn.Dropout) for m in make().modules())
     assert not any(isinstance(m, nn.Dropout) for m in make(dropout=False).modules())
@@ -83,6 +132,18 @@ def test_cosine_logits_do_not_depend_on_lengths():
     assert logits.shape == (3, 4, 5)
     assert float(logits.abs().max()) <= 1 + 1e-6
     torch.testing.assert_close(cosine_logits(7 * features, weights / 3), logits)
+
+
+@pytest.mark.parametrize("depth", [4, 27])
+def test_depth_that_no_wide_network_has_is_refused(depth):
+    with pytest.raises(OptionError, match=f"depth must be 6 n . 4 with n at least 1, as 28 is; got {depth}"):
+        wide_resnet(depth)
+
+
+@pytest.mark.parametrize("kernel", [0, 2])
+def test_kernel_that_changes_the_size_of_the_image_is_refused(kernel):
+    with pytest.raises(OptionError, match=f"kernel must be odd.*; got {kernel}"):
+        mini_imagenet_resnet(kernel=kernel)
 
 
 def test_layer_without_units_is_refused():

@@ -17,14 +17,13 @@ from common import Each, Once, leaf
 from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
 from test_contract import run as run_case
 from test_engine import COMPILER
-from test_sync import NoHostReadErrors, classify
+from test_sync import classify
 from torch import Tensor, nn
 from unrolling import SGD, Network, normal, reference, start, watch
 
 from bilevel import BilevelWarning, Box, OptionError, Problem, Rows, Status, solve
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.replay import random_state, set_random_state
-from bilevel.steps import Steps
 
 FIXED: dict[str, Any] = {"warm_up": 0.0, "upper_optimizer": SGD, "decay": "constant"}
 RATE = 0.3
@@ -313,23 +312,6 @@ def test_lower_objective_is_evaluated_t_times_each_way_and_once_for_the_record(
     assert counter.each_step("lower") == lower
     assert counter.each_step("upper") == [accumulate] * 6
     assert [b - a for a, b in pairwise(solution.history["evaluations"])] == lower[1:]
-
-
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "tensor"])
-def test_step_reads_nothing_on_the_host(monkeypatch, rows):
-    taken, plain = [], Steps.step
-
-    def step(self: Steps, k: int) -> Tensor:
-        with NoHostReadErrors():
-            record = plain(self, k)
-        taken.append(k)
-        return record
-
-    monkeypatch.setattr(Steps, "step", step)
-    problem, u, v, data = classify(rows=rows)
-    method = ReverseMode(lower_steps=2, momentum=0.5)
-    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
-    assert taken == list(range(5))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bilevel import Ball, Box, Penalty, Problem, Rows, Simplex, solve
-from bilevel.methods.stepwise import Stepwise
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Ball,
+    Box,
+    ForwardMode,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Rows,
+    Simplex,
+    ValueFunction,
+    ValueGap,
+    solve,
+)
+from bilevel.steps import Steps
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -52,20 +68,33 @@ def _inside_optim() -> bool:
     return False
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], AbstractContextManager[Any]]) -> list[int]:
+    """The steps taken, each of which runs in the mode: those of every method, and what one adds to the shared step."""
+    taken: list[int] = []
+
+    def patch(kind: type[Steps]) -> None:
+        plain = vars(kind).get("step")
+        if plain is not None:
+
+            def step(self: Steps, k: int) -> Tensor:
+                with mode():
+                    record: Tensor = plain(self, k)
+                if k not in taken:
+                    taken.append(k)
+                return record
+
+            monkeypatch.setattr(kind, "step", step)
+        for further in kind.__subclasses__():
+            patch(further)
+
+    patch(Steps)
+    return taken
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """Counts the steps, each of which runs under the mode."""
-    taken = []
-    plain = Stepwise.step
-
-    def step(self: Stepwise, k: int) -> Tensor:
-        with NoHostReadErrors():
-            record = plain(self, k)
-        taken.append(k)
-        return record
-
-    monkeypatch.setattr(Stepwise, "step", step)
-    return taken
+    return watched(monkeypatch, NoHostReadErrors)
 
 
 def classify(device: str = "cpu", *, constrained: bool = False, rows: bool = True) -> tuple[Problem, Any, Any, Any]:
@@ -113,7 +142,29 @@ METHODS = {
     "algorithm 2": Penalty.algorithm_2(),
     "momentum": Penalty(lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
 }
+OTHERS = {
+    "alternating": Alternating(warm_up=0.4),
+    **{f"approx grad, {s}": ApproxGrad(linear_solver=s, damping=0.1, warm_up=0.4) for s in ("cg", "neumann", "adam")},
+    **{
+        f"approx grad, {s}, difference": ApproxGrad(linear_solver=s, curvature="difference", damping=0.1, warm_up=0.4)
+        for s in ("cg", "neumann", "adam")
+    },
+    "reverse mode": ReverseMode(lower_steps=2, momentum=0.5),
+    "truncated": ReverseMode(lower_steps=3, truncate=1, lower_batches="shared"),
+    "forward mode": ForwardMode(lower_steps=2, momentum=0.5, chunk_size=10),
+    "value gap": ValueGap(warm_up=0.4),
+    "value function": ValueFunction(warm_up=0.4),
+}
 each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+other = pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
+tensor_or_rows = pytest.mark.parametrize("rows", [True, False], ids=["rows", "tensor"])
+
+
+def run_other(method: Any, device: str, *, rows: bool, accumulate: int = 1) -> None:
+    if rows and isinstance(method, ForwardMode):
+        pytest.skip("ForwardMode takes no Rows")
+    problem, u, v, data = classify(device, rows=rows)
+    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False, accumulate=accumulate)
 
 
 @each
@@ -121,6 +172,14 @@ each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_step_reads_nothing_on_the_host(steps, method, constrained):
     problem, u, v, data = classify(constrained=constrained)
     solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+    assert steps == list(range(5))
+
+
+@other
+@tensor_or_rows
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_step_of_another_method_reads_nothing_on_the_host(steps, method, rows, accumulate):
+    run_other(method, "cpu", rows=rows, accumulate=accumulate)
     assert steps == list(range(5))
 
 
@@ -169,36 +228,34 @@ def test_episode_reads_nothing_on_the_host(steps):
     assert steps == list(range(5))
 
 
-def test_objective_that_reads_on_the_host_is_caught(steps):
+@pytest.mark.parametrize("method", [Penalty(), *OTHERS.values()], ids=["penalty", *OTHERS])
+def test_objective_that_reads_on_the_host_is_caught(steps, method):
     """The mode sees a read: without this the tests above could not fail."""
-    problem, u, v, data = classify()
+    problem, u, v, data = classify(rows=False)
     reading = Problem(lambda *a: problem.upper(*a) * float(v[0].bias.sum().item() < 1e9), problem.lower)
     with pytest.raises(HostReadError):
-        solve(reading, Penalty(), u, v, data, max_steps=1, seed=0, engine="eager", hypergradient=False)
+        solve(reading, method, u, v, data, max_steps=1, seed=0, engine="eager", hypergradient=False)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 @pytest.fixture
 def gpu_steps(monkeypatch):
     """Counts the steps, each of which runs with synchronisation as an error."""
-    taken = []
-    plain = Stepwise.step
-
-    def step(self: Stepwise, k: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            record = plain(self, k)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        taken.append(k)
-        return record
-
-    monkeypatch.setattr(Stepwise, "step", step)
-    return taken
+    return watched(monkeypatch, no_waiting)
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -215,7 +272,15 @@ def test_step_does_not_wait_for_the_gpu(gpu_steps, method, constrained):
 
 
 @gpu
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "tensor"])
+@other
+@tensor_or_rows
+def test_step_of_another_method_does_not_wait_for_the_gpu(gpu_steps, method, rows):
+    run_other(method, "cuda", rows=rows)
+    assert gpu_steps == list(range(5))
+
+
+@gpu
+@tensor_or_rows
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_step_on_data_that_comes_from_the_host_does_not_wait_for_the_gpu(gpu_steps, rows, accumulate):
     problem, u, v, data = classify("cuda", rows=rows)

@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows, models
-from bilevel.autodiff import Derivatives, Gradients, Prices
+from bilevel.autodiff import Derivatives
 from bilevel.check import variables
 from bilevel.method import Setting, State
 from bilevel.precision import reduced
+from bilevel.prices import Gradients, Prices
 from bilevel.problem import Variable
 from bilevel.rows import RowAdam
 from bilevel.sources import Sources

@@ -19,9 +19,9 @@ from test_sync import classify
 from torch import Tensor
 
 from bilevel import BilevelWarning, Box, OptionError, Problem, Solution, Status, solve
-from bilevel.autodiff import dot
 from bilevel.linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann
 from bilevel.methods.approx_grad import ApproxGrad
+from bilevel.vectors import dot
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 STILL, ONE = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=1.0)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bilevel import Ball, BilevelWarning, Box, Penalty, Problem, ProblemError, Rows, Simplex, solve
-from bilevel.autodiff import Derivatives, Gradients, Prices
+from bilevel.autodiff import Derivatives
+from bilevel.prices import Gradients, Prices
 from bilevel.problem import Variable
 
 P, Q = 5, 4

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Rows, solve
-from bilevel.autodiff import Derivatives, Gradients, Prices
+from bilevel.autodiff import Derivatives
 from bilevel.gram import layers
 from bilevel.methods.stepwise import Stepwise
+from bilevel.prices import Gradients, Prices
 from bilevel.problem import Variable
 
 Forward = Callable[[nn.Module, Tensor], Tensor]

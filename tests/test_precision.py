@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from bilevel import Callback, CheckpointError, OptionError, Penalty, Problem, Rows, Status, solve
-from bilevel.autodiff import Derivatives, Gradients, Prices
+from bilevel.autodiff import Derivatives
 from bilevel.models import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
 from bilevel.precision import reduced
+from bilevel.prices import Gradients, Prices
 from bilevel.problem import Variable
 
 COUNT = 40

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bilevel.autodiff import Gradients, Prices
+from bilevel.prices import Gradients, Prices
 from bilevel.schedule import Schedule
 from bilevel.solution import REASONS
 

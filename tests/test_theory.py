@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bilevel import Ball, Box, Penalty, Problem, Simplex, Solution, Status, solve
-from bilevel.autodiff import Derivatives, Prices
+from bilevel.autodiff import Derivatives
+from bilevel.prices import Prices
 from bilevel.problem import Variable
 
 P, Q = 3, 4

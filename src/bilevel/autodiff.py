@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -29,85 +28,12 @@ from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelWarning, ProblemError
 from .gram import LEAST, Layer, layers, terms
 from .precision import Precision, reduced, widened
+from .prices import Gradients, Prices, added, paid
 from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
+from .vectors import dot, gradient, norm, spread, summed
 
 Curvature = Literal["auto", "exact", "gram", "difference"]
-
-
-@dataclass
-class Prices:
-    """What a violated condition costs: gamma and nu for the lower stationarity, gamma_h and mu for each constraint."""
-
-    gamma: Tensor
-    nu: list[Tensor]
-    gamma_h: list[Tensor] = field(default_factory=list)
-    mu: list[Tensor] = field(default_factory=list)
-    multipliers: bool = True
-    """Whether nu may be other than zero"""
-
-
-@dataclass
-class Gradients:
-    """Values at a point, and the derivative of F there. All detached, all means over the batches."""
-
-    f: Tensor
-    g: Tensor
-    slope: list[Tensor]
-    """s = grad_v g; empty where lam was given and s was not needed"""
-    residual: list[Tensor]
-    """r: the slope, or v - P(v - s) where the lower variable is projected"""
-    constraints: list[Tensor]
-    """h, the equalities first"""
-    v: list[Tensor]
-    """grad_v F, or grad_v (F + lam g) where lam was given"""
-    u: list[Tensor] = field(default_factory=list)
-    rows: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
-    """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
-
-
-def dot(a: Sequence[Tensor], b: Sequence[Tensor], *, trials: bool = False) -> Tensor:
-    """<a, b> over all tensors, as a tensor; with `trials`, one for each entry of their leading dimension."""
-    products = (x * y for x, y in zip(a, b, strict=True))
-    total: Tensor = torch.stack([x.reshape(x.shape[0], -1).sum(1) if trials else torch.sum(x) for x in products]).sum(0)
-    return total
-
-
-def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all tensors, as a tensor; zero, on the host, where there are none."""
-    if not tensors:
-        return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()) for t in tensors]))
-    return total
-
-
-def gradient(
-    output: Tensor | Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    *,
-    cotangent: Sequence[Tensor | None] | None = None,
-    keep_graph: bool = False,
-    retain: bool = False,
-) -> list[Tensor]:
-    """d<cotangent, output> in the leaves; zero where a leaf plays no part."""
-    outputs = [output] if isinstance(output, Tensor) else list(output)
-    weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
-    live = [i for i, out in enumerate(outputs) if out.requires_grad]
-    for i in live:  # the sum over trials: each depends on its own part of the leaves alone
-        if weights[i] is None and outputs[i].dim():
-            weights[i] = torch.ones_like(outputs[i])
-    if not live or not leaves:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad(
-        [outputs[i] for i in live], leaves, [weights[i] for i in live],
-        create_graph=keep_graph, retain_graph=keep_graph or retain, allow_unused=True,
-    )  # fmt: skip
-    return [torch.zeros_like(leaf) if d is None else d for d, leaf in zip(found, leaves, strict=True)]
-
-
-def spread(price: Tensor, like: Tensor) -> Tensor:
-    """A number, or one for each trial, in a shape that multiplies `like`."""
-    return price if price.dim() == 0 else price.reshape(-1, *[1] * (like.dim() - 1))
 
 
 class Derivatives:
@@ -196,7 +122,7 @@ class Derivatives:
             for _, batch in batches:
                 g = self.lower(batch) * share
                 part = [g.detach(), *gradient(g, self.v.leaves)]
-                total = _sum([total, part]) if total else part
+                total = summed([total, part]) if total else part
         return total[0], total[1:]
 
     def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
@@ -208,10 +134,10 @@ class Derivatives:
             for upper_batch, lower_batch in batches:
                 g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
                 part = [g.detach(), f.detach(), *gradient(g, self.v.leaves), *gradient(f, self.v.leaves)]
-                total = _sum([total, part]) if total else part
+                total = summed([total, part]) if total else part
                 with torch.no_grad():
                     values = [x * share for x in self.constraints(upper_batch)]
-                h = _sum([h, values]) if h else values
+                h = summed([h, values]) if h else values
         slope, v = total[2 : 2 + count], total[2 + count :]
         if lam is not None:
             v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
@@ -284,7 +210,7 @@ class Derivatives:
                 s = gradient(g * share, self.v.leaves)
                 with torch.no_grad():
                     part = s + [h * share for h in self.constraints(batch[0])]
-                    mean = _sum([mean, part]) if mean else part
+                    mean = summed([mean, part]) if mean else part
         count = len(self.v.leaves)
         pulled = mean[:count] if slope is None else list(slope)
 
@@ -349,9 +275,9 @@ class Derivatives:
                 found = gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
                 found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
-                found = _sum([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
+                found = summed([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
                 if lam is not None:
-                    found = _sum([found, [spread(lam, x) * x for x in slope]])
+                    found = summed([found, [spread(lam, x) * x for x in slope]])
             # Never in place: autograd may hand out one tensor for two inputs.
             if direct is not None:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
@@ -456,7 +382,7 @@ class Derivatives:
                     refuse_once_differentiable(s)
                 return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=retain)
 
-        return _sum([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
+        return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 
     def _guarded(self, evaluate: Callable[[], Any]) -> Any:
         """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
@@ -517,30 +443,3 @@ class Derivatives:
             finally:
                 for leaf in self.u.leaves:
                     leaf.requires_grad_(True)
-
-
-def paid(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:
-    """mu + gamma_h h, and max(0, mu + gamma_h h) for inequalities: the pull of each constraint, and the next mu."""
-    pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
-    return pulls[:equalities] + [pull.clamp(min=0) for pull in pulls[equalities:]]
-
-
-def violation(values: Sequence[Tensor], equalities: int) -> Tensor:
-    """The largest violation of a constraint, as a tensor; there is at least one."""
-    sizes = [h.abs().amax() if i < equalities else h.amax().clamp(min=0) for i, h in enumerate(values)]
-    return torch.stack(sizes).amax()
-
-
-def _sum(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    total = list(lists[0])
-    for other in lists[1:]:
-        total = list(torch._foreach_add(total, list(other))) if total else []
-    return total
-
-
-def added(a: Gradients, b: Gradients) -> Gradients:
-    """The sum of two derivatives, each of a part of the batches."""
-    return Gradients(
-        f=a.f + b.f, g=a.g + b.g, slope=a.slope, residual=a.residual, constraints=a.constraints,
-        v=_sum([a.v, b.v]), u=_sum([a.u, b.u]), rows=[x + y for x, y in zip(a.rows, b.rows, strict=True)],
-    )  # fmt: skip

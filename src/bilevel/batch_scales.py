@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, gradient, norm
+from .autodiff import Derivatives
 from .batches import Pair
+from .vectors import gradient, norm
 
 GAMMA_SHARE = 1.0
 """The first gamma |g_vv s| as a multiple of |f_v|."""

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, dot, gradient, norm, spread, violation
+from .autodiff import Derivatives
 from .batches import Pair
 from .method import State
+from .prices import violation
 from .problem import Problem
 from .replay import keeping, random_state, set_random_state
 from .solution import Certificate
 from .sources import Sources
+from .vectors import dot, gradient, norm, spread
 
 BATCHES = 64
 """Most batches of each source that a certificate is measured on."""

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from . import callbacks
-from .autodiff import Derivatives, gradient
+from .autodiff import Derivatives
 from .batches import Pair
 from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Projection, Variable
 from .replay import keeping, random_state, set_random_state
 from .sources import Sources
+from .vectors import gradient
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import spread
+from .vectors import spread
 
 Product = Callable[[list[Tensor]], list[Tensor]]
 Dot = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

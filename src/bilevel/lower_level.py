@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, norm
+from .autodiff import Derivatives
 from .lbfgs import LBFGS
+from .vectors import norm
 
 ITERATIONS = 50
 PROBES = (1e-3, 0.1, 1.0)

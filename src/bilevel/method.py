@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, Prices
+from .autodiff import Derivatives
 from .batches import Pair
 from .precision import Precision
+from .prices import Prices
 from .problem import Problem, Variable
 from .solution import Status
 from .sources import Sources

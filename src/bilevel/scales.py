@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autodiff import Derivatives, gradient, norm
+from .autodiff import Derivatives
 from .double_backward import missing_double_backward
+from .vectors import gradient, norm
 
 POWER_ITERATIONS = 10
 SAMPLES = 3

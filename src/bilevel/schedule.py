@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autodiff import Gradients, Prices, dot, paid, spread
+from .prices import Gradients, Prices, paid
+from .vectors import dot, spread
 
 
 class Schedule:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .autodiff import Curvature, Derivatives, Gradients, Prices, norm
+from .autodiff import Curvature, Derivatives
 from .batch_scales import BatchScales, measure
 from .batches import Pair, detached
 from .descent import Descent, OptimizerFactory, adam
@@ -24,8 +24,10 @@ from .engine import Engine, Engines
 from .errors import OptionError
 from .lower_level import lower_point
 from .method import Setting
+from .prices import Gradients, Prices
 from .replay import keeping
 from .solution import Status
+from .vectors import norm
 
 Draw = tuple[list[Pair], list[Pair] | None]
 """The batches of one gradient, and those that its cotangent is from where that is another's."""

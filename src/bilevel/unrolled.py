@@ -16,16 +16,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .autodiff import Curvature, Gradients, spread
+from .autodiff import Curvature
 from .batches import Pair, detached
 from .descent import Descent
 from .engine import Engine
 from .errors import OptionError
 from .method import RECORD, Setting
 from .options import StepOptions, in_range, no_constraints, no_projection, one_of
+from .prices import Gradients
 from .problem import Variable
 from .replay import keeping, random_state
 from .steps import Draw, Steps
+from .vectors import spread
 
 POWER_ITERATIONS = 10
 Run = Callable[..., Any]

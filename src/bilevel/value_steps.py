@@ -24,15 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autodiff import Gradients, Prices, added, gradient, spread
 from .batch_scales import BatchScales
 from .batches import Pair
 from .descent import Descent, OptimizerFactory, adam
 from .method import RECORD, Setting
 from .options import StepOptions
+from .prices import Gradients, Prices, added
 from .problem import Variable
 from .rows import together
 from .steps import Draw, Steps
+from .vectors import gradient, spread
 
 GAMMA = RECORD.index("gamma")
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autodiff import Prices
 from ..descent import OptimizerFactory
 from ..method import Setting, State
 from ..options import StepOptions, factory, no_constraints
+from ..prices import Prices
 from ..steps import Draw, Steps
 
 

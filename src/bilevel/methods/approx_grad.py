@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..autodiff import Gradients, Prices, added, gradient
 from ..batch_scales import BatchScales
 from ..batches import Pair, detached
 from ..descent import OptimizerFactory
@@ -25,9 +24,11 @@ from ..errors import OptionError
 from ..linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
 from ..method import Setting, State
 from ..options import StepOptions, factory, in_range, no_constraints, no_projection, one_of, true_or_false
+from ..prices import Gradients, Prices, added
 from ..replay import keeping, random_state, set_random_state
 from ..rows import together
 from ..steps import Draw, Steps
+from ..vectors import gradient
 
 LINEAR_SHARE = 0.1
 """The default rate of Adam on q, as a share of the size of an entry of q."""

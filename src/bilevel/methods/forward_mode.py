@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Prices, gradient, spread
 from ..batches import Pair, detached
 from ..certificate import BATCHES
 from ..errors import OptionError, ProblemError
 from ..method import Setting, State
 from ..options import in_range
+from ..prices import Prices
 from ..replay import keeping
 from ..steps import Draw
 from ..unrolled import Run, Unrolled, UnrolledOptions
+from ..vectors import gradient, spread
 
 CG_ITERATIONS = 100
 

@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Derivatives, Gradients, Prices, dot, norm, paid, violation
+from ..autodiff import Derivatives
 from ..batches import Pair, each_tensor
 from ..errors import BilevelWarning, OptionError
 from ..lbfgs import LBFGS
 from ..lower_level import flatten, lower_point, minimise, write
 from ..method import Setting
+from ..prices import Gradients, Prices, paid, violation
 from ..scales import Scales, measure
 from ..solution import Status
+from ..vectors import dot, norm
 
 if TYPE_CHECKING:
     from .penalty import Penalty

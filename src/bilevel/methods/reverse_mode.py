@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Gradients, Prices
 from ..batches import detached
 from ..errors import OptionError
 from ..method import Setting, State
 from ..options import in_range
+from ..prices import Gradients, Prices
 from ..replay import random_state, set_random_state
 from ..rows import Parts, together
 from ..steps import Draw

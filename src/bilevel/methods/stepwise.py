@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..autodiff import Gradients, Prices, spread, violation
 from ..batch_scales import gamma_now
 from ..batches import Pair
 from ..descent import Descent
 from ..errors import OptionError
 from ..method import Setting
+from ..prices import Gradients, Prices, violation
 from ..replay import keeping
 from ..schedule import Schedule
 from ..solution import REASONS
 from ..steps import Draw, Steps
+from ..vectors import spread
 
 if TYPE_CHECKING:
     from .penalty import Penalty

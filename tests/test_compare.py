@@ -9,12 +9,24 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from bilevel import Penalty, Problem
-from bilevel.applications.comparison import METHODS, Start, Subject, compare, cost_of, synthetic
+from bilevel.applications.comparison import (
+    METHODS,
+    Budget,
+    Start,
+    Subject,
+    compare,
+    cost_of,
+    deterministic,
+    paced,
+    synthetic,
+)
 from bilevel.applications.synthetic import examples, nth
 from bilevel.cli import compare as command
 from bilevel.cli.main import main
+from bilevel.cost import cost
 
 FILE = """
 import torch
@@ -53,7 +65,7 @@ def run(capsys, *arguments):
 def test_every_method_has_the_same_starts_and_keeps_to_the_budget(tmp_path, capsys):
     names = ",".join(METHODS)
     code, output, errors = run(
-        capsys, "sum", "--methods", names, "--evaluations", 120, "--trials", 2, "--out", tmp_path, "--json"
+        capsys, "sum", "--methods", names, "--gradients", 240, "--trials", 2, "--out", tmp_path, "--json"
     )
     assert (code, errors) == (0, "")
     result = json.loads(output)
@@ -61,15 +73,19 @@ def test_every_method_has_the_same_starts_and_keeps_to_the_budget(tmp_path, caps
     assert [row["method"] for row in result["methods"]] == list(METHODS)
     starts = [examples(seed=nth(0, k))[0] for k in range(2)]
     first = sum(e.error(*e.start(nth(0, k))) for k, e in enumerate(starts)) / 2
+    subject = synthetic("sum", 2, 0)
+    most = {name: cost_of(subject.starts(make())[0], make()).gradients for name, make in METHODS.items()}
     for row in result["methods"]:
         assert row["curve"][0] == [0, pytest.approx(first)]
-        # The last step may end a little above; the penalty method also measures its scales.
-        assert 0 < row["evaluations"] <= 120 * 1.5
-        assert row["curve"][-1][1] == pytest.approx(row["error"])
+        assert row["curve"][-1] == [pytest.approx(row["gradients"], rel=0.1), pytest.approx(row["error"])]
+        if row["method"] != "penalty":  # nothing that another step would fit into is left
+            assert 240 - most[row["method"]] < row["gradients"] <= 240
+            assert row["status"] == "budget spent"
         assert row["memory"] > 0
         assert row["residual"] >= 0
     penalty = result["methods"][0]
     assert penalty["error"] < 1e-2 < first
+    assert 20 < penalty["gradients"] == 2 * penalty["evaluations"] <= 240 * 1.1  # the last step may end a little above
     assert (tmp_path / "compare.png").stat().st_size > 1000
 
 
@@ -108,6 +124,12 @@ def test_a_name_in_a_file_may_be_an_object_or_a_function_of_the_seed(name, trial
         (["sum", "--methods", "reverse-mode:lower_steps=0"], "lower_steps must be at least 1"),
         (["sum", "--methods", "reverse-mode:lower_steps"], "option=value"),
         (["sum", "--steps", "3", "--evaluations", "3"], "give one of them"),
+        (["sum", "--steps", "3", "--gradients", "3"], "--gradients and --steps"),
+        (["sum", "--upper-rate", "0"], "--upper-rate must be a number above 0; got 0.0"),
+        (["sum", "--lower-rate", "nan"], "--lower-rate must be a number above 0"),
+        (["sum", "--methods", "approx-grad:upper_rate=fast"], "upper_rate of approx-grad must be a number above 0"),
+        (["sum", "--methods", "algorithm-2:lower_rate=-1"], "lower_rate of algorithm-2 must be a number above 0"),
+        (["sum", "--methods", "penalty:upper_rate=0.1"], "add mode=stochastic"),
         (["sum", "--plot", "plot.txt"], "--plot must end in"),
         (["sum", "--trials", "0"], "--trials"),
         (["missing.py"], "there is no file missing.py"),
@@ -185,7 +207,7 @@ def test_the_users_variables_are_not_moved_and_modules_and_data_will_do():
     )
     before = model.weight.detach().clone()
     subject = Subject("mine", [Start(problem, u, model, ([(x, y)], [(x, y)]))])
-    found = compare(subject, Penalty(lower_steps=1), evaluations=None, steps=5, seed=0)
+    found = compare(subject, Penalty(lower_steps=1), Budget("steps", 5), seed=0)
     assert torch.equal(model.weight, before)
     assert u.item() == 0
     assert found.steps == 5
@@ -194,8 +216,12 @@ def test_the_users_variables_are_not_moved_and_modules_and_data_will_do():
 
 def test_the_cost_of_a_step_is_not_that_of_a_warm_up():
     start = synthetic("sum", 1, 0).singles[0]
-    assert cost_of(start, METHODS["reverse-mode"](lower_steps=4))[0] == 2 * 4 + 1
-    few, many = (cost_of(start, METHODS["reverse-mode"](lower_steps=T))[1] for T in (4, 40))
+    for warm_up in (None, 0.0, 0.5, 0.99):
+        found = cost_of(start, METHODS["reverse-mode"](lower_steps=4, warm_up=warm_up))
+        assert (found.evaluations, found.products) == (2 * 4 + 1, 4)
+        assert found.warm_up == (0.1 if warm_up is None else warm_up)
+        assert (found.warm_evaluations, found.warm_products) == ((4 + 1, 0) if found.warm_up else (9, 4))
+    few, many = (cost_of(start, METHODS["reverse-mode"](lower_steps=T)).bytes for T in (4, 40))
     assert many - few == pytest.approx(36 * start.v.numel() * 8, rel=0.01)  # the iterates
 
 
@@ -204,3 +230,165 @@ def test_trials_run_at_once_and_those_of_the_default_one_after_another():
     assert subject.starts(METHODS["approx-grad"]()) == [subject.together]
     assert subject.starts(METHODS["penalty"]()) == subject.singles
     assert torch.equal(subject.together.u[1], subject.singles[1].u)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "penalty"])  # its line search is never the same
+def test_the_gradients_of_a_step_are_its_operations_over_those_of_one_gradient(name):
+    start = synthetic("sum-singular", 1, 0).singles[0]  # all work of its g is in products with a matrix
+    u, v = (x.detach().clone().requires_grad_() for x in (start.u, start.v))
+    assert cost_of(start, METHODS[name]()).gradients == cost(start.problem, METHODS[name](), u, v, repeats=0).gradients
+
+
+@pytest.mark.parametrize("unit", ["gradients", "evaluations"])
+@pytest.mark.parametrize("most", [1, 100, 1234])
+def test_a_budget_pays_for_all_steps_that_fit_and_no_more(unit, most):
+    start = synthetic("sum", 1, 0).singles[0]
+    for method in (METHODS["approx-grad"](), METHODS["reverse-mode"](warm_up=0.37)):
+        each = cost_of(start, method)
+
+        def price(steps, each=each):
+            first = round(each.warm_up * steps)
+            return getattr(each, f"warm_{unit}") * first + getattr(each, unit) * (steps - first)
+
+        steps = Budget(unit, most).steps(each)
+        assert steps == 1 or price(steps) <= most
+        assert price(steps + 1) > most
+
+
+def chosen(monkeypatch, capsys, tmp_path, *arguments):
+    """The methods that `bilevel compare` would run."""
+    seen = []
+    monkeypatch.setattr(command, "compare", lambda subject, method, budget, *, seed: seen.append(method))
+    assert run(capsys, *arguments, "--out", tmp_path)[0] == 1  # as after Ctrl-C
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "upper", "lower"),
+    [("approx-grad", 0.3, 0.2), ("alternating:lower_rate=0.5", 0.3, 0.5), ("value-gap:upper_rate=0.1", 0.1, 0.2),
+     ("algorithm-2", 0.3, 0.2), ("algorithm-1:upper_rate=1", 1.0, 0.2), ("penalty:mode=stochastic", 0.3, 0.2),
+     ("reverse-mode", 0.3, 0.2), ("forward-mode:lower_rate=0.4", 0.3, 0.4), ("penalty", None, None)],
+)  # fmt: skip
+def test_rates_are_those_of_the_method_or_else_of_the_command(name, upper, lower, monkeypatch, capsys, tmp_path):
+    rates = ("--upper-rate", 0.3, "--lower-rate", 0.2)
+    method = chosen(monkeypatch, capsys, tmp_path, "sum", "--methods", name, *rates)
+    own = getattr(method, "lower_rate", None)
+    found = [x and x.keywords["lr"] for x in (method.upper_optimizer, getattr(method, "lower_optimizer", None))]
+    assert (found[0], own or found[1]) == (upper, lower)
+
+
+def test_a_preset_keeps_its_rates_on_a_file(file, monkeypatch, capsys, tmp_path):
+    method = chosen(monkeypatch, capsys, tmp_path, file, "--methods", "algorithm-2")
+    assert (method.upper_optimizer.keywords["lr"], method.lower_optimizer.keywords["lr"]) == (1e-3, 1e-4)
+
+
+@pytest.mark.parametrize("decay", ["linear", "constant"])
+def test_the_default_rate_lets_a_coordinate_cross_the_domain(decay):
+    steps, warm_up = 200, 20
+    method, rate = paced(METHODS["approx-grad"](decay=decay), 10.0, steps, warm_up)
+    left = [1 - k / steps if decay == "linear" else 1 for k in range(warm_up, steps)]
+    assert rate * sum(left) == pytest.approx(10)
+    assert method.upper_optimizer.keywords["lr"] == rate
+    assert paced(method, 10.0, steps, warm_up) == (method, None)
+
+
+def test_methods_arrive_from_the_corners_of_the_domain():
+    subject = synthetic("difference", 1, 0)
+    far = torch.full((1, 10), 5.0, dtype=torch.float64)
+    start = Start(
+        subject.together.problem, far.clone().requires_grad_(), far.requires_grad_(), error=subject.together.error
+    )
+    subject = Subject("difference", [start], start, width=subject.width)
+    for name in ("approx-grad", "reverse-mode", "forward-mode", "value-gap", "value-function"):
+        found = compare(subject, METHODS[name](), Budget("steps", 150), seed=0)
+        assert found.error < 1, name  # of 22 at the start
+        assert found.steps == 150
+
+
+PREPARED = """
+import torch
+from bilevel import Problem
+
+def prepare(u, batch):
+    assert batch is None
+    return {"target": 2 * u}
+
+problem = Problem(
+    lambda u, v, made: ((v - 2) ** 2).sum() + 0 * made["target"].sum(),
+    lambda u, v, made: ((v - made["target"]) ** 2).sum(), prepare=prepare,
+)
+u, v = (torch.full((3,), x, dtype=torch.float64).requires_grad_() for x in (1.5, -1.0))
+"""
+
+
+def test_a_problem_with_prepare_and_no_data_is_compared(tmp_path, capsys):
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    code, output, errors = run(
+        capsys, tmp_path / "prepared.py", "--methods", "penalty,approx-grad", "--steps", 60, "--out", tmp_path, "--json"
+    )
+    assert code == 0, errors
+    penalty, approximate = json.loads(output)["methods"]
+    assert penalty["upper"] < 1e-6  # v = 2 u = 2
+    assert penalty["residual"] < 1e-6
+    assert approximate["upper"] < 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_shows_whole_names_and_numbers_in_80_columns(terminal, monkeypatch, capsys, tmp_path):
+    if terminal:
+        monkeypatch.setattr(command, "Console", lambda **options: Console(**options, force_terminal=True, width=80))
+    names = ["value-function:lower_steps=1", "forward-mode", "approx-grad:lower_steps=1:linear_solver=neumann"]
+    code, output, _ = run(capsys, "sum", "--methods", ",".join(names), "--steps", 4, "--out", tmp_path)
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
+    lines = plain.splitlines()
+    assert "…" not in plain
+    heads = ["Method", "Error", "f", "|grad_v g|", "Ended", "Gradients", "Evaluations", "Steps", "Seconds", "Memory"]
+    assert set(heads) <= {word.strip() for line in lines if "Method" in line for word in line.split("┃")}
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert {name.replace(" ", "") for name in _folded(cells)} == set(names)
+    row = json.loads((tmp_path / "result.json").read_text())["methods"][1]
+    shown = {cell for cell_row in cells for cell in cell_row}
+    assert {f"{row['error']:.1e}", f"{row['upper']:.4g}", f"{row['gradients']:,.0f}", "budget spent"} <= shown
+    boxes = [line for line in lines if "│" in line or "━" in line]
+    assert len({len(line) for line in boxes}) <= 2
+    assert not terminal or max(map(len, lines)) <= 80
+    assert "travel by 10" in " ".join(plain.split())
+
+
+def _folded(cells):
+    """The names in the first column, put together again."""
+    names = []
+    for name, *rest in cells:
+        if any(rest):
+            names.append(name)
+        else:
+            names[-1] += name
+    return names
+
+
+def test_ctrl_c_after_the_last_step_of_a_method_is_not_forgotten(monkeypatch):
+    module = sys.modules["bilevel.solve"]
+    plain = module.certify
+
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(module, "certify", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    subject = synthetic("sum", 1, 0)
+    assert deterministic(METHODS["penalty"](), subject.singles[0])
+    for name in ("penalty", "alternating"):
+        assert compare(subject, METHODS[name](), Budget("steps", 3), seed=0) is None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_small_problems_run_on_one_thread(file, monkeypatch, capsys, tmp_path):
+    threads = []
+    monkeypatch.setattr(command, "compare", lambda *arguments, **options: threads.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    for problem in ("sum", file):
+        run(capsys, problem, "--methods", "penalty", "--out", tmp_path)
+    assert threads == [1, before]
+    assert torch.get_num_threads() == before

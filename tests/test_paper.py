@@ -19,6 +19,7 @@ from bilevel.cli.main import main
 from bilevel.cost import cost
 from bilevel.paper import claims as claims_module
 from bilevel.paper import complexity, complexity_page, sizes, synthetic, wall_clock
+from bilevel.paper import synthetic_page as page_module
 from bilevel.paper.cells import Cell, Store, run_cells
 from bilevel.paper.results import GOAL, Results
 from bilevel.paper.synthetic_runs import general, run
@@ -142,13 +143,30 @@ def test_two_processes_find_what_one_finds(tmp_path):
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [("GD", lambda T: T + 1), ("RMD", lambda T: 3 * T + 1), ("ApproxGrad", lambda T: 3 * T + 2),
-     ("Penalty", lambda T: 2 * (T + 1))],
+     ("Penalty", lambda T: 2 * (T + 1)), ("FMD", lambda T: (10 + 1) * T + 1), ("ValueGap", lambda T: 2 * (T + 1)),
+     ("ValueFunction", lambda T: 2 * (T + 1))],
 )  # fmt: skip
 def test_a_step_is_worth_the_gradients_and_products_it_takes(name, gradients):
     example = examples()[2]
     for T in (1, 4):
         found = cost(example.problem, synthetic.method(name, T, {}), *example.start(0), repeats=0)
         assert found.gradients == gradients(T)
+
+
+@pytest.mark.parametrize("name", ["FMD", "RMD", "ApproxGrad"])
+def test_the_cost_of_a_step_is_not_that_of_a_warm_up(name):
+    example = examples()[2]
+    found = [
+        cost(example.problem, replace(synthetic.method(name, 4, {}), warm_up=warm_up), *example.start(0), repeats=0)
+        for warm_up in (0.0, 0.5)
+    ]
+    assert found[0].gradients == found[1].gradients
+
+
+def test_an_exponent_holds_within_the_tolerance_above_and_below():
+    for found, holds in ((1.19, True), (0.81, True), (1.21, False), (0.79, False)):
+        assert complexity.Exponent("RMD", "gradients", "T", found, 1.0, []).holds == holds
+    assert "TOLERANCE" in complexity.Exponent.holds.__doc__
 
 
 def test_exponents_are_those_of_table_1():
@@ -176,11 +194,11 @@ def test_a_power_law_has_its_exponent():
 # -- numbers and claims ----------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_counted_and_agree_with_table_7_where_the_paper_is_consistent():
+def test_sizes_are_counted_and_agree_with_table_7():
     rows = {row.data: row for row in sizes.table()}
     for row in rows.values():
-        if row.u is not None:
-            assert row.u == pytest.approx(sizes.thousands(row.paper_u), rel=0.02)
+        assert row.u == pytest.approx(sizes.thousands(row.paper_u), rel=0.02)
+        assert row.v == pytest.approx(sizes.thousands(row.paper_v), rel=0.04)
     assert rows["MNIST"].v == 1_389_578
     assert rows["MNIST (60 poison points)"].v == 7850
     assert rows["ImageNet (clean label)"].v == 4098
@@ -241,6 +259,27 @@ def test_the_error_at_the_budget_is_that_of_the_last_point_within_it(study):
     assert np.array_equal(results.at_budget("sum", "RMD", 10), errors[at])
 
 
+def test_other_methods_run_for_the_budget_and_no_longer(study):
+    results = study[0]
+    for (name, T), gradients in synthetic.OTHERS.items():
+        assert results.gradients[name, T] == gradients
+        for scale in (TINY, synthetic.FULL):
+            steps = synthetic.budgeted(scale, "plain", name, T).settings["steps"]
+            assert steps == 1 or 2 * scale.steps - gradients < steps * gradients <= 2 * scale.steps
+        options = synthetic.method(name, T, {})
+        assert options.upper_optimizer.keywords == {"lr": 1e-3}
+        assert (options.decay, options.warm_up, options.lower_steps) == ("constant", 0.0, 10)
+        lower = options.lower_rate if name == "FMD" else options.lower_optimizer.keywords["lr"]
+        assert lower == 1e-4
+        for problem in synthetic.PROBLEMS:
+            assert results.at_budget(problem, name, T).shape == (TINY.trials,)
+    made = Results(replace(TINY, steps=200), study[1])  # a budget that lets them go to their ends
+    made.__dict__ |= {"gradients": results.gradients, "budget": 400.0}
+    ends = results.curves("sum", "ValueGap", 10)[1]
+    made.curves = results.curves
+    assert np.array_equal(made.at_budget("sum", "ValueGap", 10), ends[-1])
+
+
 def test_errors_of_the_store_are_those_of_the_trials(study):
     results = study[0]
     for problem in synthetic.PROBLEMS:
@@ -287,7 +326,22 @@ def test_reproduce_synthetic_goes_on_and_writes_every_table_and_figure(study, tm
     assert all((tmp_path / image).stat().st_size > 1000 for image in images)
     assert all(claim["says"] in text for claim in result["claims"])
     assert "quick version" in text
+    for name, _ in synthetic.OTHERS:
+        assert re.search(rf"^\| {name} \| 10 \| \d+ \|", text, re.MULTILINE)
+    assert {row["method"] for row in result["others"]} == {name for name, _ in synthetic.OTHERS}
+    assert 0 < result["seconds"] < 600
+    assert result["resumed"]
+    total = len(synthetic.cells(TINY))
+    assert f"This run was resumed: {total - 1} of {total} cells were finished before" in text
     assert ("not there yet" in text) == any(None in (row.u, row.v) for row in sizes.table())
+
+
+def test_a_run_that_was_not_resumed_says_how_long_the_whole_command_took(study):
+    fresh = page_module.summarise(study[0])
+    assert not fresh["resumed"]
+    text = page_module.page(study[0], fresh)
+    assert f"The whole command took {fresh['seconds']:,.0f} seconds with 1 process of one thread each." in text
+    assert "resumed" not in text
 
 
 @pytest.mark.parametrize("words", [["sinthetic"], ["synthetic", "--workers", "0"], ["synthetic", "--out", "FILE"]])

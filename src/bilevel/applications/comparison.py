@@ -1,21 +1,26 @@
-"""Methods side by side on one problem: the same starts, the same budget of evaluations of g.
+"""Methods side by side on one problem: the same starts, the same budget.
 
 A subject is a problem with its starts. Where its trials can run at once, in a leading dimension of u and v, they do; a
-method in deterministic mode takes them one after another.
+method in deterministic mode takes them one after another. A step-wise run has as many upper steps as the budget pays
+for, and takes them all: its warm-up and the decay of its rates are complete. What it measures before the first one is
+not paid for.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..callbacks import Callback, Run
-from ..cost import probe
+from ..cost import StepCost, probe
 from ..method import Method
 from ..methods.alternating import Alternating
 from ..methods.approx_grad import ApproxGrad
@@ -27,7 +32,7 @@ from ..methods.value_gap import ValueGap
 from ..problem import Problem
 from ..solution import Solution, Status
 from ..solve import solve
-from .synthetic import examples, nth
+from .synthetic import BOUND, examples, nth
 
 METHODS: dict[str, Callable[..., Method]] = {
     "penalty": Penalty, "algorithm-1": Penalty.algorithm_1, "algorithm-2": Penalty.algorithm_2,
@@ -35,6 +40,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "value-function": ValueFunction, "value-gap": ValueGap,
 }  # fmt: skip
 """Every method by its name on the command line; the algorithms are presets of `Penalty`."""
+PRESETS = ("algorithm-1", "algorithm-2")
+UNROLLED = ("reverse-mode", "forward-mode")
+"""Those whose `lower_rate` is that of gradient descent."""
+WIDTH = 2 * BOUND
+"""Of the domain of the paper's problems."""
 POINTS = 200
 """How often a run is looked at."""
 
@@ -51,6 +61,36 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What each method may take in one trial: gradients (evaluations of g, and products with its second derivatives),
+    evaluations of g alone, or upper steps."""
+
+    unit: Literal["gradients", "evaluations", "steps"]
+    most: int
+
+    def steps(self, cost: StepCost) -> int:
+        """The upper steps that it pays for, at least one."""
+        if self.unit == "steps":
+            return self.most
+        warm, moving = (
+            (cost.warm_gradients, cost.gradients)
+            if self.unit == "gradients"
+            else (cost.warm_evaluations, cost.evaluations)
+        )
+
+        def price(steps: int) -> int:
+            first = round(cost.warm_up * steps)
+            return warm * first + moving * (steps - first)
+
+        steps = max(1, int(self.most / (cost.warm_up * warm + (1 - cost.warm_up) * moving)))
+        while steps > 1 and price(steps) > self.most:
+            steps -= 1
+        while price(steps + 1) <= self.most:
+            steps += 1
+        return steps
+
+
+@dataclass(frozen=True)
 class Subject:
     """A problem to compare methods on."""
 
@@ -59,10 +99,12 @@ class Subject:
     """A start for each trial."""
     together: Start | None = None
     """All trials in one, where that can be."""
+    width: float | None = None
+    """How far a coordinate of u may have to travel. A step-wise method without an upper rate gets one that lets it."""
 
     def starts(self, method: Method) -> Sequence[Start]:
         """What the method runs from."""
-        return self.singles if self.together is None or _deterministic(method, self.together) else [self.together]
+        return self.singles if self.together is None or deterministic(method, self.together) else [self.together]
 
 
 @dataclass(frozen=True)
@@ -75,7 +117,9 @@ class Outcome:
     residual: float
     """|grad_v g|"""
     evaluations: float
-    """Of g, in one trial."""
+    """Of g, in one trial, with those before the first step."""
+    gradients: float
+    """Evaluations of g and products with its second derivatives, in the steps of one trial."""
     steps: float
     seconds: float
     """Of all trials."""
@@ -83,7 +127,9 @@ class Outcome:
     """The most bytes that the tensors of one upper step took at one time, in one trial."""
     status: str
     curve: list[tuple[float, float]]
-    """(evaluations, error or else f)"""
+    """(gradients, error or else f)"""
+    upper_rate: float | None = None
+    """The learning rate of u at its start, where it was chosen here."""
 
 
 def synthetic(name: str, trials: int, seed: int) -> Subject:
@@ -94,78 +140,134 @@ def synthetic(name: str, trials: int, seed: int) -> Subject:
         singles.append(Start(example.problem, *example.start(nth(seed, k)), error=example.errors))
     whole = next(e for e in examples(seed=seed, trials=trials) if e.name == name)
     together = Start(whole.problem, *whole.starts(trials, seed), error=whole.errors)
-    return Subject(name, singles, together)
+    return Subject(name, singles, together, WIDTH)
 
 
-def compare(
-    subject: Subject, method: Method, *, evaluations: int | None, steps: int | None, seed: int
-) -> Outcome | None:
-    """Run a method from all starts within a budget of evaluations of g or of upper steps; None after Ctrl-C."""
+def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> Outcome | None:
+    """Run a method from all starts within the budget; None after Ctrl-C."""
     begun = subject.starts(method)
-    each, memory = cost_of(begun[0], method)
-    if begun[0] is subject.together:
-        memory //= len(subject.singles)
+    each = cost_of(begun[0], method)
+    memory = each.bytes // (len(subject.singles) if begun[0] is subject.together else 1)
+    searching = deterministic(method, begun[0])
+    # A step of the deterministic mode is a line search of one evaluation or more: the budget ends the run.
+    most = budget.most if searching else budget.steps(each)
+    rate = None
+    if subject.width is not None and not searching:
+        method, rate = paced(method, subject.width, most, round(each.warm_up * most))
     runs = []
     for start in begun:
         u, v = copy.deepcopy((start.u, start.v))
-        watch = _Watch(start, u, v, evaluations)
-        most = steps or max(1, (evaluations or 1) if _deterministic(method, start) else (evaluations or 1) // each)
+        watch = _Watch(start, u, v, each, most, budget if searching else None)
         solution = solve(
             start.problem, method, u, v, start.data, max_steps=most, callbacks=[watch],
-            log_every=1 if _deterministic(method, start) else max(1, most // POINTS), seed=seed, hypergradient=False,
+            log_every=1 if searching else max(1, most // POINTS), seed=seed, hypergradient=False,
         )  # fmt: skip
-        if solution.status is Status.STOPPED and not watch.spent:
+        if watch.interrupted or (solution.status is Status.STOPPED and not watch.spent):
             return None
-        watch.see(solution.history["evaluations"][-1] if len(solution.history) else 0, _last(solution))
+        if len(solution.history):
+            watch.see(next(solution.history.rows(len(solution.history) - 1)))
         runs.append((start, u, v, solution, watch))
     ends = [_end(start, u, v, solution) for start, u, v, solution, _ in runs]
     errors = [end[0] for end in ends if end[0] is not None]
     return Outcome(
         error=_mean(errors) if errors else None,
         upper=_mean([end[1] for end in ends]), residual=_mean([end[2] for end in ends]),
-        evaluations=_mean([watch.curve[-1][0] for *_, watch in runs]),
+        evaluations=_mean([watch.evaluations for *_, watch in runs]),
+        gradients=_mean([watch.gradients for *_, watch in runs]),
         steps=_mean([solution.steps for *_, solution, _ in runs]),
         seconds=sum(watch.seconds for *_, watch in runs), memory=memory,
         status=", ".join(sorted({_ending(solution, watch) for *_, solution, watch in runs})),
-        curve=_mean_curve([watch.curve for *_, watch in runs]),
+        curve=_mean_curve([watch.curve for *_, watch in runs]), upper_rate=rate,
     )  # fmt: skip
 
 
-def cost_of(start: Start, method: Method) -> tuple[int, int]:
-    """(evaluations of g, bytes) of one upper step. Refuses what the method cannot do, before anything is run."""
+def cost_of(start: Start, method: Method) -> StepCost:
+    """What an upper step takes. Refuses what the method cannot do, before anything is run."""
     u, v = copy.deepcopy((start.u, start.v))
-    evaluations, memory = probe(start.problem, method, u, v, start.data)
-    return max(1, evaluations), memory
+    return probe(start.problem, method, u, v, start.data)
+
+
+def deterministic(method: Method, start: Start) -> bool:
+    """Whether the method is to run in deterministic mode, which has no learning rates."""
+    return isinstance(method, Penalty) and start.data is None and method.mode in (None, "deterministic")
+
+
+def rated(method: Any, upper: float | None, lower: float | None) -> Method:
+    """The method with these learning rates of Adam where it has none of its own."""
+    given: dict[str, Any] = {}
+    if upper is not None and method.upper_optimizer is None:
+        given["upper_optimizer"] = partial(torch.optim.Adam, lr=upper)
+    if lower is not None and isinstance(method, (ReverseMode, ForwardMode)):
+        if method.lower_rate is None:
+            given["lower_rate"] = lower
+    elif lower is not None and method.lower_optimizer is None:
+        given["lower_optimizer"] = partial(torch.optim.Adam, lr=lower)
+    found: Method = replace(method, **given)
+    return found
+
+
+def paced(method: Any, width: float, steps: int, warm_up: int) -> tuple[Method, float | None]:
+    """The method with an upper rate, where it has none, that lets a coordinate travel by `width`; and that rate.
+
+    Adam moves a coordinate by its rate, or less. v has a default rate that follows u, but for the penalty method's: its
+    T steps get to share that of u.
+    """
+    falling = method.decay in (None, "linear")
+    travelled = sum(1 - k / steps if falling else 1.0 for k in range(warm_up, steps))
+    rate = width / max(travelled, 1e-12) if method.upper_optimizer is None else None
+    upper = method.upper_optimizer.keywords.get("lr") if isinstance(method.upper_optimizer, partial) else rate
+    lower = upper / max(1, method.lower_steps or 0) if isinstance(method, Penalty) and upper is not None else None
+    return rated(method, rate, lower), rate
 
 
 class _Watch(Callback):
-    """Notes the error, or f, as a run goes, and ends it when the budget is spent."""
+    """Notes the error, or f, as a run goes, and whether Ctrl-C came; ends the run when a budget is spent."""
 
-    def __init__(self, start: Start, u: Any, v: Any, budget: int | None) -> None:
-        self.start_, self.u, self.v, self.budget = start, u, v, budget
+    def __init__(self, start: Start, u: Any, v: Any, cost: StepCost, most: int, budget: Budget | None) -> None:
+        self.start_, self.u, self.v, self.cost, self.budget = start, u, v, cost, budget
+        self.warm_up = round(cost.warm_up * most)
         self.curve: list[tuple[float, float]] = []
-        self.spent = False
-        self.seconds = 0.0
+        self.spent = self.interrupted = False
+        self.seconds = self.evaluations = self.gradients = 0.0
         if start.error is not None:
             self.curve.append((0.0, float(start.error(u, v).mean())))
 
+    def start(self, run: Run) -> None:
+        """`solve` forgets a Ctrl-C that comes with its last step or after it; the methods to come must not."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def note(*arguments: Any) -> None:
+            self.interrupted = True
+            if callable(before):
+                before(*arguments)
+
+        signal.signal(signal.SIGINT, note)  # put back by `solve`
+
     def log(self, run: Run) -> bool | None:
-        row = next(run.history.rows(len(run.history) - 1))
         self.seconds = run.seconds
-        self.see(row["evaluations"], row["upper"])
-        self.spent = self.budget is not None and row["evaluations"] >= self.budget
+        self.see(next(run.history.rows(len(run.history) - 1)))
+        if self.budget is not None and self.budget.unit != "steps":
+            taken = self.gradients if self.budget.unit == "gradients" else self.evaluations
+            self.spent = taken >= self.budget.most
         return self.spent
 
-    def see(self, evaluations: float, upper: float) -> None:
+    def see(self, row: Mapping[str, float]) -> None:
         error = self.start_.error
-        value = upper if error is None else float(error(self.u, self.v).mean())
-        if self.curve and self.curve[-1][0] == evaluations:
+        value = float(row["upper"]) if error is None else float(error(self.u, self.v).mean())
+        self.evaluations, self.gradients = float(row["evaluations"]), self._taken(row)
+        if self.curve and self.curve[-1][0] == self.gradients:
             self.curve.pop()
-        self.curve.append((float(evaluations), value))
+        self.curve.append((self.gradients, value))
 
-
-def _deterministic(method: Method, start: Start) -> bool:
-    return isinstance(method, Penalty) and start.data is None and method.mode in (None, "deterministic")
+    def _taken(self, row: Mapping[str, float]) -> float:
+        """Gradients so far. In deterministic mode every evaluation has as many products, and all are counted."""
+        cost = self.cost
+        if self.budget is not None:
+            return float(row["evaluations"] * cost.gradients / max(1, cost.evaluations))
+        first = min(int(row["step"]), self.warm_up)
+        return float(cost.warm_gradients * first + cost.gradients * (int(row["step"]) - first))
 
 
 def _ending(solution: Solution, watch: _Watch) -> str:
@@ -181,10 +283,11 @@ def _end(start: Start, u: Any, v: Any, solution: Solution) -> tuple[float | None
     error = None if start.error is None else float(start.error(u, v).mean())
     if start.data is not None or not isinstance(v, Tensor):
         return error, _last(solution), solution.certificate.lower_residual
-    slope = torch.autograd.grad(start.problem.lower(u, v, None).sum(), v)[0]
-    trials = start.problem.trials or 1
+    problem, trials = start.problem, start.problem.trials or 1
     with torch.no_grad():
-        upper = float(start.problem.upper(u, v, None).mean())
+        made = None if problem.prepare is None else problem.prepare(u, None)
+        upper = float(problem.upper(u, v, made).mean())
+    slope = torch.autograd.grad(problem.lower(u, v, made).sum(), v)[0]
     return error, upper, float(slope.reshape(trials, -1).norm(dim=1).mean())
 
 
@@ -196,11 +299,11 @@ def _mean_curve(curves: Sequence[list[tuple[float, float]]]) -> list[tuple[float
     """The mean of several runs; one that has ended stays where it is."""
     if len(curves) == 1:
         return curves[0]
-    grid = sorted({evaluations for curve in curves for evaluations, _ in curve})
+    grid = sorted({gradients for curve in curves for gradients, _ in curve})
     out, at = [], [0] * len(curves)
-    for evaluations in grid:
+    for gradients in grid:
         for i, curve in enumerate(curves):
-            while at[i] + 1 < len(curve) and curve[at[i] + 1][0] <= evaluations:
+            while at[i] + 1 < len(curve) and curve[at[i] + 1][0] <= gradients:
                 at[i] += 1
-        out.append((evaluations, _mean([curve[k][1] for curve, k in zip(curves, at, strict=True)])))
+        out.append((gradients, _mean([curve[k][1] for curve, k in zip(curves, at, strict=True)])))
     return out

@@ -5,31 +5,50 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
+import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
+import torch
 import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..applications.comparison import METHODS, Subject, compare, cost_of, synthetic
+from ..applications.comparison import (
+    METHODS,
+    PRESETS,
+    UNROLLED,
+    WIDTH,
+    Budget,
+    Subject,
+    compare,
+    cost_of,
+    deterministic,
+    rated,
+    synthetic,
+)
 from ..applications.synthetic import examples
 from ..errors import OptionError
 from ..method import Method
-from ..paper.cells import Cell, Store
+from ..paper.cells import Cell, Store, one_thread
 from . import problem_file
 from .folder import Folder, to_json
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
 FORMATS = (".png", ".svg", ".pdf")
+GRADIENTS = 10_000
+"""The budget, where none is given."""
 
 
 def command(
@@ -45,13 +64,42 @@ def command(
     methods: Annotated[
         str,
         typer.Option(
-            help=f"Separated by commas: {', '.join(METHODS)}. Options follow a colon: reverse-mode:lower_steps=20."
+            help=f"Separated by commas: {', '.join(METHODS)}. Options follow a colon: "
+            "reverse-mode:lower_steps=20:upper_rate=0.01."
         ),
     ] = SHOWN,
+    gradients: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The budget of each method in one trial: gradients, which are evaluations of g and products with its "
+            "second derivatives. A step-wise method takes the most upper steps that it pays for, and measures its "
+            f"scales before them for free; penalty, without data, ends with the step that spends it. By default "
+            f"{GRADIENTS:,}.",
+        ),
+    ] = None,
     evaluations: Annotated[
-        int | None, typer.Option(min=1, help="The budget of each method: evaluations of g a trial. By default 5000.")
+        int | None,
+        typer.Option(min=1, help="The budget as evaluations of g alone instead; products and f are free."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Upper steps instead, the same for all methods.")] = None,
+    upper_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="The learning rate of u (Adam) of step-wise methods that do not set their own (upper_rate=...). By "
+            "default, on the four problems, one that lets a coordinate travel by "
+            f"{WIDTH:g}, the width of the domain, within the steps; on a file, by 5, "
+            f"and 1e-3 for {' and '.join(PRESETS)}."
+        ),
+    ] = None,
+    lower_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="That of v: of Adam, and of gradient descent for reverse-mode and forward-mode. By default from the "
+            f"first gradients; for {' and '.join(PRESETS)} the T-th part of that of u on the four problems, 1e-4 on a "
+            "file."
+        ),
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Starts; every method has the same.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="What the starts are drawn from.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder to write to; finished methods in it are not run again.")] = Path(
@@ -61,23 +109,24 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run methods on one problem, from the same starts and with the same budget, and show how they end."""
-    if evaluations is not None and steps is not None:
-        raise OptionError("--evaluations and --steps are two ways to say the budget; give one of them.")
-    evaluations = 5000 if evaluations is None and steps is None else evaluations
-    chosen = {text: _method(text) for text in _listed(methods)}
+    budget = _budget(gradients, evaluations, steps)
+    rates = {"upper_rate": _rate("--upper-rate", upper_rate), "lower_rate": _rate("--lower-rate", lower_rate)}
+    chosen = {text: _method(text, rates, paced=problem in NAMES) for text in _listed(methods)}
     subject, text = _subject(problem, trials, seed)
     folder = Folder(out)
     image = _image(out, plot)
+    chosen = {name: _rated(name, subject, method, rates) for name, method in chosen.items()}
     for name, method in chosen.items():
         _refuse(name, subject, method)
     settings = {
-        "problem": problem, "file": hashlib.sha256(text.encode()).hexdigest(), "evaluations": evaluations,
-        "steps": steps, "trials": trials, "seed": seed,
+        "problem": problem, "file": hashlib.sha256(text.encode()).hexdigest(), budget.unit: budget.most, **rates,
+        "trials": trials, "seed": seed,
     }  # fmt: skip
-    rows, complete = _rows(chosen, subject, settings, Store(out / "cells"), evaluations, steps, seed)
+    with one_thread() if problem in NAMES else nullcontext():  # several wait for one another on tensors so small
+        rows, complete = _rows(chosen, subject, settings, Store(out / "cells"), budget, seed)
     result = {
         "command": "compare", "status": "done" if complete else "stopped", "seed": seed, "problem": problem,
-        "trials": trials, "evaluations": evaluations, "steps": steps,
+        "trials": trials, "gradients": None, "evaluations": None, "steps": None, budget.unit: budget.most, **rates,
         "measure": "error" if rows and rows[0]["error"] is not None else "f",
         "seconds": round(sum(row["seconds"] for row in rows), 3), "methods": rows,
     }  # fmt: skip
@@ -98,6 +147,26 @@ def command(
         raise typer.Exit(1)
 
 
+def _budget(gradients: int | None, evaluations: int | None, steps: int | None) -> Budget:
+    given = {"--gradients": gradients, "--evaluations": evaluations, "--steps": steps}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise OptionError(f"{' and '.join(named)} are different ways to say the budget; give one of them.")
+    if steps is not None:
+        return Budget("steps", steps)
+    if evaluations is not None:
+        return Budget("evaluations", evaluations)
+    return Budget("gradients", GRADIENTS if gradients is None else gradients)
+
+
+def _rate(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise OptionError(f"{name} must be a number above 0; got {value!r}.")
+    return float(value)
+
+
 def _listed(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
@@ -105,8 +174,11 @@ def _listed(text: str) -> list[str]:
     return names
 
 
-def _method(text: str) -> Method:
-    """`name` or `name:option=value:option=value`."""
+def _method(text: str, rates: dict[str, float | None], *, paced: bool) -> Method:
+    """`name` or `name:option=value:option=value`, with the rates it names.
+
+    A preset has rates of its own: those of the command go in their place, and where the subject is `paced`, none.
+    """
     name, *parts = text.split(":")
     if name not in METHODS:
         raise OptionError(f"--methods has no {name!r}{_nearest(name, list(METHODS))} It knows {', '.join(METHODS)}.")
@@ -119,6 +191,16 @@ def _method(text: str) -> Method:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[key] = value
+    for key, rate in rates.items():
+        optimizer = key.replace("rate", "optimizer")
+        if key in options:
+            options[key] = _rate(f"--methods: {key} of {name}", options[key])
+            if name not in PRESETS and (key == "upper_rate" or name not in UNROLLED):
+                options[optimizer] = partial(torch.optim.Adam, lr=options.pop(key))
+        elif name in PRESETS and rate is not None:
+            options[key] = rate
+        elif name in PRESETS and paced:
+            options[optimizer] = None
     try:
         return METHODS[name](**options)
     except TypeError as error:
@@ -149,6 +231,18 @@ def _image(out: Path, plot: Path | None) -> Path:
     return image
 
 
+def _rated(name: str, subject: Subject, method: Any, rates: dict[str, float | None]) -> Method:
+    """The method with the rates of the command, where it has learning rates and none of its own."""
+    if not deterministic(method, subject.singles[0]):
+        return rated(method, rates["upper_rate"], rates["lower_rate"])
+    if method.upper_optimizer is not None or method.lower_optimizer is not None:
+        raise OptionError(
+            f"{name}: without data penalty has no learning rates. Leave them out, or add mode=stochastic."
+        )
+    unrated: Method = method
+    return unrated
+
+
 def _refuse(name: str, subject: Subject, method: Method) -> None:
     """Let a method refuse the problem before any other has run."""
     try:
@@ -162,8 +256,7 @@ def _rows(
     subject: Subject,
     settings: dict[str, Any],
     store: Store,
-    evaluations: int | None,
-    steps: int | None,
+    budget: Budget,
     seed: int,
 ) -> tuple[list[dict[str, Any]], bool]:
     """A row for each method that is finished; False where Ctrl-C came before the last."""
@@ -178,7 +271,7 @@ def _rows(
                 cell = Cell({"method": name, **settings}, weight=1)
                 found = store.get(cell)
                 if found is None:
-                    outcome = compare(subject, method, evaluations=evaluations, steps=steps, seed=seed)
+                    outcome = compare(subject, method, budget, seed=seed)
                     if outcome is None:
                         return rows, False
                     found = asdict(outcome)
@@ -191,21 +284,65 @@ def _rows(
 
 
 def _show(result: dict[str, Any]) -> None:
-    budget = f"{result['evaluations']:,} evaluations" if result["evaluations"] else f"{result['steps']:,} steps"
-    table = Table(title=f"{result['problem']}, {result['trials']} start(s), {budget}; means over the starts")
+    """One table, or two where one is too wide for the terminal, and what the columns do not say."""
+    console = Console()
+    unit = next(unit for unit in ("gradients", "evaluations", "steps") if result[unit] is not None)
+    title = f"{result['problem']}, {result['trials']} start(s), {result[unit]:,} {unit}; means over the starts"
     known = result["measure"] == "error"
-    for i, head in enumerate(
-        ["Method", *(["Error"] if known else []), "f", "|grad_v g|", "Evaluations", "Steps", "Seconds", "Peak memory",
-         "Ended"]
-    ):  # fmt: skip
-        table.add_column(head, justify="right" if i else "left")
-    for row in result["methods"]:
-        error = [f"{row['error']:.1e}"] if known else []
-        table.add_row(
-            row["method"], *error, f"{row['upper']:.4g}", f"{row['residual']:.1e}", f"{row['evaluations']:,.0f}",
-            f"{row['steps']:,.0f}", f"{row['seconds']:.1f}", _bytes(row["memory"]), row["status"],
-        )  # fmt: skip
-    Console().print(table)
+    ends: dict[str, list[str]] = {"Error": [f"{row['error']:.1e}" for row in result["methods"]]} if known else {}
+    ends |= {
+        "f": [f"{row['upper']:.4g}" for row in result["methods"]],
+        "|grad_v g|": [f"{row['residual']:.1e}" for row in result["methods"]],
+        "Ended": [row["status"] for row in result["methods"]],
+    }
+    took = {
+        "Gradients": [f"{row['gradients']:,.0f}" for row in result["methods"]],
+        "Evaluations": [f"{row['evaluations']:,.0f}" for row in result["methods"]],
+        "Steps": [f"{row['steps']:,.0f}" for row in result["methods"]],
+        "Seconds": [f"{row['seconds']:.1f}" for row in result["methods"]],
+        "Memory": [_bytes(row["memory"]) for row in result["methods"]],
+    }
+    names = [row["method"] for row in result["methods"]]
+    whole = _table(title, names, ends | took)
+    wide = Measurement.get(console, console.options.update_width(10_000), whole).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, wide)  # a pipe has no width
+    if wide <= console.width:
+        console.print(whole)
+    else:
+        console.print(_table(title, names, ends))
+        console.print(_table("", names, took))
+    for note in _notes(result, unit):
+        console.print(note, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def _table(title: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
+    """Numbers stay whole; a long name goes on in the next line."""
+    table = Table(title=title or None)
+    table.add_column("Method", overflow="fold", min_width=max(map(len, METHODS)))
+    for head in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+    for cells in zip(names, *columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _notes(result: dict[str, Any], unit: str) -> list[str]:
+    notes = [
+        "Gradients are evaluations of g and products with its second derivatives, counted, in one start; Memory is the "
+        "most that the tensors of one upper step took."
+    ]
+    if unit == "evaluations":
+        notes.append("The budget is of evaluations: products are not counted in it.")
+    if unit != "steps":
+        notes.append("What a step-wise method measures before its first step is in Evaluations, and not in the budget.")
+    rates = [f"{row['method']} {row['upper_rate']:.2g}" for row in result["methods"] if row["upper_rate"] is not None]
+    if rates:
+        notes.append(
+            f"Upper rates that let a coordinate of u travel by {WIDTH:g}, the width of the domain, within the steps: "
+            f"{', '.join(rates)}."
+        )
+    return notes
 
 
 def _bytes(count: int) -> str:
@@ -217,7 +354,7 @@ def _bytes(count: int) -> str:
 
 
 def _draw(result: dict[str, Any], image: Path) -> None:
-    """Error, or f, of every method against evaluations of g."""
+    """Error, or f, of every method against gradients."""
     style: dict[Any, Any] = {
         "axes.spines.right": False,
         "axes.spines.top": False,
@@ -233,6 +370,10 @@ def _draw(result: dict[str, Any], image: Path) -> None:
             axes.plot(x, y, label=row["method"], marker="o" if len(x) < 3 else None, ms=3)
         if result["measure"] == "error":
             axes.set_yscale("log")
-        axes.set(xlabel="evaluations of g", ylabel=result["measure"], title=result["problem"])
+        axes.set(
+            xlabel="evaluations of g and products with its second derivatives",
+            ylabel=result["measure"],
+            title=result["problem"],
+        )
         axes.legend(frameon=False)
         figure.savefig(image, dpi=110)

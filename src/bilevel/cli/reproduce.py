@@ -75,6 +75,7 @@ def complexity(
         found = [(cell.settings, result) for cell in cells if (result := run.get(cell)) is not None]
         summary = complexity_page.write(sizes, found, folders[1].path)
         message = f"{summary['holds']} of {summary['decisive']} exponents agree with Table 1."
+        summary |= {"seconds": round(run.session.seconds, 3), "resumed": run.session.kept > 0}
         _end("complexity", message, summary, folders, json)
 
 

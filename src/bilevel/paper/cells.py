@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,30 @@ class Cell:
         return f"{name[:LONGEST]}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"
 
 
+@dataclass
+class Session:
+    """How much of a study was run since the store was opened."""
+
+    began: float = field(default_factory=time.perf_counter)
+    ran: int = 0
+    """Cells that were not in the store."""
+    kept: int = 0
+    """Cells that were."""
+    workers: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Since the store was opened."""
+        return time.perf_counter() - self.began
+
+
 class Store:
     """The results of cells, one file each."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.session = Session()
 
     def get(self, cell: Cell) -> Found | None:
         """The result of a cell that is finished; None of one that is not, or that had other settings."""
@@ -85,8 +104,10 @@ def run_cells(
     `function` is one of a module, and returns None where it was stopped. `tell` hears of each cell that is finished.
     """
     left = sorted((cell for cell in cells if store.get(cell) is None), key=lambda cell: -cell.weight)
+    store.session.workers = workers
     for cell in cells:
         if cell not in left:
+            store.session.kept += 1
             tell(cell)
     complete = True
     for finished, found in _results(left, function, workers):
@@ -94,6 +115,7 @@ def run_cells(
             complete = False
             break
         store.put(finished, found)
+        store.session.ran += 1
         tell(finished)
     return complete
 

@@ -137,7 +137,7 @@ class Exponent:
 
     @property
     def holds(self) -> bool:
-        """Whether it is no larger than the table says, nor much smaller."""
+        """Whether it is within TOLERANCE of the table's, above or below."""
         return abs(self.found - self.table) <= TOLERANCE
 
 

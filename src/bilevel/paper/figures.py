@@ -16,7 +16,8 @@ from .complexity import Exponent
 from .results import Array, Results
 from .synthetic import LAMS, LOWER_STEPS, METHODS, NUMBERS, PAIRS, PROBLEMS, SENSITIVITY
 
-COLORS = {"GD": "#7f7f7f", "RMD": "#2ca02c", "ApproxGrad": "#ff7f0e", "Penalty": "#1f77b4", "FMD": "#d62728"}
+COLORS = {"GD": "#7f7f7f", "RMD": "#2ca02c", "ApproxGrad": "#ff7f0e", "Penalty": "#1f77b4", "FMD": "#d62728",
+          "ValueGap": "#9467bd", "ValueFunction": "#8c564b"}  # fmt: skip
 DASHES: dict[int, Any] = {1: (0, (1, 1.2)), 5: (0, (4, 2)), 10: "-", 100: (0, (6, 1.5, 1, 1.5))}
 FLOOR = 1e-12
 STYLE: dict[Any, Any] = {

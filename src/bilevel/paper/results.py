@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cells import Cell, Found, Store
+from .cells import Cell, Found, Session, Store
 from .synthetic import (
     LOWER_STEPS,
+    OTHERS,
     PAIRS,
     RUNS,
     Scale,
     ablation,
+    budgeted,
     costs,
     default,
     protocol,
@@ -39,8 +41,15 @@ class Results:
             raise KeyError(f"the cell {cell.name} is not finished.")
         return found
 
+    @property
+    def session(self) -> Session:
+        """How the cells came into the store."""
+        return self._store.session
+
     def run(self, problem: str, name: str, T: int, **options: Any) -> Found:
-        """The protocol's run that holds this problem."""
+        """The protocol's run that holds this problem, or that of one of the other methods."""
+        if (name, T) in OTHERS:
+            return self._get(budgeted(self.scale, pair_of(problem), name, T))
         return self._get(protocol(self.scale, pair_of(problem), name, T, **options))
 
     def curves(self, problem: str, name: str, T: int, **options: Any) -> tuple[Array, Array]:
@@ -92,15 +101,17 @@ class Results:
     @cached_property
     def gradients(self) -> dict[tuple[str, int], float]:
         """What an upper step is worth in gradients of g, by method and T."""
-        return dict(zip(RUNS, self._get(costs())["gradients"], strict=True))
+        return {
+            run: gradients
+            for runs in (RUNS, list(OTHERS))
+            for run, gradients in zip(runs, self._get(costs(runs))["gradients"], strict=True)
+        }
 
     @cached_property
     def budget(self) -> float:
-        """The gradients that the cheapest run of all took: what every run can be asked for."""
+        """The gradients that the cheapest run of the protocol took: what every run can be asked for."""
         longest = self.run("sum", "RMD", 100)["steps"][-1]
-        return min(
-            cost * (longest if T == 100 else self.scale.steps) for (_, T), cost in self.gradients.items()
-        )  # fmt: skip
+        return min(self.gradients[name, T] * (longest if T == 100 else self.scale.steps) for name, T in RUNS)
 
     def at_budget(self, problem: str, name: str, T: int) -> Array:
         """The error of every trial when the budget was spent."""

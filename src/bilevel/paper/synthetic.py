@@ -6,7 +6,7 @@ Adam with learning rates of 1e-3 above and 1e-4 below (plain gradient descent be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,11 @@ import torch
 from ..method import Method
 from ..methods.alternating import Alternating
 from ..methods.approx_grad import ApproxGrad
+from ..methods.forward_mode import ForwardMode
 from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
+from ..methods.value_function import ValueFunction
+from ..methods.value_gap import ValueGap
 from .cells import Cell
 
 DIMENSION = 10
@@ -32,6 +35,13 @@ METHODS = ("GD", "RMD", "ApproxGrad", "Penalty")
 LOWER_STEPS = (1, 5, 10)
 RUNS = [*((name, T) for name in METHODS for T in LOWER_STEPS), ("RMD", 100)]
 """The methods of the protocol with their T."""
+OTHERS: dict[tuple[str, int], int] = {
+    ("FMD", 10): (DIMENSION + 1) * 10 + 1,
+    ("ValueGap", 10): 2 * (10 + 1),
+    ("ValueFunction", 10): 2 * (10 + 1),
+}
+"""The library's other methods with their T, and the gradients of g that an upper step takes. They run for the budget
+that is common to all runs, and no longer."""
 LAMS = (0.0, 1e-4, 1e-2, 1.0)
 """The first lam in Figure 7."""
 SENSITIVITY: dict[str, tuple[float, ...]] = {
@@ -73,7 +83,7 @@ QUICK = Scale(
 
 
 def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
-    """A method of the paper by its name there, with the learning rates of the study."""
+    """A method of the paper by its name there, or another one, with the learning rates of the study."""
     lower = partial(torch.optim.Adam, lr=LOWER_RATE)
     shared: dict[str, Any] = {
         "lower_steps": lower_steps, "warm_up": 0.0, "decay": "constant", "lower_batches": "shared",
@@ -87,6 +97,12 @@ def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
         case "ApproxGrad":
             linear: dict[str, Any] = {"linear_solver": "adam", "linear_rate": LOWER_RATE, "damping": DAMPING}
             return ApproxGrad(**(linear | shared), lower_optimizer=lower)
+        case "FMD":
+            return ForwardMode(**shared, lower_rate=LOWER_RATE)
+        case "ValueGap":
+            return ValueGap(**shared, lower_optimizer=lower)
+        case "ValueFunction":
+            return ValueFunction(**shared, lower_optimizer=lower)
         case _:
             return Penalty.algorithm_2(lower_steps=lower_steps, upper_rate=UPPER_RATE, lower_rate=LOWER_RATE, **options)
 
@@ -104,6 +120,18 @@ def protocol(scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int
     }  # fmt: skip
     cost = {"GD": 1, "RMD": 2, "ApproxGrad": 2, "Penalty": 1.5}[name]
     return Cell(settings, weight=lower_steps * cost * (3 if pair == "singular" else 1))
+
+
+def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> Cell:
+    """One of the other methods on a pair of problems, for the gradients that GD with T = 1 takes, two a step.
+
+    FMD has so few steps that compiling them would take longer."""
+    settings = {
+        "part": "budget", "pair": pair, "method": name, "lower_steps": lower_steps,
+        "steps": max(1, 2 * scale.steps // OTHERS[name, lower_steps]), "trials": scale.trials, "points": scale.points,
+        "compiled": scale.compiled and name != "FMD", "seed": scale.seed, "options": {},
+    }  # fmt: skip
+    return Cell(settings, weight=10)
 
 
 def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> Cell:
@@ -145,9 +173,9 @@ def default(scale: Scale, problem: str) -> Cell:
     return Cell(settings, weight=2)
 
 
-def costs() -> Cell:
-    """What an upper step of every run is worth, in gradients of g."""
-    return Cell({"part": "costs", "runs": [list(run) for run in RUNS]}, weight=5)
+def costs(runs: Iterable[tuple[str, int]] = tuple(RUNS)) -> Cell:
+    """What an upper step of each of these runs is worth, in gradients of g."""
+    return Cell({"part": "costs", "runs": [list(run) for run in runs]}, weight=5)
 
 
 def cells(scale: Scale) -> list[Cell]:
@@ -160,4 +188,5 @@ def cells(scale: Scale) -> list[Cell]:
     out += [cell for option in SENSITIVITY for cell in sensitivity(scale, option)]
     out += [wall_clock(scale, problem, name) for problem in PROBLEMS for name in METHODS]
     out += [default(scale, problem) for problem in PROBLEMS]
-    return [*out, costs()]
+    out += [budgeted(scale, pair, name, T) for pair in PAIRS for name, T in OTHERS]
+    return [*out, costs(), costs(OTHERS)]

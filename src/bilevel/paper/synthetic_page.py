@@ -10,7 +10,7 @@ from . import figures, sizes, wall_clock
 from .claims import claims, converges
 from .markdown import table
 from .results import GOAL, Results
-from .synthetic import DAMPING, FULL, LOWER_STEPS, METHODS, NUMBERS, PROBLEMS, RUNS, VARIED_STEPS
+from .synthetic import DAMPING, FULL, LOWER_STEPS, METHODS, NUMBERS, OTHERS, PROBLEMS, RUNS, VARIED_STEPS
 
 DEFAULT_GOAL = 1e-6
 FIGURES = ("figure-1", "figure-2", "figure-7", "sensitivity", "budget")
@@ -42,8 +42,17 @@ def summarise(results: Results) -> dict[str, Any]:
             }
             for problem in PROBLEMS for name, T in RUNS for ends in [results.ends(problem, name, T)]
         ],
+        "others": [
+            {
+                "problem": problem, "method": name, "lower_steps": T,
+                "mean_error_at_budget": float(results.at_budget(problem, name, T).mean()),
+            }
+            for problem in PROBLEMS for name, T in OTHERS
+        ],
         "default": [_default(results, problem) for problem in PROBLEMS],
         "budget": results.budget,
+        "seconds": round(results.session.seconds, 3),
+        "resumed": results.session.kept > 0,
     }  # fmt: skip
 
 
@@ -103,8 +112,10 @@ def page(results: Results, summary: dict[str, Any]) -> str:
         "*The paper's Figure 2, with a singular lower Hessian.*",
         "## The same budget of gradients",
         "An upper step costs, in gradients of g (products with its Hessian count as gradients; counted): "
-        + ", ".join(f"{name} {results.gradients[name, 10]:g}" for name in METHODS)
-        + f" at T = 10. After {results.budget:,.0f} gradients, which every run took, the mean errors are:",
+        + ", ".join(f"{name} {results.gradients[name, 10]:g}" for name in (*METHODS, *(name for name, _ in OTHERS)))
+        + f" at T = 10. After {results.budget:,.0f} gradients, which every run took, the mean errors are below. FMD "
+        "(forward mode), ValueGap and ValueFunction, which the paper does not run here, have the learning rates of the "
+        "protocol and end with the budget: for the latter two, their prices have then reached their last values.",
         _budget(results),
         "![Error against gradients of g](synthetic-budget.png)",
         "*All runs to their ends; the dotted line is the common budget. `Penalty()` counts two gradients for each of "
@@ -128,6 +139,7 @@ def page(results: Results, summary: dict[str, Any]) -> str:
         "## To run it again",
         "```bash\nbilevel reproduce synthetic --out runs/synthetic --page docs/results\n```",
         "A run that was stopped goes on from its finished cells.",
+        _clock(results, summary["seconds"]),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -166,6 +178,18 @@ def _budget(results: Results) -> str:
     used = max(2 * e[-1] for p in PROBLEMS for e in results.default(p)["evaluations"])
     rows.append([f"`Penalty()`, at most {used:,} gradients, worst trial", "", "", *(f"{end:.1e}" for end in ends)])
     return table(["method", "T", "gradients a step", *(f"Example {NUMBERS[p]}" for p in PROBLEMS)], rows)
+
+
+def _clock(results: Results, seconds: float) -> str:
+    """How long the command took, or that it does not say."""
+    session = results.session
+    cores = f"{session.workers} process{'es' if session.workers > 1 else ''} of one thread each"
+    if not session.kept:
+        return f"The whole command took {seconds:,.0f} seconds with {cores}."
+    return (
+        f"This run was resumed: {session.kept} of {session.kept + session.ran} cells were finished before, so that its "
+        f"clock, {seconds:,.0f} seconds with {cores}, is not that of the whole command."
+    )
 
 
 def _sizes() -> str:

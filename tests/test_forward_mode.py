@@ -19,7 +19,7 @@ from test_sync import classify
 from torch import Tensor, nn
 from unrolling import SGD, Network, reference, start, watch
 
-from bilevel import Box, OptionError, Problem, ProblemError, Status, solve
+from bilevel import BilevelWarning, Box, OptionError, Problem, ProblemError, Status, solve
 from bilevel.methods.forward_mode import ForwardMode
 from bilevel.methods.reverse_mode import ReverseMode
 
@@ -304,3 +304,10 @@ def test_missing_double_backward_is_refused():
     problem = Problem(lambda u, v, _: v.square().sum(), lower)
     with pytest.raises(ProblemError, match=r"ForwardMode needs a double backward of lower: Once.* Use|use ReverseMode"):
         solve(problem, ForwardMode(lower_rate=0.1), leaf(0.1, 0.2), leaf(0.3, 0.4), max_steps=1)
+
+
+def test_large_u_is_warned_of():
+    u, v = torch.zeros(5000, requires_grad=True), torch.zeros(2, requires_grad=True)
+    problem = Problem(lambda u, v, _: v.sum(), lambda u, v, _: (v - u.mean()).square().sum())
+    with pytest.warns(BilevelWarning, match=r"T x U = 25,000 second backwards in every upper step. Use ReverseMode"):
+        solve(problem, ForwardMode(warm_up=0.5), u, v, max_steps=1)

@@ -28,7 +28,7 @@ class Status(enum.Enum):
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
     INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
-    MAX_STEPS = "The budget of steps is spent, the usual end of a run on minibatches; see the certificate."
+    MAX_STEPS = "The budget of steps is spent (on minibatches the usual end): see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and a checkpoint, where one was asked for, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 

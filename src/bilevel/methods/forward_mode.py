@@ -10,6 +10,7 @@ for many rows at once. For a u of few numbers only: `ReverseMode` has the same d
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..batches import Pair, detached
 from ..certificate import BATCHES
-from ..errors import OptionError, ProblemError
+from ..errors import BilevelWarning, OptionError, ProblemError
 from ..method import Setting, State
 from ..options import in_range
 from ..prices import Prices
@@ -29,6 +30,8 @@ from ..unrolled import Run, Unrolled, UnrolledOptions
 from ..vectors import gradient, spread
 
 CG_ITERATIONS = 100
+MANY = 20_000
+"""Second backwards in an upper step from which a user is told of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,13 @@ class ForwardMode(UnrolledOptions):
                 "or a tensor with a row an example."
             )
         self._refuse_size(setting)
+        if (count := self.lower_steps * setting.u.size // (setting.problem.trials or 1)) > MANY:
+            warnings.warn(
+                f"ForwardMode takes T x U = {count:,} second backwards in every upper step. Use ReverseMode or Penalty "
+                "for so large a u.",
+                BilevelWarning,
+                stacklevel=4,
+            )
         return _Run(self, setting)
 
     def _refuse_size(self, setting: Setting) -> None:

@@ -352,7 +352,7 @@ def test_the_table_shows_whole_names_and_numbers_in_80_columns(terminal, monkeyp
     assert {f"{row['error']:.1e}", f"{row['upper']:.4g}", f"{row['gradients']:,.0f}", "budget spent"} <= shown
     boxes = [line for line in lines if "│" in line or "━" in line]
     assert len({len(line) for line in boxes}) <= 2
-    assert not terminal or max(map(len, lines)) <= 80
+    assert not terminal or max(map(len, boxes)) <= 80  # the line that names the folder may be longer
     assert "travel by 10" in " ".join(plain.split())
 
 

@@ -346,3 +346,20 @@ def test_first_interrupt_ends_the_run_after_the_step_in_hand(quadratic):
 
 if __name__ == "__main__":
     child(sys.argv[1])
+
+
+def test_ctrl_c_that_comes_too_late_to_stop_a_run_is_told_of(quadratic, monkeypatch):
+    module = sys.modules["bilevel.solve"]
+    plain_certify = module.certify
+
+    def late(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        return plain_certify(*arguments, **options)
+
+    u, v = quadratic.start()
+    assert not solve(quadratic.problem, plain(), u, v, max_steps=3, seed=0).interrupted
+    monkeypatch.setattr(module, "certify", late)
+    u, v = quadratic.start()
+    solution = solve(quadratic.problem, plain(), u, v, max_steps=3, seed=0)
+    assert solution.interrupted
+    assert solution.status is Status.MAX_STEPS

@@ -167,6 +167,8 @@ class Solution:
     """What the status alone does not say: the step and the quantity that diverged, for instance."""
     waiting: float = 0.0
     """The share of the run's time spent waiting for data."""
+    interrupted: bool = False
+    """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
     candidates: list[Any] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 

@@ -185,7 +185,7 @@ class _Loop:
             certificate=certificate, multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]],
             message=self.message,
             waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
-            state=self.state.state_dict(),
+            interrupted=self.interrupted, state=self.state.state_dict(),
         )  # fmt: skip
 
     def _judged(self, status: Status, certificate: Certificate) -> Status:

@@ -9,8 +9,6 @@ not paid for.
 from __future__ import annotations
 
 import copy
-import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -162,7 +160,7 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> O
             start.problem, method, u, v, start.data, max_steps=most, callbacks=[watch],
             log_every=1 if searching else max(1, most // POINTS), seed=seed, hypergradient=False,
         )  # fmt: skip
-        if watch.interrupted or (solution.status is Status.STOPPED and not watch.spent):
+        if solution.interrupted:
             return None
         if len(solution.history):
             watch.see(next(solution.history.rows(len(solution.history) - 1)))
@@ -221,29 +219,16 @@ def paced(method: Any, width: float, steps: int, warm_up: int) -> tuple[Method, 
 
 
 class _Watch(Callback):
-    """Notes the error, or f, as a run goes, and whether Ctrl-C came; ends the run when a budget is spent."""
+    """Notes the error, or f, as a run goes; ends the run when a budget is spent."""
 
     def __init__(self, start: Start, u: Any, v: Any, cost: StepCost, most: int, budget: Budget | None) -> None:
-        self.start_, self.u, self.v, self.cost, self.budget = start, u, v, cost, budget
+        self.begun, self.u, self.v, self.cost, self.budget = start, u, v, cost, budget
         self.warm_up = round(cost.warm_up * most)
         self.curve: list[tuple[float, float]] = []
-        self.spent = self.interrupted = False
+        self.spent = False
         self.seconds = self.evaluations = self.gradients = 0.0
         if start.error is not None:
             self.curve.append((0.0, float(start.error(u, v).mean())))
-
-    def start(self, run: Run) -> None:
-        """`solve` forgets a Ctrl-C that comes with its last step or after it; the methods to come must not."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def note(*arguments: Any) -> None:
-            self.interrupted = True
-            if callable(before):
-                before(*arguments)
-
-        signal.signal(signal.SIGINT, note)  # put back by `solve`
 
     def log(self, run: Run) -> bool | None:
         self.seconds = run.seconds
@@ -254,7 +239,7 @@ class _Watch(Callback):
         return self.spent
 
     def see(self, row: Mapping[str, float]) -> None:
-        error = self.start_.error
+        error = self.begun.error
         value = float(row["upper"]) if error is None else float(error(self.u, self.v).mean())
         self.evaluations, self.gradients = float(row["evaluations"]), self._taken(row)
         if self.curve and self.curve[-1][0] == self.gradients:

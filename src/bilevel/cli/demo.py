@@ -23,7 +23,7 @@ from ..applications.synthetic import Attempt, Example, attempt, examples, nth
 from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
 from ..report import Table as ReportTable
-from ..solution import COLUMNS, Status
+from ..solution import COLUMNS
 from .folder import Folder, to_json
 
 GOAL = 1e-6
@@ -81,7 +81,7 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
                     example = examples(DIMENSION, seed=nth(seed, k))[i]
                     bar.update(task, description=example.title)
                     found = attempt(example, method, nth(seed, k), max_steps=MAX_STEPS)
-                    if found.solution.status is Status.STOPPED:
+                    if found.solution.interrupted:
                         return False
                     results.setdefault(example.name, []).append(found)
                     bar.advance(task)

@@ -25,7 +25,6 @@ from ..method import Setting, State
 from ..methods.penalty import Penalty
 from ..methods.stepwise import Stepwise
 from ..problem import Problem
-from ..solution import Status
 from ..solve import solve
 from .cells import Found, Settings
 from .synthetic import DIMENSION, PAIRS, method
@@ -111,7 +110,7 @@ def _run_trials(settings: Settings) -> Found | None:
             log_every=max(1, steps // settings["points"]), callbacks=[trace], seed=seed, hypergradient=False,
             engine="compile" if settings["compiled"] else "eager",
         )  # fmt: skip
-    if solution.status is Status.STOPPED:
+    if solution.interrupted:
         return None
     distances = [
         example.distances(part_u, part_v).tolist()
@@ -174,7 +173,7 @@ def _run_clock(settings: Settings) -> Found | None:
             example.problem, method(settings["method"], T, {}), u, v, max_steps=steps, log_every=max(1, steps // 5),
             callbacks=[watch], seed=0, engine="eager", hypergradient=False,
         )  # fmt: skip
-        if solution.status is Status.STOPPED:
+        if solution.interrupted:
             return None
         marks = watch.marks
         pairs = itertools.pairwise(marks)  # the first block makes the optimizers' state
@@ -204,7 +203,7 @@ def _run_default(settings: Settings) -> Found | None:
         seed = nth(settings["seed"], k)
         example = next(e for e in examples(DIMENSION, seed) if e.name == settings["problem"])
         one = attempt(example, Penalty(), seed, max_steps=settings["steps"])
-        if one.solution.status is Status.STOPPED:
+        if one.solution.interrupted:
             return None
         found["errors"].append([float(f"{x:.6g}") for x in one.errors])
         found["distances"].append(one.distance)

@@ -72,7 +72,8 @@ def in_range(
     name: str,
     value: float | None,
     *,
-    least: float,
+    least: float = float("-inf"),
+    above: float = float("-inf"),
     most: float = float("inf"),
     below: float = float("inf"),
     whole: bool = False,
@@ -82,10 +83,10 @@ def in_range(
         return
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise OptionError(f"{name} must be a{' whole' if whole else ''} number; got {value!r}.")
-    if not least <= value <= most or not value < below or not math.isfinite(value):
-        above = f" and below {below:g}" if below < float("inf") else f" and at most {most:g}" * (most < float("inf"))
-        floor = f"at least {least:g}" if math.isfinite(least) else "finite"
-        raise OptionError(f"{name} must be {floor}{above}; got {value!r}.")
+    if not least <= value <= most or not above < value < below or not math.isfinite(value):
+        bounds = {"at least": least, "above": above, "below": below, "at most": most}
+        words = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+        raise OptionError(f"{name} must be {' and '.join(words) or 'finite'}; got {value!r}.")
 
 
 def true_or_false(name: str, value: object, *, optional: bool = False) -> None:

@@ -20,7 +20,6 @@ from .autodiff import Curvature
 from .batches import Pair, detached
 from .descent import Descent
 from .engine import Engine
-from .errors import OptionError
 from .method import RECORD, Setting
 from .options import StepOptions, in_range, no_constraints, no_projection, one_of
 from .prices import Gradients
@@ -48,9 +47,7 @@ class UnrolledOptions(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("lower_rate", self.lower_rate, least=0)
-        if self.lower_rate == 0:
-            raise OptionError(f"lower_rate must be above 0; got {self.lower_rate!r}.")
+        in_range("lower_rate", self.lower_rate, above=0)
         in_range("momentum", self.momentum, least=0, below=1)
         one_of("lower_decay", self.lower_decay, ("linear", "constant"), optional=True)
 

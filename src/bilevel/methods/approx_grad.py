@@ -61,7 +61,7 @@ class ApproxGrad(StepOptions):
         super().__post_init__()
         one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann"))
         in_range("linear_steps", self.linear_steps, least=1, whole=True)
-        in_range("linear_rate", self.linear_rate, least=1e-300)
+        in_range("linear_rate", self.linear_rate, above=0)
         true_or_false("warm_start", self.warm_start)
         in_range("damping", self.damping, least=0)
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))

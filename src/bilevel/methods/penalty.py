@@ -124,7 +124,7 @@ class Penalty:
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
             in_range(name, getattr(self, name), least=0)
         in_range("gamma_factor", self.gamma_factor, least=1)
-        in_range("nu", self.nu, least=float("-inf"))
+        in_range("nu", self.nu)
         for name in ("joint", "multipliers", "average_residual"):
             true_or_false(name, getattr(self, name), optional=True)
         for name in ("lam_factor", "epsilon_factor"):

@@ -48,10 +48,10 @@ class ValueFunction(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("barrier", "margin"):
-            in_range(name, getattr(self, name), least=1e-12)
+            in_range(name, getattr(self, name), above=0)
         for name in ("lower_regularisation", "upper_regularisation"):
             in_range(name, getattr(self, name), least=0)
-        in_range("shrink", self.shrink, least=1e-6, most=1)
+        in_range("shrink", self.shrink, above=0, most=1)
         factory("lower_optimizer", self.lower_optimizer)
 
     def init(self, setting: Setting) -> State:

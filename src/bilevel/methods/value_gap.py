@@ -38,7 +38,7 @@ class ValueGap(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("gamma", self.gamma, least=1e-12)
+        in_range("gamma", self.gamma, above=0)
         in_range("gamma_growth", self.gamma_growth, least=1)
         factory("lower_optimizer", self.lower_optimizer)
 

@@ -129,3 +129,41 @@ def test_episodes_have_defaults_of_their_own():
     assert (
         solution.history["evaluations"][1] - solution.history["evaluations"][0] == 6
     )  # five lower steps and the upper
+
+
+@pytest.mark.parametrize("name", ["gamma", "lam", "epsilon"])
+def test_first_price_of_each_trial_is_that_of_a_run_of_its_own(name):
+    prices = [0.3, 2.0, 7.0]
+
+    def start(n: int | None) -> list[Tensor]:
+        shape = (4,) if n is None else (n, 4)
+        return [torch.full(shape, x, dtype=torch.float64).requires_grad_() for x in (0.5, -0.5)]
+
+    def problem(trials: int | None) -> Problem:
+        return Problem(
+            lambda u, v, _: (u**2).sum(-1) + ((v - 1) ** 2).sum(-1),
+            lambda u, v, _: ((v - u) ** 2).sum(-1),
+            trials=trials,
+        )
+
+    u, v = start(3)
+    solve(problem(3), Penalty.algorithm_2(lower_steps=2, **{name: prices}), u, v, max_steps=40, seed=0)
+    for k, price in enumerate(prices):
+        one_u, one_v = start(None)
+        solve(problem(None), Penalty.algorithm_2(lower_steps=2, **{name: price}), one_u, one_v, max_steps=40, seed=0)
+        # Sums over more numbers are rounded otherwise.
+        torch.testing.assert_close(u[k], one_u, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(v[k], one_v, rtol=1e-10, atol=1e-12)
+
+
+def test_prices_that_are_not_one_for_each_trial_are_refused():
+    u, v = (torch.zeros(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    problem = Problem(lambda u, v, _: (u**2 + v**2).sum(1), lambda u, v, _: ((v - u - 1) ** 2).sum(1), trials=2)
+    with pytest.raises(
+        OptionError, match="gamma must be one number, or one for each trial; got 3 numbers and trials=2"
+    ):
+        solve(problem, Penalty(mode="stochastic", gamma=[1.0, 2.0, 3.0]), u, v, max_steps=1)
+    with pytest.raises(OptionError, match=r"lam must be at least 0; got -1\.0"):
+        Penalty(lam=[1.0, -1.0])
+    with pytest.raises(OptionError, match="gamma must be one number in deterministic mode"):
+        solve(problem, Penalty(gamma=(1.0, 2.0)), u, v, max_steps=1)

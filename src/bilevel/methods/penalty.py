@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,8 @@ from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
 Mode = Literal["deterministic", "stochastic"]
+Price = float | Sequence[float]
+"""A number, or one for each of the problem's trials."""
 
 STOCHASTIC: dict[str, Any] = {
     "lower_steps": 0, "joint": True, "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "nu": 0.0,
@@ -59,8 +61,9 @@ class Penalty:
     `bilevel.gram`). `difference`: first order only. `auto`: exact, in Gram form where that is cheaper, with differences
     to fall back on.
     """
-    gamma: float | None = None
-    """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the end of the warm-up."""
+    gamma: Price | None = None
+    """The first price of |grad_v g|^2 / 2. None: from the sizes of f and g at the end of the warm-up. This, lam and
+    epsilon may be one number for each trial."""
     gamma_h: float | None = None
     """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
 
@@ -69,9 +72,9 @@ class Penalty:
     not."""
     joint: bool | None = None
     """Whether the step on u moves v, too: its gradient is at hand."""
-    lam: float | None = None
+    lam: Price | None = None
     """The first weight of g in v's step, which keeps v at a minimum of g. None: from the sizes of f and g."""
-    epsilon: float | None = None
+    epsilon: Price | None = None
     """The first tolerance: the schedule advances when the penalised gradient is smaller. None: never."""
     nu: float | None = None
     """The first value of every multiplier of grad_v g = 0."""
@@ -122,7 +125,10 @@ class Penalty:
             raise OptionError("lower_steps must be at least 1 with joint=False, or v never moves; got 0.")
         in_range("advances", self.advances, least=0, whole=True)
         for name in ("gamma", "gamma_h", "lam", "epsilon", "rate_power"):
-            in_range(name, getattr(self, name), least=0)
+            value = getattr(self, name)
+            many = isinstance(value, (list, tuple)) and name in ("gamma", "lam", "epsilon")
+            for number in value if many else (value,):
+                in_range(name, number, least=0)
         in_range("gamma_factor", self.gamma_factor, least=1)
         in_range("nu", self.nu)
         for name in ("joint", "multipliers", "average_residual"):
@@ -139,8 +145,8 @@ class Penalty:
         cls,
         *,
         lower_steps: int = 10,
-        gamma: float = 1.0,
-        epsilon: float = 1.0,
+        gamma: Price = 1.0,
+        epsilon: Price = 1.0,
         upper_rate: float = 1e-3,
         lower_rate: float = 1e-4,
         **options: Any,
@@ -157,7 +163,7 @@ class Penalty:
         return cls(**(base | options))
 
     @classmethod
-    def algorithm_2(cls, *, lam: float = 10.0, nu: float = 0.0, **options: Any) -> Penalty:
+    def algorithm_2(cls, *, lam: Price = 10.0, nu: float = 0.0, **options: Any) -> Penalty:
         """The paper's Algorithm 2: Algorithm 1 with the regularisation lam g and the multipliers nu."""
         return cls.algorithm_1(**({"lam": lam, "nu": nu, "multipliers": True} | options))
 
@@ -185,6 +191,8 @@ class Penalty:
                     "mode='deterministic' needs objectives without data; got data. Close over the full data in upper "
                     "and lower and pass data=None."
                 )
+            if isinstance(self.gamma, (list, tuple)):
+                raise OptionError(f"gamma must be one number in deterministic mode; got {self.gamma!r}.")
             if setting.problem.trials is not None:
                 raise OptionError("mode='deterministic' solves one problem at a time. Pass mode='stochastic'.")
             if self.curvature == "gram":

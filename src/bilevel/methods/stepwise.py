@@ -10,7 +10,6 @@ warm-up. In the warm-up v descends f + lam g. The learning rates fall linearly t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,15 +60,14 @@ class Stepwise(Steps):
         """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
         options = self.options
         measured = self._measured()
-        shape = () if self.problem.trials is None else (self.problem.trials,)
-        new = partial(torch.full, shape, dtype=self.v.dtype, device=self.v.device)
+        trials, new = self.problem.trials, self._price
         lam = measured.lam if options.lam is None else options.lam
         shapes = measured.shapes
         gamma_h = measured.gamma_h if options.gamma_h is None else [options.gamma_h] * len(shapes)
         prices = Prices(
-            gamma=new(measured.gamma if options.gamma is None else options.gamma),
+            gamma=new("gamma", measured.gamma if options.gamma is None else options.gamma),
             nu=[torch.full_like(leaf, options.nu or 0.0, requires_grad=False) for leaf in self.v.leaves],
-            gamma_h=[new(c) for c in gamma_h],
+            gamma_h=[new("gamma_h", c) for c in gamma_h],
             mu=[torch.zeros(shape, dtype=self.v.dtype, device=self.v.device) for shape in shapes],
             multipliers=bool(options.multipliers or options.nu),
         )
@@ -77,17 +75,29 @@ class Stepwise(Steps):
         if every is None and options.advances:
             every = max(1, (self.setting.max_steps - self.warm_up) // options.advances)
         self.schedule = Schedule(
-            prices, new(lam), None if options.epsilon is None else new(options.epsilon),
+            prices, new("lam", lam), None if options.epsilon is None else new("epsilon", options.epsilon),
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
             like=[*self.u.leaves, *self.v.leaves],
         )  # fmt: skip
-        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(lam))
+        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self.lower_power, self.upper_power = (self._rate_power(descent) for descent in (self.lower, self.upper))
-        if shape and (self.lower_power or self.upper_power):
+        if trials and (self.lower_power or self.upper_power):
             raise OptionError("rate_power must be 0 with trials, which share their learning rates. Use Adam.")
+
+    def _price(self, name: str, value: float | Sequence[float]) -> Tensor:
+        """A first price as a tensor, one number for each trial where there are trials."""
+        trials = self.problem.trials
+        shape = () if trials is None else (trials,)
+        if isinstance(value, (int, float)):
+            return torch.full(shape, value, dtype=self.v.dtype, device=self.v.device)
+        if shape != (len(value),):
+            raise OptionError(
+                f"{name} must be one number, or one for each trial; got {len(value)} numbers and trials={trials}."
+            )
+        return torch.tensor(value, dtype=self.v.dtype, device=self.v.device)
 
     def _rate_power(self, descent: Descent) -> float:
         """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,9 +20,7 @@ from torch import Tensor
 from ..applications.synthetic import Example, attempt, examples, matrices, nth, square, times
 from ..callbacks import Callback, Run
 from ..cost import cost
-from ..method import Setting, State
 from ..methods.penalty import Penalty
-from ..methods.stepwise import Stepwise
 from ..problem import Problem
 from ..solve import solve
 from .cells import Found, Settings
@@ -64,38 +61,15 @@ def _quadratic(a: Tensor, b: Tensor, c: Tensor, s: Tensor, product: Callable[[Te
     return Problem(upper, lower, trials=len(a))
 
 
-@dataclass(frozen=True)
-class Varied:
-    """A penalty method whose first prices are those of a dict, one value a trial."""
-
-    method: Penalty
-    prices: Mapping[str, Tensor]
-
-    def describe(self) -> dict[str, str]:
-        return self.method.describe() | {name: str(value.tolist()) for name, value in self.prices.items()}
-
-    def init(self, setting: Setting) -> State:
-        state = self.method.init(setting)
-        assert isinstance(state, Stepwise)
-        schedule = state.schedule
-        held = {"gamma": schedule.prices.gamma, "lam": schedule.lam, "epsilon": schedule.epsilon}
-        for name, value in self.prices.items():
-            held[name].copy_(value)
-        schedule.gamma_start.copy_(schedule.prices.gamma)
-        return state
-
-
 def _run_trials(settings: Settings) -> Found | None:
     """Errors of every trial of every problem, and of every value that is varied, at intervals of a run."""
     trials, seed, steps = settings["trials"], settings["seed"], settings["steps"]
     names = list(settings.get("problems") or PAIRS[settings["pair"]])
     known = {example.name: example for example in examples(DIMENSION, seed, trials)}
-    chosen = method(settings["method"], settings["lower_steps"], settings["options"])
-    values: list[float] = [0.0]
+    options, values = dict(settings["options"]), [0.0]
     for option, values in settings.get("vary", {}).items():
-        each = torch.tensor(values, dtype=torch.float64).repeat_interleave(trials).repeat(len(names))
-        assert isinstance(chosen, Penalty)
-        chosen = Varied(chosen, {option: each})
+        options[option] = [value for _ in names for value in values for _ in range(trials)]
+    chosen = method(settings["method"], settings["lower_steps"], options)
     # Trials are ordered by problem, value and number; all values of a problem start at the same points.
     spread = [name for name in names for _ in values]
     groups = [known[name] for name in spread]

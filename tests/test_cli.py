@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bilevel import OptionError, Status, __version__
+from bilevel import OptionError, __version__
 from bilevel.applications import synthetic
 from bilevel.cli import demo
 from bilevel.cli.folder import Folder, to_json
@@ -174,7 +174,7 @@ def test_a_start_that_is_not_solved_ends_the_demo_badly(tmp_path, capsys, monkey
     assert 'class="outcome bad"' in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_solve_stopped_ends_the_demo_and_is_not_counted(tmp_path, capsys, monkeypatch):
+def test_ctrl_c_during_a_run_ends_the_demo_and_the_run_is_not_counted(tmp_path, capsys, monkeypatch):
     whole = synthetic.attempt
     calls = []
 
@@ -182,7 +182,7 @@ def test_a_run_that_solve_stopped_ends_the_demo_and_is_not_counted(tmp_path, cap
         calls.append(example.name)
         found = whole(example, method, seed, **options)
         if len(calls) == 4:
-            object.__setattr__(found.solution, "status", Status.STOPPED)
+            object.__setattr__(found.solution, "interrupted", True)
         return found
 
     monkeypatch.setattr(demo, "attempt", stopping)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from bilevel.applications.synthetic import examples, nth
+from bilevel.cells import Cell, Store, run_cells
 from bilevel.cli.main import main
 from bilevel.cost import cost
 from bilevel.paper import claims as claims_module
 from bilevel.paper import complexity, complexity_page, sizes, synthetic, wall_clock
 from bilevel.paper import synthetic_page as page_module
-from bilevel.paper.cells import Cell, Store, run_cells
 from bilevel.paper.results import GOAL, Results
 from bilevel.paper.synthetic_runs import general, run
 

@@ -17,7 +17,7 @@ from .problem import Problem
 from .replay import keeping, random_state, set_random_state
 from .solution import Certificate
 from .sources import Sources
-from .vectors import dot, gradient, norm, spread
+from .vectors import gradient, norm, spread
 
 BATCHES = 64
 """Most batches of each source that a certificate is measured on."""
@@ -95,6 +95,47 @@ def _damping(lam: Tensor, gamma: Tensor) -> float:
     return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
+def adjoint(state: State, sources: Sources) -> list[Tensor]:
+    """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
+    d = state.derivatives
+    count = len(d.v.leaves)
+    with keeping(d.v.buffers() + d.u.buffers()):
+        upper, lower, _ = _batches(state, sources, d.problem)
+        f_v = _mean([d.direct(make(False)).v for make in upper])
+        return conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], f_v)[0]
+
+
+def conjugate_gradients(
+    d: Derivatives, product: Callable[[list[Tensor]], list[Tensor]], target: list[Tensor]
+) -> tuple[list[Tensor], float]:
+    """(q, largest relative residual) of g_vv q = target, in each trial. It ends early, which it decides on the host."""
+    q, r, p = [torch.zeros_like(t) for t in target], list(target), list(target)
+    square = start = d.dot(r, r)
+    goal = start * _accuracy(d) ** 2
+    going = square > goal
+    for _ in range(min(CG_ITERATIONS, 2 * d.v.size)):
+        if not bool(going.any()):
+            break
+        hp = product(p)
+        bend = d.dot(p, hp)
+        going = going & (bend > 1e-14 * d.dot(p, p))
+        length = torch.where(going, square / torch.where(going, bend, 1.0), 0.0)
+        q = [x + spread(length, x) * y for x, y in zip(q, p, strict=True)]
+        r = [x - spread(length, x) * y for x, y in zip(r, hp, strict=True)]
+        new = d.dot(r, r)
+        ratio = torch.where(going, new / torch.where(going, square, 1.0), 0.0)
+        p = [x + spread(ratio, x) * y for x, y in zip(r, p, strict=True)]
+        square = torch.where(going, new, square)
+        going = going & (square > goal)
+    relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
+    return q, float(relative.max().sqrt())
+
+
+def _accuracy(d: Derivatives) -> float:
+    """The relative residual that is worth reaching."""
+    return 1e-10 if d.v.dtype == torch.float64 else 1e-4
+
+
 _Maker = Callable[[bool], list[Pair]]
 """The batch (True: with the graph of `prepare`), as a list of one pair. Made anew for each backward."""
 
@@ -136,24 +177,8 @@ def _hypergradient_error(
     """Solve g_vv q = f_v by conjugate gradients and compare f_u - g_uv q with grad_u F."""
     count = len(d.v.leaves)
     target = list(slopes[:count])
-    q = [torch.zeros_like(t) for t in target]
-    r, p = list(target), list(target)
-    square = dot(r, r).item()
-    goal = square * (1e-10 if d.v.dtype == torch.float64 else 1e-4) ** 2
-    for _ in range(min(CG_ITERATIONS, 2 * d.v.size)):
-        if square <= goal:
-            break
-        hp = _product(d, lower, p)[:count]
-        bend = dot(p, hp).item()
-        if not bend > 1e-14 * dot(p, p).item():
-            break
-        a = square / bend
-        q = [x + a * y for x, y in zip(q, p, strict=True)]
-        r = [x - a * y for x, y in zip(r, hp, strict=True)]
-        new = dot(r, r).item()
-        p = [x + new / square * y for x, y in zip(r, p, strict=True)]
-        square = new
-    if square > max(goal, dot(target, target).item() * 1e-6):
+    q, left = conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], target)
+    if left > max(_accuracy(d), 1e-3):
         return None
     through = _product(d, lower, q)[count:]
     exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]

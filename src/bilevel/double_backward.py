@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 
-def missing_double_backward(error: RuntimeError) -> str | None:
+def missing_double_backward(error: BaseException | None) -> str | None:
     """The operator that an autograd error names as having no second derivative, or None."""
     text = str(error)
     if found := re.search(r"derivative for '?([\w:.]+)'? is not implemented", text):

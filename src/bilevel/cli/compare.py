@@ -21,7 +21,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..applications.comparison import (
@@ -38,10 +37,11 @@ from ..applications.comparison import (
     synthetic,
 )
 from ..applications.synthetic import examples
+from ..cells import Cell, Store, one_thread
 from ..errors import OptionError
 from ..method import Method
-from ..paper.cells import Cell, Store, one_thread
 from . import problem_file
+from .bar import progress_bar
 from .folder import Folder, to_json
 
 NAMES = [example.name for example in examples()]
@@ -261,10 +261,8 @@ def _rows(
 ) -> tuple[list[dict[str, Any]], bool]:
     """A row for each method that is finished; False where Ctrl-C came before the last."""
     rows: list[dict[str, Any]] = []
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("", total=len(chosen))
             for name, method in chosen.items():
                 bar.update(task, description=name)

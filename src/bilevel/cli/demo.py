@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import __version__
@@ -24,6 +23,7 @@ from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
 from ..report import Table as ReportTable
 from ..solution import COLUMNS
+from .bar import progress_bar
 from .folder import Folder, to_json
 
 GOAL = 1e-6
@@ -71,10 +71,8 @@ def command(
 def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
     """Fill in the results; False where Ctrl-C came first. Each start has a matrix A of its own, as in the paper."""
     count = len(examples(DIMENSION))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("", total=count * starts)
             for i in range(count):
                 for k in range(starts):

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..cells import Cell, Found, Settings, Store, run_cells
 from ..errors import OptionError
-from ..paper.cells import Cell, Found, Settings, Store, run_cells
+from .bar import progress_bar
 from .folder import Folder, to_json
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")
@@ -96,10 +95,8 @@ def _run(
     if cells_folder.exists() and not cells_folder.is_dir():
         raise OptionError(f"--out must be a folder whose `cells` is a folder, too; {cells_folder} is a file.")
     store = Store(cells_folder)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[str] = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task(name, total=len(cells))
 
         def tell(cell: Cell) -> None:

@@ -18,18 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batches import Pair, detached
-from ..certificate import BATCHES
+from ..batches import detached
+from ..certificate import adjoint
+from ..double_backward import missing_double_backward
 from ..errors import BilevelWarning, OptionError, ProblemError
 from ..method import Setting, State
 from ..options import in_range
 from ..prices import Prices
-from ..replay import keeping
 from ..steps import Draw
 from ..unrolled import Run, Unrolled, UnrolledOptions
-from ..vectors import gradient, spread
+from ..vectors import gradient
 
-CG_ITERATIONS = 100
 MANY = 20_000
 """Second backwards in an upper step from which a user is told of them."""
 
@@ -86,11 +85,11 @@ class _Run(Unrolled):
         try:
             super().__init__(options, setting)
         except ProblemError as error:
-            if "double backward" not in str(error):
+            operator = missing_double_backward(error.__cause__)
+            if operator is None:
                 raise
             raise ProblemError(
-                f"ForwardMode needs a double backward of lower: {str(error).split(',')[0]}. Replace that operator, or "
-                "use ReverseMode."
+                f"ForwardMode needs a double backward of lower, and {operator} has none. Replace it or use ReverseMode."
             ) from error
         self.directions = self.u.size // (self.problem.trials or 1)
         self.chunk = options.chunk_size
@@ -186,42 +185,5 @@ class _Run(Unrolled):
     def prices(self) -> Prices:
         """minus the adjoint, from g_vv q = f_v at the present point: the method itself has none. Reads on the host."""
         if self.adjoint is None:
-            with keeping([*self.v.buffers(), *self.u.buffers()]):
-                self.adjoint = self._solve()
+            self.adjoint = adjoint(self, self.setting.sources)
         return self._adjoint_prices(self.adjoint)
-
-    def _solve(self) -> list[Tensor]:
-        """Conjugate gradients, in each trial, on the batches of the certificate; to where g curves up no more."""
-        d = self.derivatives
-        upper, lower = self._certified()
-        r = d.direct(upper).v
-        q, p = [torch.zeros_like(x) for x in r], list(r)
-        square = d.dot(r, r)
-        goal = square * torch.finfo(self.v.dtype).eps ** 1.5
-        going = square > goal
-        for _ in range(min(CG_ITERATIONS, 2 * self.v.size)):
-            product = d.hessian_product(lower, p, with_u=False)
-            bend = d.dot(p, product)
-            going = going & (square > goal) & (bend > 0)
-            if not bool(going.any()):
-                break
-            length = torch.where(going, square / torch.where(going, bend, torch.ones_like(bend)), 0.0)
-            q = [x + spread(length, x) * y for x, y in zip(q, p, strict=True)]
-            r = [x - spread(length, x) * y for x, y in zip(r, product, strict=True)]
-            new = d.dot(r, r)
-            ratio = torch.where(going, new / torch.where(going, square, torch.ones_like(square)), 0.0)
-            p = [x + spread(ratio, x) * y for x, y in zip(r, p, strict=True)]
-            square = torch.where(going, new, square)
-        return q
-
-    def _certified(self) -> tuple[list[Pair], list[Pair]]:
-        """The batches for f_v, and those for g_vv."""
-        d = self.derivatives
-        if (episode := self.episode()) is not None:
-            both = d.prepare(episode, graph=False)
-            return both, both
-        if self.problem.prepare is not None:
-            both = d.prepare(self._sample(), graph=False)
-            return both, both
-        upper, lower, _ = self.setting.sources.sample(BATCHES)
-        return [(x, None) for x in upper], [(None, x) for x in lower]

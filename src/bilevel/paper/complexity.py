@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cells import Cell, Found, Settings
 from ..cost import cost
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
@@ -25,7 +26,6 @@ from ..methods.forward_mode import ForwardMode
 from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
 from ..problem import Problem
-from .cells import Cell, Found, Settings
 
 VALID = 4
 """Rows of Z."""

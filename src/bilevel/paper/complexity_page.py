@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cells import Found, Settings
 from . import figures
-from .cells import Found, Settings
 from .complexity import FULL, TABLE, TOLERANCE, Exponent, Sizes, exponents
 from .markdown import table
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cells import Cell, Found, Session, Store
+from ..cells import Cell, Found, Session, Store
 from .synthetic import (
     LOWER_STEPS,
     OTHERS,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..cells import Cell
 from ..method import Method
 from ..methods.alternating import Alternating
 from ..methods.approx_grad import ApproxGrad
@@ -21,7 +22,6 @@ from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
 from ..methods.value_function import ValueFunction
 from ..methods.value_gap import ValueGap
-from .cells import Cell
 
 DIMENSION = 10
 UPPER_RATE, LOWER_RATE = 1e-3, 1e-4

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..applications.synthetic import Example, attempt, examples, matrices, nth, square, times
 from ..callbacks import Callback, Run
+from ..cells import Found, Settings
 from ..cost import cost
 from ..methods.penalty import Penalty
 from ..problem import Problem
 from ..solve import solve
-from .cells import Found, Settings
 from .synthetic import DIMENSION, PAIRS, method
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from common import Each, Once, leaf
 from conftest import Quadratic
-from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
+from test_contract import Case, Counter
 from test_contract import run as run_case
 from test_engine import ENGINES, device  # noqa: F401
 from test_sync import classify
 from torch import Tensor
 
-from bilevel import BilevelWarning, Box, OptionError, Problem, Solution, Status, solve
+from bilevel import BilevelWarning, Box, OptionError, Problem, Solution, solve
 from bilevel.linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.vectors import dot
@@ -190,54 +190,7 @@ def test_neumann_without_its_bound_would_diverge_there(monkeypatch):
     assert (b - A @ free.q[0]).norm() > 1e6
 
 
-# -- the contract ------------------------------------------------------------------------------------------------------
-
-
-@each
-def test_known_answer_is_reached(quadratic, case):
-    solution = run_case(quadratic, case)
-    assert quadratic.error(solution.u, solution.v) < case.error
-    assert solution.status is Status.MAX_STEPS
-    assert solution.mode == "stochastic"
-
-
-@each
-def test_same_seed_gives_the_same_bits(quadratic, case):
-    short = replace(case, steps=20)
-    assert difference(run_case(quadratic, short), run_case(quadratic, short)) == []
-
-
-@each
-@pytest.mark.parametrize("stop", [1, 11])
-def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
-    short = replace(case, steps=25)
-    straight = run_case(quadratic, short, checkpoint=tmp_path / "straight", every=7)
-    options = {"checkpoint": tmp_path / "halves", "every": 7}
-    half = run_case(quadratic, short, callbacks=[StopAt(stop)], log_every=1, **options)
-    assert half.status is Status.STOPPED
-    assert difference(straight, run_case(quadratic, short, resume=True, **options)) == []
-
-
-@each
-def test_finished_run_resumes_as_finished(quadratic, case, tmp_path):
-    short = replace(case, steps=12)
-    first = run_case(quadratic, short, checkpoint=tmp_path)
-    assert difference(first, run_case(quadratic, short, checkpoint=tmp_path, resume=True)) == []
-
-
-@each
-@pytest.mark.parametrize("which", ["upper", "lower"])
-def test_divergence_is_reported_and_the_last_finite_state_returned(quadratic, case, which):
-    u, v = quadratic.start()
-    both = {"upper": quadratic.upper, "lower": quadratic.lower}
-    # The lower objective is called four times as often in a step.
-    problem = Problem(**(both | {which: bomb(both[which], 40 if which == "lower" else 13, float("nan"))}))
-    watch = Watch(u, v)
-    data = quadratic.data() if case.data else None
-    solution = solve(
-        problem, case.method, u, v, data, max_steps=30, log_every=4, callbacks=[watch], seed=0, hypergradient=False
-    )
-    check_divergence(solution, watch, 4)
+# -- evaluations -------------------------------------------------------------------------------------------------------
 
 
 @each_solver

@@ -84,12 +84,15 @@ OTHERS = [
     Case("approx grad with data", ApproxGrad(**MOVING), True, 200, 5e-3, lower=4, upper=1, calls=(15, 60)),
     Case("neumann", ApproxGrad(linear_solver="neumann", **MOVING), True, 200, 5e-3, lower=4, upper=1, calls=(15, 60)),
     Case("adam", ApproxGrad(linear_solver="adam", **MOVING), False, 200, 1e-3, lower=4, upper=1, calls=(15, 60)),
+    Case(
+        "adam with data", ApproxGrad(linear_solver="adam", **MOVING), True, 200, 5e-3, lower=4, upper=1, calls=(15, 60)
+    ),
     # T = 5 steps at 1/L leave out (1 - 1/kappa)^T of the adjoint; with data the rate of v falls, and they leave more.
     Case("reverse mode", ReverseMode(), False, 200, 0.002, lower=7, upper=1, calls=(15, 150)),
     Case("reverse mode with data", ReverseMode(momentum=0.5), True, 200, 0.04, lower=7, upper=1, calls=(15, 150)),
     Case("truncated", ReverseMode(truncate=2), False, 200, 0.015, lower=6, upper=1, calls=(15, 150)),
     Case("forward mode", ForwardMode(), False, 200, 0.002, lower=4, upper=1, calls=(15, 150)),
-    Case("forward mode with data", ForwardMode(), True, 200, 0.06, lower=4, upper=1, calls=(15, 150)),
+    Case("forward mode with data", ForwardMode(momentum=0.5), True, 200, 0.04, lower=4, upper=1, calls=(15, 150)),
     # The error is of the order 1/gamma, and gamma ends at a hundred times its first value.
     Case("value gap", ValueGap(**MOVING), False, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),
     Case("value gap with data", ValueGap(**MOVING), True, 200, 5e-3, lower=8, upper=4, calls=(60, 120)),

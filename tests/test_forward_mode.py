@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from common import Once, leaf
-from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
+from test_contract import Case, Counter
 from test_contract import run as run_case
 from test_engine import COMPILER
 from test_reverse_mode import CLOSE, FIXED, RATE, compare, dense_solution, trial_problem
@@ -161,24 +159,6 @@ each = pytest.mark.parametrize("case", RUNS, ids=lambda case: case.name.replace(
 
 
 @each
-def test_same_seed_gives_the_same_bits(quadratic, case):
-    short = replace(case, steps=20)
-    assert difference(run_case(quadratic, short), run_case(quadratic, short)) == []
-
-
-@each
-@pytest.mark.parametrize("stop", [1, 11])
-def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
-    short = replace(case, steps=25)
-    straight = run_case(quadratic, short, checkpoint=tmp_path / "straight", every=7)
-    options = {"checkpoint": tmp_path / "halves", "every": 7}
-    half = run_case(quadratic, short, callbacks=[StopAt(stop)], log_every=1, **options)
-    assert half.status is Status.STOPPED
-    assert difference(straight, run_case(quadratic, short, resume=True, **options)) == []
-    assert difference(straight, run_case(quadratic, short, resume=True, **options)) == []  # as finished
-
-
-@each
 def test_answer_is_approached_and_the_certificate_has_the_adjoint(quadratic, case):
     solution = run_case(quadratic, case)
     assert quadratic.error(solution.u, solution.v) < case.error
@@ -209,20 +189,6 @@ def test_adjoint_is_sought_only_as_far_as_g_curves_up(quadratic):
     problem = Problem(quadratic.upper, lambda u, v, _: v[0] ** 2 / 2 - v[1] ** 2 + (u[:2] * v).sum())
     state = start(problem, ForwardMode(lower_rate=0.1), *quadratic.start())
     assert not state.prices().nu[0].any()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("which", ["upper", "lower"])
-def test_divergence_is_reported(quadratic, value, which):
-    u, v = quadratic.start()
-    both = {"upper": quadratic.upper, "lower": quadratic.lower}
-    problem = Problem(**(both | {which: bomb(both[which], 150 if which == "lower" else 15, value)}))
-    seen = Watch(u, v)
-    solution = solve(
-        problem, ForwardMode(), u, v, quadratic.data(), max_steps=30, log_every=4, callbacks=[seen], seed=0,
-        hypergradient=False,
-    )  # fmt: skip
-    check_divergence(solution, seen, 4)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from common import Once, leaf
-from test_contract import Case, Counter, StopAt, Watch, bomb, check_divergence, difference
+from test_contract import Case, Counter
 from test_contract import run as run_case
 from test_engine import ENGINES, device  # noqa: F401
 from test_sync import classify
@@ -147,54 +146,7 @@ def test_regularisation_gives_a_lower_objective_without_a_minimum_one():
     assert abs(ends[1]) < 1e-2
 
 
-# -- the contract ------------------------------------------------------------------------------------------------------
-
-
-@each
-def test_known_answer_is_reached(quadratic, case):
-    solution = run_case(quadratic, case)
-    assert quadratic.error(solution.u, solution.v) < case.error
-    assert solution.status is Status.MAX_STEPS
-    # ValueGap brings w nearer to v as gamma grows; in ValueFunction, which does not, w lags behind its price.
-    assert solution.certificate.hypergradient_error < (0.03 if "Gap" in case.name else 0.1)
-
-
-@each
-def test_same_seed_gives_the_same_bits(quadratic, case):
-    short = replace(case, steps=20)
-    assert difference(run_case(quadratic, short), run_case(quadratic, short)) == []
-
-
-@each
-@pytest.mark.parametrize("stop", [1, 11])
-def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
-    short = replace(case, steps=25)
-    straight = run_case(quadratic, short, checkpoint=tmp_path / "straight", every=7)
-    options = {"checkpoint": tmp_path / "halves", "every": 7}
-    half = run_case(quadratic, short, callbacks=[StopAt(stop)], log_every=1, **options)
-    assert half.status is Status.STOPPED
-    assert difference(straight, run_case(quadratic, short, resume=True, **options)) == []
-
-
-@each
-def test_finished_run_resumes_as_finished(quadratic, case, tmp_path):
-    short = replace(case, steps=12)
-    first = run_case(quadratic, short, checkpoint=tmp_path)
-    assert difference(first, run_case(quadratic, short, checkpoint=tmp_path, resume=True)) == []
-
-
-@each
-@pytest.mark.parametrize("which", ["upper", "lower"])
-def test_divergence_is_reported_and_the_last_finite_state_returned(quadratic, case, which):
-    u, v = quadratic.start()
-    objectives = {"upper": quadratic.upper, "lower": quadratic.lower}
-    problem = Problem(**(objectives | {which: bomb(objectives[which], 40, float("nan"))}))
-    watch = Watch(u, v)
-    data = quadratic.data() if case.data else None
-    solution = solve(
-        problem, case.method, u, v, data, max_steps=30, log_every=4, callbacks=[watch], seed=0, hypergradient=False
-    )
-    check_divergence(solution, watch, 4)
+# -- evaluations -------------------------------------------------------------------------------------------------------
 
 
 @both

@@ -8,6 +8,7 @@ so that every step of a run, resumed or not, is done by the same code.
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from abc import abstractmethod
@@ -247,7 +248,9 @@ class Captured(Recorded):
 
         def capture() -> Any:
             # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
-            with torch.cuda.graph(graph, pool=self._pool), self._computing():
+            # Threads of a loader may pin memory meanwhile: only what this one does can spoil the capture.
+            safe = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with _capturing(), safe, self._computing():
                 return step(held)
 
         with self._undone():
@@ -263,6 +266,25 @@ class Captured(Recorded):
             return pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
 
         return unit
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """No garbage is collected inside: an old graph among it would free its memory, which spoils a capture."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    except BaseException:
+        # torch leaves the generator inside a capture that failed, where nothing can be drawn from it.
+        generator.graphsafe_set_state(before.graphsafe_get_state())
+        raise
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Engines:

@@ -24,6 +24,8 @@ LOWER_RATES = (1e-4, 3e-2)
 """The least and the largest default lower rate."""
 LOWER_SHARE = 0.06
 """How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
+DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
+"""Above this rate, a step of Adam may not move the product of the layers of v by more than this share of it."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class BatchScales:
     """The sums of f and of the entries of |grad_v f| over the batches."""
     g: tuple[float, float]
     """The same of g."""
+    most: float = LOWER_RATES[1]
+    """The largest default lower rate."""
 
     def lower_rate(self, lam: float | None) -> float:
         """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
@@ -51,7 +55,7 @@ class BatchScales:
         (f, f_sum), (g, s_sum) = self.f, self.g
         value, fall = (g, s_sum) if lam is None else (f + lam * g, f_sum + lam * s_sum)
         rate = LOWER_SHARE * abs(value) / max(fall, 1e-300)
-        return min(max(rate, LOWER_RATES[0]), LOWER_RATES[1])
+        return min(max(rate, LOWER_RATES[0]), self.most)
 
 
 def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
@@ -98,7 +102,21 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
         sizes=(f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0),
         f=f_size,
         g=g_size,
+        most=_largest_rate(leaves),
     )
+
+
+def _largest_rate(leaves: Sequence[Tensor]) -> float:
+    """What a network of many layers bears.
+
+    At its first weights the losses of a deep network hardly fall: 6% of them would ask for steps as long as the weights
+    themselves, after which no unit is open.
+    """
+    layers = [leaf.detach() for leaf in leaves if leaf.ndim > 1]
+    size = norm(layers).item() / math.sqrt(sum(x.numel() for x in layers)) if len(layers) > 1 else 0.0
+    if size == 0.0:
+        return LOWER_RATES[1]
+    return min(max(DEEP_RATE, DEEP_SHARE * size / len(layers)), LOWER_RATES[1])
 
 
 def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:

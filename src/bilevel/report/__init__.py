@@ -1,6 +1,7 @@
 """The page of a run: one HTML file that holds its style and figures and loads nothing.
 
 A command fills a `Report`; `render` makes the page of it. All text is escaped; figures are SVG from `figures`.
+`review` has the page of a training set with suspect labels.
 """
 
 from __future__ import annotations
@@ -56,10 +57,15 @@ class Report:
 
 def render(report: Report) -> str:
     """The page as text."""
+    return fill("page.html", report=report, style=Markup(read("style.css")))
+
+
+def fill(template: str, **values: object) -> str:
+    """A template of this folder with values in it; text is escaped, `Markup` is not."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(_read("page.html"))
-    return template.render(report=report, style=Markup(_read("style.css")))
+    return environment.from_string(read(template)).render(values)
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """A file of this folder."""
     return (files(__package__) / name).read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -13,11 +13,17 @@ from markupsafe import Markup, escape
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 INK, ACCENT = "#010203", "#040506"
 """Stand-ins that matplotlib draws with; the SVG has the page's colours in their place."""
 FLOOR = 1e-17
 """Where an exact zero is drawn on a logarithmic axis."""
+POINTS = 400
+"""Points of a curve at most: the figure is no finer."""
+SPREAD = 50
+"""The ratio of the largest to the smallest loss from which the axis is logarithmic."""
+BINS = 25
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.spines.right": False, "axes.spines.top": False,
     "font.size": 10, "grid.alpha": 0.15, "grid.color": INK, "svg.fonttype": "path", "text.color": INK,
@@ -45,6 +51,59 @@ def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, la
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
         axes.grid(True)
         return _inline(figure, name, label)
+
+
+def losses(
+    name: str, curves: Mapping[str, Sequence[float]], step: Sequence[float] | None = None, *, label: str
+) -> Markup:
+    """Losses against step: the first curve thick, the second dashed. A value that is not finite leaves a gap."""
+    values = {title: np.asarray(curve, dtype=float) for title, curve in curves.items()}
+    values = {title: np.where(np.isfinite(curve), curve, np.nan) for title, curve in values.items()}
+    length = min(len(curve) for curve in values.values())
+    steps = np.arange(1, length + 1) if step is None or len(step) < length else np.asarray(step[:length], dtype=float)
+    kept = np.unique(np.linspace(0, length - 1, min(length, POINTS)).round().astype(int))
+    every = np.concatenate([curve[np.isfinite(curve)] for curve in values.values()])
+    spread = every.size > 0 and every.min() > 0 and every.max() > SPREAD * every.min()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+        axes = figure.subplots()
+        looks: tuple[dict[str, Any], ...]
+        looks = ({"color": ACCENT, "linewidth": 2.2}, {"color": INK, "linewidth": 1.4, "linestyle": (0, (4, 2))})
+        for (title, curve), look in zip(values.items(), looks, strict=False):
+            axes.plot(steps[kept], curve[kept], label=title, **look)
+        axes.set(xlabel="step", ylabel="loss", xlim=(steps[0], max(steps[-1], steps[0] + 1)))
+        if spread:
+            axes.set_yscale("log")
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+        axes.grid(True)
+        _legend(figure)
+        return _inline(figure, name, label)
+
+
+def importances(
+    name: str, values: NDArray[np.floating[Any]], suspected: NDArray[np.floating[Any]], *, label: str
+) -> Markup:
+    """How many examples have which importance: the suspects in colour, the others above them in grey."""
+    edges = np.linspace(0, 1, BINS + 1)
+    low, all_of_them = (np.histogram(np.clip(given, 0, 1), edges)[0] for given in (suspected, values))
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+        axes = figure.subplots()
+        place: dict[str, Any] = {"x": edges[:-1], "width": 0.9 / BINS, "align": "edge"}
+        axes.bar(height=low, color=ACCENT, label="suspects", **place)
+        rest = np.maximum(all_of_them - low, 0)
+        axes.bar(height=rest, bottom=low, color=INK, alpha=0.3, label="other examples", **place)
+        axes.set(xlabel="importance", ylabel="examples", xlim=(0, 1), ylim=(0, 1.05 * max(all_of_them.max(), 1)))
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(True, axis="y")
+        axes.set_axisbelow(True)
+        _legend(figure)
+        return _inline(figure, name, label)
+
+
+def _legend(figure: Figure) -> None:
+    """Above the axes, where it hides nothing."""
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, borderaxespad=0, handlelength=1.6)
 
 
 def _inline(figure: Figure, name: str, label: str) -> Markup:

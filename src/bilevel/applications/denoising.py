@@ -1,0 +1,229 @@
+"""Denoising: one importance for each training example, learnt from a small trusted set.
+
+    min_u  mean over the trusted set of l(x, y; v)   subject to
+    v  =   argmin_v  sum_i sigmoid(u_i) l(x_i, y_i; v) / sum_i sigmoid(u_i)          (the paper's Eq. 3)
+
+The classifier that is handed out is trained afterwards, in two rounds, from the model's first weights. The first is on
+the examples of importance above 1/2 and the trusted ones. In the second every label is a mixture: its share is the mean
+of its importance and of the probability that the first round gives it, and what is left goes to the probabilities of
+the first round. An example is a suspect if its importance is below 1/2 and the classifier says another class.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from ..callbacks import Callback
+from ..errors import DataError
+from ..method import Method
+from ..methods.penalty import Penalty
+from ..options import in_range
+from ..precision import Precision
+from ..problem import Problem
+from ..rows import Rows
+from ..solution import Solution
+from ..solve import solve
+from ..training import Augment, Watch, fit, probabilities
+
+Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
+"""Inputs and labels, or a torch Dataset of (input, label)."""
+PASSES, LEAST_STEPS = 12, 1200
+"""A run sees every example this often, and has at least this many steps."""
+BATCH = 100, 200
+"""The size of a batch, and from LARGE examples on."""
+LARGE = 10_000
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """What was learnt of each training example, in the order they came in, and the classifier.
+
+    `suggested` is the class that the classifier gives, `confidence` its probability. `quality` is the importance times
+    the probability of the label as given: the order to review in.
+    """
+
+    importance: Tensor
+    quality: Tensor
+    suspect: Tensor
+    suggested: Tensor
+    confidence: Tensor
+    model: nn.Module
+    solution: Solution
+    seconds: float
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def noise_rate(self) -> float:
+        """The share of suspects: an estimate of the share of wrong labels."""
+        return float(self.suspect.double().mean())
+
+    def mistaken(self, labels: Tensor, classes: int) -> Tensor:
+        """How many suspects of each label (row) are suggested to be of each class (column)."""
+        pairs = labels[self.suspect] * classes + self.suggested[self.suspect]
+        return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+
+def denoise(
+    train: Examples,
+    trusted: Examples,
+    model: nn.Module,
+    *,
+    method: Method | None = None,
+    steps: int | None = None,
+    final_steps: int | None = None,
+    batch: int | None = None,
+    rate: float | None = None,
+    augment: Augment | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    watch: Watch | None = None,
+    engine: str = "auto",
+    precision: Precision | None = None,
+) -> Denoised:
+    """Learn the importance of each training example, and train `model` in place on what that leaves.
+
+    `model` maps inputs to one score for each class; it may be on any device. `steps` are those of the bilevel run;
+    None: 12 passes over `train`, and 1,200 at least. `final_steps` are those of each round of training after it; None:
+    as many. `rate` is the learning rate of the rounds; None: the one that the method chose for the lower level.
+    `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from with
+    `resume=True`. `callbacks` watch the bilevel run; `watch` is called with the steps done of both rounds together.
+    """
+    began = time.perf_counter()
+    x, y = examples(train, "train")
+    x_trusted, y_trusted = examples(trusted, "trusted")
+    classes = _classes(x, y, x_trusted, y_trusted, model)
+    in_range("batch", batch, least=1)
+    in_range("steps", steps, least=1)
+    in_range("final_steps", final_steps, least=1)
+    in_range("rate", rate, above=0)
+    size = min(batch or BATCH[len(y) >= LARGE], len(y))
+    steps = steps or max(LEAST_STEPS, PASSES * len(y) // size)
+    rounds = final_steps or steps
+    folder = None if checkpoint is None else Path(checkpoint)
+    first = copy.deepcopy(model.state_dict())
+    v, u = copy.deepcopy(model), Rows(len(y), device=next(model.parameters()).device)
+    solution = solve(
+        importance_problem(augment), method or Penalty(), u, v, loaders(x, y, x_trusted, y_trusted, size),
+        max_steps=steps, seed=seed, hypergradient=False, callbacks=callbacks, engine=engine, precision=precision,
+        checkpoint=folder and folder / "importance", resume=resume,
+    )  # fmt: skip
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    importance = torch.sigmoid(u.values).float().cpu()
+    rate = rate or max(solution.history["lower_rate"])
+    inputs, targets = torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float()
+    rows = torch.arange(len(y))
+
+    def trained(part: int, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """Train the model anew; returns its probabilities on the training inputs."""
+        model.load_state_dict(first)
+        fit(
+            model, inputs, targets, weights=weights, steps=rounds, batch=size, rate=rate, seed=seed + part,
+            augment=augment, precision=precision, checkpoint=folder and folder / f"round-{part}",
+            watch=watch and (lambda done: watch((part - 1) * rounds + done)),
+        )  # fmt: skip
+        return probabilities(model, x, precision=precision)
+
+    found = trained(1, targets, torch.cat([(importance > 0.5).float(), torch.ones(len(y_trusted))]))
+    share = ((importance + found[rows, y]) / 2)[:, None]
+    targets[: len(y)] = share * targets[: len(y)] + (1 - share) * found
+    found = trained(2, targets, None)
+    confidence, suggested = found.max(1)
+    return Denoised(
+        importance=importance, quality=importance * found[rows, y],
+        suspect=(importance < 0.5) & (suggested != y), suggested=suggested, confidence=confidence, model=model,
+        solution=solution, seconds=time.perf_counter() - began,
+        settings={"steps": steps, "final_steps": rounds, "batch": size, "rate": rate, "seed": seed},
+    )  # fmt: skip
+
+
+def importance_problem(
+    augment: Augment | None = None, importance: Callable[[Tensor], Tensor] = torch.sigmoid
+) -> Problem:
+    """Eq. 3 of the paper over batches (x, y) of trusted examples and (x, y, row) of others.
+
+    u holds one row for each of the others; `importance` maps it into [0, 1].
+    """
+
+    def upper(u: Rows, v: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = pair
+        return cross_entropy(v(augment(x) if augment else x), y)
+
+    def lower(u: Rows, v: nn.Module, triple: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, y, row = triple
+        w = importance(u[row])
+        losses = cross_entropy(v(augment(x) if augment else x), y, reduction="none")
+        return (w * losses).sum() / w.sum()
+
+    return Problem(upper, lower)
+
+
+def examples(given: Examples, name: str) -> tuple[Tensor, Tensor]:
+    """Inputs as floating point and labels as int64, or an error that says what is wrong with them."""
+    if isinstance(given, Dataset):
+        columns = default_collate([given[i] for i in range(len(given))]) if len(given) else ()  # type: ignore[arg-type]
+    else:
+        columns = given
+    if not isinstance(columns, (tuple, list)) or len(columns) != 2:
+        raise DataError(
+            f"{name} must be a pair (inputs, labels) or a Dataset of such pairs; got {type(given).__name__}."
+        )
+    x, y = (part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part)) for part in columns)
+    if len(x) != len(y):
+        raise DataError(f"{name} must have one label for each input; got {len(x)} inputs and {len(y)} labels.")
+    if y.ndim != 1:
+        raise DataError(f"the labels of {name} must be one index for each input; got shape {tuple(y.shape)}.")
+    if y.is_floating_point() and (wrong := int((~torch.isfinite(y) | (y != y.round())).sum())):
+        raise DataError(f"the labels of {name} must be whole numbers; {wrong} of {len(y)} are not.")
+    x = x if x.is_floating_point() else x.float()
+    if bad := int((~torch.isfinite(x)).flatten(1).any(1).sum()):
+        raise DataError(f"the inputs of {name} must be finite; {bad} of {len(x)} examples hold NaN or infinity.")
+    return x.detach(), y.detach().long()
+
+
+def _classes(x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, model: nn.Module) -> int:
+    """The number of classes that the model tells apart; refuses labels that do not fit to it."""
+    if x.shape[1:] != x_trusted.shape[1:]:
+        shapes = tuple(x.shape[1:]), tuple(x_trusted.shape[1:])
+        raise DataError(f"train and trusted must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
+    if not len(y):
+        raise DataError("train must have at least one example; got none.")
+    classes = probabilities(model, x[:2]).shape[1]
+    for name, labels in (("train", y), ("trusted", y_trusted)):
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise DataError(
+                f"the labels of {name} must be 0 to {classes - 1}, as the model has {classes} scores; got "
+                f"{int(labels.min())} to {int(labels.max())}."
+            )
+    if missing := sorted(set(y.tolist()) - set(y_trusted.tolist())):
+        raise DataError(
+            f"the trusted set must have an example of every class of train; it has none of {missing[:10]}. Add some, "
+            "or leave these classes out of train."
+        )
+    return classes
+
+
+def loaders(
+    x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, size: int
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Shuffled batches of trusted examples, and of others with their rows; partial batches are left out."""
+    upper = TensorDataset(x_trusted, y_trusted)
+    lower = TensorDataset(x, y, torch.arange(len(y)))
+    return (
+        DataLoader(upper, min(size, len(upper)), shuffle=True, drop_last=True),
+        DataLoader(lower, size, shuffle=True, drop_last=True),
+    )

@@ -1,0 +1,142 @@
+"""Tables: .csv and .parquet files with a column of labels.
+
+Every other column becomes numbers by rules that are fitted on the main file alone:
+
+- numbers, dates and durations: scaled (see `scale`); a missing value is the median, and a column of 0 and 1 says so;
+- text, categories, true and false: a column of 0 and 1 for each of the 20 most frequent values, one for all others
+  where there are more, one for missing where there are such;
+- left out, with a note: constant columns, columns without values, a count of the rows, text of which nearly all values
+  differ, and nested values.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..errors import DataError, OptionError
+from .columns import Columns
+from .labelled import Labelled, Pair
+from .labels import classes_of, indices, names_of
+
+DELIMITERS = (",", ";", "\t", "|")
+Frame = Any
+"""A pandas.DataFrame; pandas is an optional dependency and has no types of its own."""
+
+
+def load_table(path: Path, label: str | None, further: dict[str, Path]) -> Labelled:
+    """The file as `Labelled`; `further` names the tables of the trusted and the test part."""
+    frame = read_table(path, label)
+    names = labels_of(frame, label, path)
+    classes = classes_of(names, f"{path}, column {label!r}")
+    columns = Columns.of(frame.drop(columns=[label]), str(path))
+    infer = import_or_say("pandas").api.types.infer_dtype
+    as_text = [name for name in frame.columns if infer(frame[name], skipna=True) == "string"]
+    parts: dict[str, Pair] = {}
+    for part, file in further.items():
+        other = read_table(file, label, as_text)
+        y = indices(labels_of(other, label, file), classes, f"{file}, column {label!r}")
+        parts[part] = torch.from_numpy(columns(other, str(file))), y
+    return Labelled(
+        name=path.stem,
+        kind="table",
+        x=torch.from_numpy(columns(frame, str(path))),
+        y=indices(names, classes, str(path)),
+        classes=classes,
+        keys=[str(i) for i in range(len(frame))],
+        trusted=parts.get("trusted"),
+        test=parts.get("test"),
+        fields={name: frame[name].to_numpy() for name in frame.columns if name != label},
+        notes=columns.notes,
+    )
+
+
+def labels_of(frame: Frame, label: str | None, path: Path) -> list[str]:
+    """The class name of each row."""
+    return names_of(frame[label].tolist(), f"{path}, column {label!r}")
+
+
+def read_table(path: Path, label: str | None, as_text: list[str] | None = None) -> Frame:
+    """The file as a pandas.DataFrame that has the label's column. `as_text`: columns that a .csv must not guess."""
+    pandas = import_or_say("pandas")
+    if path.suffix.lower() == ".parquet":
+        frame = _read_parquet(path)
+    else:
+        delimiter = header(path, label)[1]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows longer than the header
+                frame = pandas.read_csv(
+                    path, sep=delimiter, encoding="utf-8-sig", index_col=False, low_memory=False,
+                    dtype=dict.fromkeys(as_text or (), "str"),
+                )  # fmt: skip
+        except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
+            raise DataError(f"{path} cannot be read as a .csv file ({_reason(error)}).") from None
+    frame.columns = [str(name) for name in frame.columns]
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
+        raise DataError(f"{path} has more than one column named {twice[0]!r}; their names must differ.")
+    _check_label(label, list(frame.columns), path)
+    if len(frame) == 0:
+        raise DataError(f"{path} has no rows.")
+    return frame
+
+
+def header(path: Path, label: str | None) -> tuple[list[str], str]:
+    """The names of a .csv file's columns, and its delimiter: the first of , ; tab | by which the label is a column."""
+    found: list[tuple[list[str], str]] = []
+    for delimiter in DELIMITERS:
+        try:
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                names = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
+        except UnicodeDecodeError:
+            raise DataError(f"{path} is not UTF-8 text. Save it as UTF-8.") from None
+        except (csv.Error, OSError) as error:
+            raise DataError(f"{path} cannot be read as a .csv file ({_reason(error)}).") from None
+        found.append((names, delimiter))
+    names, delimiter = next((each for each in found if label in each[0]), max(found, key=lambda each: len(each[0])))
+    if not names:
+        raise DataError(f"{path} is empty.")
+    _check_label(label, names, path)
+    return names, delimiter
+
+
+def _read_parquet(path: Path) -> Frame:
+    parquet = import_or_say("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            table = file.read()
+        table.validate(full=True)  # text may be no UTF-8
+        return table.to_pandas().reset_index(drop=True)
+    except Exception as error:  # Arrow's errors have several bases
+        raise DataError(f"{path} cannot be read as a .parquet file ({_reason(error)}).") from None
+
+
+def _check_label(label: str | None, names: list[str], path: Path) -> None:
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    if label is None:
+        raise OptionError(f"label must name the column of {path} that holds the labels; its columns are {shown}.")
+    if label not in names:
+        near = difflib.get_close_matches(label, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"label must be a column of {path}; got {label!r}.{hint} Its columns are {shown}.")
+    if names.count(label) > 1:
+        raise DataError(f"{path} has more than one column named {label!r}; their names must differ.")
+
+
+def import_or_say(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise DataError(f"Tables need {name.split('.')[0]}: pip install bilevel[tables].") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__

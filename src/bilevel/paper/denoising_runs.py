@@ -1,0 +1,176 @@
+"""One cell of the denoising study: the data as the paper splits it, one way of training, and its scores."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import Tensor, nn
+
+from ..applications.denoising import denoise, importance_problem, loaders
+from ..cells import Found, Settings
+from ..data import corrupt, load, split_trusted
+from ..methods.approx_grad import ApproxGrad
+from ..methods.penalty import Penalty
+from ..rows import Rows
+from ..solve import solve
+from ..training import fit, probabilities
+from .denoising import STUDIES, Study
+
+BATCH = 200
+HELD_OUT = 5
+"""One in this many trusted examples is held out for early stopping."""
+
+
+class Task:
+    """The data of a cell, on the device, and the network at its start."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.study: Study = STUDIES[settings["dataset"]]
+        self.seed = int(settings["seed"])
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        data = split_trusted(load(settings["dataset"]), self.study.trusted, self.seed)
+        assert data.trusted is not None
+        assert data.test is not None
+        self.truth = data.y
+        self.x = data.x
+        self.y = corrupt(data.y, settings["noise"], len(data.classes), self.seed, settings["kind"])
+        self.trusted, self.test = data.trusted, data.test
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.model = self.study.network().to(self.device)
+
+    @property
+    def precision(self) -> Any:
+        return "bf16" if self.device.type == "cuda" else None
+
+    def steps(self, passes: float, rows: int) -> int:
+        return max(1, round(passes * rows / BATCH))
+
+    def accuracy(self, model: nn.Module) -> float:
+        return float((probabilities(model, self.test[0]).argmax(1) == self.test[1]).double().mean())
+
+    def fit(self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None) -> None:
+        fit(
+            model, x, y, steps=steps, batch=BATCH, rate=self.study.rate, seed=self.seed, augment=self.study.augment,
+            precision=self.precision, watch=watch,
+        )  # fmt: skip
+
+    def found(self, importance: Tensor, suspect: Tensor) -> Found:
+        """How well the wrong labels were found."""
+        wrong = (self.y != self.truth).numpy()
+        return {
+            "auc": float(roc_auc_score(~wrong, importance.numpy())),
+            "f1": float(f1_score(wrong, suspect.numpy())),
+            "noise_rate": float(np.mean(suspect.numpy())),
+        }
+
+
+def run(settings: Settings) -> Found | None:
+    """Run a cell; None where Ctrl-C came."""
+    task = Task(settings)
+    began = time.perf_counter()
+    result = COLUMN_RUNS[settings["column"]](task)
+    if result is None:
+        return None
+    device = torch.cuda.get_device_name() if task.device.type == "cuda" else "CPU"
+    return result | {"seconds": round(time.perf_counter() - began, 2), "device": device}
+
+
+def ours(task: Task) -> Found | None:
+    study, rows = task.study, len(task.y)
+    try:
+        found = denoise(
+            (task.x, task.y), task.trusted, task.model, steps=task.steps(study.passes, rows), batch=BATCH,
+            final_steps=task.steps(study.final_passes, rows + study.trusted), rate=study.rate, augment=study.augment,
+            seed=task.seed, precision=task.precision,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        return None
+    return {
+        "accuracy": task.accuracy(found.model), **task.found(found.importance, found.suspect),
+        "auc_quality": float(roc_auc_score((task.y == task.truth).numpy(), found.quality.numpy())),
+        "engine": found.solution.engine,
+    }  # fmt: skip
+
+
+def oracle(task: Task) -> Found:
+    right = task.y == task.truth
+    return _plainly(task, torch.cat([task.x[right], task.trusted[0]]), torch.cat([task.y[right], task.trusted[1]]))
+
+
+def trusted(task: Task) -> Found:
+    return _plainly(task, *task.trusted)
+
+
+def plain(task: Task) -> Found:
+    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.y, task.trusted[1]]))
+
+
+def _plainly(task: Task, x: Tensor, y: Tensor) -> Found:
+    """As many steps as one round of ours has, whatever the number of examples."""
+    task.fit(task.model, x, y, steps=task.steps(task.study.final_passes, len(task.y) + task.study.trusted))
+    return {"accuracy": task.accuracy(task.model)}
+
+
+def stopped(task: Task) -> Found:
+    """Train+Val, kept at its best pass by the accuracy on a fifth of the trusted set that it is not trained on."""
+    x, y = task.trusted
+    held = torch.arange(len(y)) % HELD_OUT == 0
+    inputs, labels = torch.cat([task.x, x[~held]]), torch.cat([task.y, y[~held]])
+    each = task.steps(1, len(labels))
+    best: dict[str, Any] = {"held": -1.0}
+
+    def watch(done: int) -> None:
+        if done % each == 0:
+            score = float((probabilities(task.model, x[held]).argmax(1) == y[held]).double().mean())
+            if score > best["held"]:
+                best.update(held=score, accuracy=task.accuracy(task.model), epoch=done // each)
+
+    task.fit(task.model, inputs, labels, steps=task.steps(task.study.final_passes, len(labels)), watch=watch)
+    return {"accuracy": best["accuracy"], "epoch": best["epoch"]}
+
+
+def approx_grad(task: Task) -> Found | None:
+    adam = partial(torch.optim.Adam, lr=task.study.rate)
+    return _bilevel(task, ApproxGrad(lower_steps=20, linear_steps=20, damping=0.1, lower_optimizer=adam), 1)
+
+
+def algorithm_2(task: Task) -> Found | None:
+    """Appendix E.2: T = 20 on one batch, sigma 3, rho 1e-5, gamma, epsilon and lam 0.01."""
+    method = Penalty.algorithm_2(
+        lower_steps=20, gamma=0.01, epsilon=0.01, lam=0.01, nu=task.study.paper_nu, upper_rate=3.0, lower_rate=1e-5,
+    )  # fmt: skip
+    return _bilevel(task, method, task.study.paper_passes)
+
+
+def _bilevel(task: Task, method: Any, passes: int) -> Found | None:
+    """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
+    model = copy.deepcopy(task.model)
+    task.fit(model, *task.trusted, steps=task.steps(task.study.final_passes, len(task.y)) // 5)
+    p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y].clamp(1e-3, 1 - 1e-3)
+    u = Rows(len(task.y), init=torch.logit(p) / 2, device=task.device)  # (tanh u + 1) / 2 = p
+    data = loaders(task.x, task.y, *task.trusted, BATCH)
+    model.train()
+    solution = solve(
+        importance_problem(task.study.augment, lambda u: (torch.tanh(u) + 1) / 2), method, u, model, data,
+        max_steps=task.steps(passes, len(task.y)), seed=task.seed, hypergradient=False, precision=task.precision,
+    )  # fmt: skip
+    if solution.interrupted:
+        return None
+    importance = (torch.tanh(u.values.cpu()) + 1) / 2
+    return {
+        "accuracy": task.accuracy(model), **task.found(importance, importance < 0.5), "engine": solution.engine,
+    }  # fmt: skip
+
+
+COLUMN_RUNS = {
+    "ours": ours, "stopped": stopped, "oracle": oracle, "trusted": trusted, "plain": plain,
+    "approx-grad": approx_grad, "algorithm-2": algorithm_2,
+}  # fmt: skip

@@ -1,0 +1,149 @@
+"""Plain training of a classifier on weighted examples: Adam, with a rate that falls linearly to zero.
+
+Batches are drawn by index from tensors that live on the model's device. On a GPU the step is captured once and
+replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+
+from . import checkpoint as store
+from .descent import Descent, adam
+from .engine import Engines
+from .precision import Precision, reduced
+from .problem import Variable
+from .replay import random_state, set_random_state
+
+Augment = Callable[[Tensor], Tensor]
+"""A batch of inputs, changed at random by torch's draws; the shape stays."""
+Watch = Callable[[int], object]
+"""Told how many steps are done."""
+SAVES = 10
+"""How often a training is saved."""
+
+
+class Trainer:
+    """The step, and all that it changes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        rate: float,
+        augment: Augment | None,
+        precision: Precision | None,
+    ) -> None:
+        self.model, self.tensors, self.augment, self.precision = model, tensors, augment, precision
+        self.v = Variable(model, "model")
+        self.descent = Descent(self.v, adam(self.v, rate), "optimizer")
+        self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
+        self.engine = Engines("graph" if self.v.device.type == "cuda" else "eager", self, gradients=0).outer
+
+    def step(self, index: Tensor, factor: Tensor) -> Tensor:
+        """Move by the gradient of the weighted mean of these examples' losses; `factor` scales the rate."""
+        x, y, w = (tensor[index] for tensor in self.tensors)
+        with reduced(self.precision, self.v.device):
+            losses = cross_entropy(self.model(self.augment(x) if self.augment else x), y, reduction="none")
+        loss = (w * losses).sum() / w.sum()
+        self.descent.step(torch.autograd.grad(loss, self.v.leaves), (), factor)
+        return loss.detach()
+
+    def live(self) -> list[Tensor]:
+        held = pytree.tree_leaves(self.descent.state_dict())
+        return [*self.v.tensors().values(), *(t for t in held if isinstance(t, Tensor))]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self.descent.optimizer is None else [self.descent.optimizer]
+
+    def obstacle(self) -> str:
+        return ""
+
+    def save(self, folder: Path, step: int) -> None:
+        device = self.v.device
+        store.save(folder, {
+            "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict(),
+            "random": list(random_state(device)),
+        })  # fmt: skip
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> int:
+        """Go on from the folder, where it holds a state; returns the steps done."""
+        if not store.exists(folder):
+            return 0
+        state = store.load(folder)
+        for name, tensor in self.v.tensors().items():
+            tensor.copy_(state["model"][name])
+        self.descent.load_state_dict(state["descent"])
+        set_random_state(state["random"], self.v.device)
+        return int(state["step"])
+
+
+def fit(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int,
+    weights: Tensor | None = None,
+    batch: int = 100,
+    rate: float = 1e-3,
+    seed: int = 0,
+    augment: Augment | None = None,
+    precision: Precision | None = None,
+    watch: Watch | None = None,
+    checkpoint: Path | None = None,
+) -> None:
+    """Train the model in place on (x, y). `y` holds class indices, or one row of probabilities for each example.
+
+    Examples of weight zero are not drawn. The draws of this function and of the model come from `seed`; the global
+    generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state.
+    """
+    device = next(model.parameters()).device
+    w = torch.ones(len(x)) if weights is None else weights.float().cpu()
+    rows = w.nonzero().squeeze(1)
+    tensors = x.to(device), y.to(device), w.to(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        model.train()
+        trainer = Trainer(model, tensors, rate, augment, precision)
+        factors = torch.linspace(1, 0, steps + 1, device=device)
+        done = 0 if checkpoint is None else trainer.load(checkpoint)
+        for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
+            if k < done:
+                continue
+            trainer.engine.call(trainer.step, (index, factors[k]))
+            if checkpoint is not None and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps):
+                trainer.save(checkpoint, k + 1)
+            if watch is not None:
+                watch(k + 1)
+    model.eval()
+
+
+def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """Batches of rows without end, in a new order at every pass; a last partial batch is left out."""
+    size = min(size, len(rows))
+    while True:
+        order = rows[torch.randperm(len(rows), generator=generator)]
+        order = order.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else order
+        yield from torch.split(order[: len(order) // size * size], size)
+
+
+@torch.no_grad()
+def probabilities(model: nn.Module, x: Tensor, *, batch: int = 2000, precision: Precision | None = None) -> Tensor:
+    """The model's probabilities of the classes, in evaluation mode, on the CPU."""
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    with reduced(precision, device):
+        found = [model(part.to(device)).float().softmax(1) for part in torch.split(x, batch)]
+    model.train(training)
+    return torch.cat(found).cpu()

@@ -629,6 +629,7 @@ def test_what_the_browser_kept_is_not_trusted(visit):
         "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('no', 'SecurityError'); }})",
         "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }",
     ],
+    ids=["denied", "full"],
 )
 def test_without_the_browsers_memory_the_page_says_so_and_exports(visit, denied):
     page = visit(review(), before=denied)

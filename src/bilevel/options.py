@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -61,6 +62,12 @@ def _text(value: Any) -> str:
         options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
         return f"{_text(value.func)}({options})"
     return str(getattr(value, "__qualname__", type(value).__qualname__ if callable(value) else value))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to put after a sentence, where one of the known names is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def one_of(name: str, value: object, allowed: Sequence[str], *, optional: bool = False) -> None:

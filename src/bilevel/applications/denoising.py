@@ -35,7 +35,7 @@ from ..problem import Problem
 from ..rows import Rows
 from ..solution import Solution
 from ..solve import solve
-from ..training import Augment, Watch, fit, probabilities
+from ..training import Augment, fit, probabilities
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
 """Inputs and labels, or a torch Dataset of (input, label)."""
@@ -90,7 +90,7 @@ def denoise(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    watch: Watch | None = None,
+    watch: Callable[[int, int], object] | None = None,
     engine: str = "auto",
     precision: Precision | None = None,
 ) -> Denoised:
@@ -100,7 +100,8 @@ def denoise(
     None: 12 passes over `train`, and 1,200 at least. `final_steps` are those of each round of training after it; None:
     as many. `rate` is the learning rate of the rounds; None: the one that the method chose for the lower level.
     `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from with
-    `resume=True`. `callbacks` watch the bilevel run; `watch` is called with the steps done of both rounds together.
+    `resume=True`. `callbacks` watch the bilevel run; `watch` is told the steps done of both rounds
+    together, and their number.
     """
     began = time.perf_counter()
     x, y = examples(train, "train")
@@ -134,7 +135,7 @@ def denoise(
         fit(
             model, inputs, targets, weights=weights, steps=rounds, batch=size, rate=rate, seed=seed + part,
             augment=augment, precision=precision, checkpoint=folder and folder / f"round-{part}",
-            watch=watch and (lambda done: watch((part - 1) * rounds + done)),
+            watch=watch and (lambda done: watch((part - 1) * rounds + done, 2 * rounds)),
         )  # fmt: skip
         return probabilities(model, x, precision=precision)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import math
 import sys
@@ -40,7 +39,8 @@ from ..applications.synthetic import examples
 from ..cells import Cell, Store, one_thread
 from ..errors import OptionError
 from ..method import Method
-from . import problem_file
+from ..options import did_you_mean
+from . import problem_file, python_file
 from .bar import progress_bar
 from .folder import Folder, to_json
 
@@ -181,7 +181,7 @@ def _method(text: str, rates: dict[str, float | None], *, paced: bool) -> Method
     """
     name, *parts = text.split(":")
     if name not in METHODS:
-        raise OptionError(f"--methods has no {name!r}{_nearest(name, list(METHODS))} It knows {', '.join(METHODS)}.")
+        raise OptionError(f"--methods has no {name!r}.{did_you_mean(name, METHODS)} It knows {', '.join(METHODS)}.")
     options: dict[str, Any] = {}
     for part in parts:
         key, mark, value = part.partition("=")
@@ -211,16 +211,11 @@ def _subject(problem: str, trials: int, seed: int) -> tuple[Subject, str]:
     """The subject, and the text that defines it."""
     if problem in NAMES:
         return synthetic(problem, trials, seed), ""
-    if problem_file.is_file(problem):
+    if python_file.is_file(problem):
         return problem_file.load(problem, trials, seed), problem_file.source(problem)
     raise OptionError(
-        f"PROBLEM has no {problem!r}{_nearest(problem, NAMES)} It is one of {', '.join(NAMES)}, or a Python file."
+        f"PROBLEM has no {problem!r}.{did_you_mean(problem, NAMES)} It is one of {', '.join(NAMES)}, or a Python file."
     )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f". Did you mean {near[0]!r}?" if near else "."
 
 
 def _image(out: Path, plot: Path | None) -> Path:

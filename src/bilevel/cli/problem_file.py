@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..applications.comparison import Start, Subject
 from ..applications.synthetic import nth
 from ..errors import BilevelError, OptionError
 from ..problem import Problem
+from . import python_file
 
 NEEDED = ("problem", "u", "v")
 
 
-def is_file(text: str) -> bool:
-    """Whether PROBLEM is meant as a file."""
-    return text.partition(".py:")[1] != "" or text.endswith(".py")
-
-
 def load(text: str, trials: int, seed: int) -> Subject:
     """The subject that the file defines, with a start for each trial."""
-    path, name = _parts(text)
-    module = _imported(path)
-    if name is None:
-        found: Any = module
-    elif not hasattr(module, name):
-        raise OptionError(f"{path.name} does not define {name!r}.")
-    else:
-        found = getattr(module, name)
+    path, found = python_file.load(text, "PROBLEM must be a synthetic problem or a Python file")
     seeded = callable(found) and "seed" in inspect.signature(found).parameters
     if trials > 1 and not seeded:
         raise OptionError(
@@ -44,28 +30,7 @@ def load(text: str, trials: int, seed: int) -> Subject:
 
 def source(text: str) -> str:
     """The text of the file: what a finished run belongs to."""
-    return _parts(text)[0].read_text(encoding="utf-8", errors="replace")
-
-
-def _parts(text: str) -> tuple[Path, str | None]:
-    before, mark, name = text.partition(".py:")
-    path = Path(before + ".py" if mark else text)
-    if not path.is_file():
-        raise OptionError(f"PROBLEM must be a synthetic problem or a Python file; there is no file {path}.")
-    return path, name or None
-
-
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bilevel_problem_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path} cannot be read as Python.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look for their module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise OptionError(f"{path} could not be run: {_told(error)}") from error
-    return module
+    return python_file.parts(text)[0].read_text(encoding="utf-8", errors="replace")
 
 
 def _start(path: Path, found: Any, seed: int | None) -> Start:
@@ -75,7 +40,7 @@ def _start(path: Path, found: Any, seed: int | None) -> Start:
         except BilevelError:
             raise
         except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {_told(error)}") from error
+            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
     if isinstance(found, (tuple, list)):
         if len(found) not in (3, 4):
             raise OptionError(f"{path} must give (problem, u, v) or (problem, u, v, data); got {len(found)} values.")
@@ -87,8 +52,3 @@ def _start(path: Path, found: Any, seed: int | None) -> Start:
     if not isinstance(values["problem"], Problem):
         raise OptionError(f"problem in {path} must be a bilevel.Problem; got {type(values['problem']).__name__}.")
     return Start(values["problem"], values["u"], values["v"], values.get("data"))
-
-
-def _told(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {first.rstrip('.')}."

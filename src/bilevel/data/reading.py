@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Literal
 
 from ..errors import DataError, OptionError
+from ..options import did_you_mean
 from .arrays import load_npz
 from .folder import load_folder
 from .labelled import Labelled
@@ -64,8 +64,7 @@ def form_of(source: str | Path) -> Form:
         return form
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"There is no file or folder {path}.")
-    near = difflib.get_close_matches(str(source).lower(), NAMES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(source).lower(), NAMES)
     raise DataError(
         f"{str(source)!r} is neither a file or folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
     )

@@ -12,7 +12,6 @@ Every other column becomes numbers by rules that are fitted on the main file alo
 from __future__ import annotations
 
 import csv
-import difflib
 import importlib
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError, OptionError
+from ..options import did_you_mean
 from .columns import Columns
 from .labelled import Labelled, Pair
 from .labels import classes_of, indices, names_of
@@ -124,8 +124,7 @@ def _check_label(label: str | None, names: list[str], path: Path) -> None:
     if label is None:
         raise OptionError(f"label must name the column of {path} that holds the labels; its columns are {shown}.")
     if label not in names:
-        near = difflib.get_close_matches(label, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(label, names)
         raise OptionError(f"label must be a column of {path}; got {label!r}.{hint} Its columns are {shown}.")
     if names.count(label) > 1:
         raise DataError(f"{path} has more than one column named {label!r}; their names must differ.")

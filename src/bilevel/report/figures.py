@@ -65,7 +65,7 @@ def losses(
     every = np.concatenate([curve[np.isfinite(curve)] for curve in values.values()])
     spread = every.size > 0 and every.min() > 0 and every.max() > SPREAD * every.min()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+        figure = Figure(figsize=(4.0, 3.7), layout="constrained")
         axes = figure.subplots()
         looks: tuple[dict[str, Any], ...]
         looks = ({"color": ACCENT, "linewidth": 2.2}, {"color": INK, "linewidth": 1.4, "linestyle": (0, (4, 2))})
@@ -87,7 +87,7 @@ def importances(
     edges = np.linspace(0, 1, BINS + 1)
     low, all_of_them = (np.histogram(np.clip(given, 0, 1), edges)[0] for given in (suspected, values))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+        figure = Figure(figsize=(4.0, 3.7), layout="constrained")
         axes = figure.subplots()
         place: dict[str, Any] = {"x": edges[:-1], "width": 0.9 / BINS, "align": "edge"}
         axes.bar(height=low, color=ACCENT, label="suspects", **place)

@@ -121,11 +121,11 @@ def command(
             "rows to draw as such."
         )
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
+    net = _classifier(model, prepared.data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
     checkpoint = _begin(folder, asked, resume)
     if noise is not None:
         prepared = replace(prepared, data=_write_noisy(folder, prepared.data))
-    net = _classifier(model, prepared.data, where, seed)
     began = time.perf_counter()
     try:
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)

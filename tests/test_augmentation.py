@@ -1,0 +1,40 @@
+"""Random crops and flips."""
+
+from __future__ import annotations
+
+import torch
+
+from bilevel.augmentation import MARGIN, crop_and_flip
+
+
+def image() -> torch.Tensor:
+    return torch.arange(1.0, 1 + 3 * 12 * 10).reshape(1, 3, 12, 10)
+
+
+def test_every_image_is_a_crop_of_its_padded_self_mirrored_or_not():
+    x = image().expand(200, -1, -1, -1)
+    torch.manual_seed(0)
+    found = crop_and_flip(x)
+    padded = torch.nn.functional.pad(x[:1], (MARGIN,) * 4)[0]
+    crops = {
+        (top, left, flip): padded[:, top : top + 12, left : left + 10].flip(2)
+        if flip
+        else padded[:, top : top + 12, left : left + 10]
+        for top in range(2 * MARGIN + 1)
+        for left in range(2 * MARGIN + 1)
+        for flip in (False, True)
+    }
+    drawn = [next(key for key, crop in crops.items() if torch.equal(one, crop)) for one in found]
+    assert {top for top, _, _ in drawn} == set(range(2 * MARGIN + 1))
+    assert {left for _, left, _ in drawn} == set(range(2 * MARGIN + 1))
+    assert 60 < sum(flip for *_, flip in drawn) < 140
+
+
+def test_images_of_a_batch_are_drawn_one_by_one_and_stay_in_place():
+    x = torch.arange(1.0, 6)[:, None, None, None].expand(5, 1, 16, 16).contiguous()
+    torch.manual_seed(1)
+    found = crop_and_flip(x)
+    for i, one in enumerate(found):
+        assert set(one.unique().tolist()) <= {0.0, float(i + 1)}
+        assert float(one[0, 8, 8]) == i + 1
+    assert len({one.ne(0).sum().item() for one in found}) > 1

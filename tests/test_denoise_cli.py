@@ -1,0 +1,253 @@
+"""`bilevel denoise` as a user runs it: files, named sets, wrong input, Ctrl-C and --resume, the page and --apply."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from sklearn.datasets import load_digits, load_iris
+
+from bilevel.cli.main import main
+
+QUICK = ["--steps", "40", "--no-baselines"]
+
+
+def run(*arguments: object) -> int:
+    return main(["denoise", *map(str, arguments)])
+
+
+def rows_of(folder: Path, name: str = "importance.csv") -> list[dict[str, str]]:
+    with open(folder / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory) -> Path:
+    """Digits as a user would hand them in: every fifth label wrong, 80 trusted, 200 for the test."""
+    folder = tmp_path_factory.mktemp("arrays")
+    digits = load_digits()
+    x, y = digits.images.astype("float32") / 16, digits.target
+    wrong = y[280:].copy()
+    wrong[::5] = (wrong[::5] + 3) % 10
+    np.savez(
+        folder / "d.npz", x=x[280:], y=wrong, x_trusted=x[:80], y_trusted=y[:80], x_test=x[80:280], y_test=y[80:280]
+    )
+    return folder / "d.npz"
+
+
+def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path, capsys):
+    assert run(arrays, "--steps", 150, "--out", tmp_path / "r", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "r" / "result.json").read_text())
+    assert printed == written
+    names = {"config.json", "history.csv", "importance.csv", "model.safetensors", "report.html", "result.json"}
+    assert {p.name for p in (tmp_path / "r").iterdir()} == names
+    rows = rows_of(tmp_path / "r")
+    assert list(rows[0])[:6] == ["index", "label", "importance", "suspect", "suggested", "confidence"]
+    assert [int(row["index"]) for row in rows] == list(range(1517))
+    assert sum(int(row["suspect"]) for row in rows) == written["suspects"]
+    assert written["noise_rate"] == pytest.approx(written["suspects"] / 1517)
+    assert written["test_accuracy"] == written["accuracies"]["denoised"] > 0.85
+    assert {"labels as they are", "trusted set alone"} < set(written["accuracies"])
+    assert written["seed"] == 0
+    assert written["method"] == "penalty"
+    assert len(rows_of(tmp_path / "r", "history.csv")) == 150
+    with safe_open(tmp_path / "r" / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == [str(c) for c in range(10)]
+        assert any(name.endswith("weight") for name in file.keys())  # noqa: SIM118
+
+
+def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
+    assert run("digits", "--noise", 0.3, "--steps", 200, "--no-baselines", "--out", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["auc"] > 0.9
+    assert found["f1"] > 0.6
+    assert found["trusted"] == 100
+    noisy = np.load(tmp_path / "noisy.npz")
+    assert len(noisy["x"]) == found["rows"]
+
+
+def test_table_with_text_and_missing_values(tmp_path, capsys):
+    iris = load_iris()
+    lines = ["length,width,petal,other,colour,kind"]
+    for i, (x, y) in enumerate(zip(iris.data, iris.target, strict=True)):
+        values = [f"{v:.1f}" for v in x]
+        values[1] = "" if i % 11 == 0 else values[1]
+        lines.append(",".join([*values, "red" if i % 2 else "blue", iris.target_names[(y + (i % 7 == 0)) % 3]]))
+    (tmp_path / "iris.csv").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "r"
+    assert run(tmp_path / "iris.csv", "--label", "kind", "--trusted", 30, "--steps", 300, "--out", out) == 0
+    assert {row["label"] for row in rows_of(out)} == set(iris.target_names)
+    assert len(rows_of(out)) == 120
+    assert "taken as right" in capsys.readouterr().err
+    page = (out / "report.html").read_text()
+    assert f"bilevel denoise {tmp_path / 'iris.csv'} --apply decisions.csv --label kind --out cleaned.csv" in page
+
+
+def test_folder_of_images(tmp_path):
+    digits = load_digits()
+    for i in range(120):
+        folder = tmp_path / "images" / ("trusted" if i < 30 else "train") / f"digit {digits.target[i]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[i] * 15.9).astype("uint8")).save(folder / f"{i:03d}.png")
+    assert run(tmp_path / "images", *QUICK, "--out", tmp_path / "r") == 0
+    rows = rows_of(tmp_path / "r")
+    assert len(rows) == 90
+    assert {row["label"] for row in rows} == {f"digit {c}" for c in range(10)}
+    assert all(row["key"].endswith(".png") for row in rows)
+
+
+def test_network_of_the_users_own(arrays, tmp_path, capsys):
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "def make(shape, classes):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(shape[1] * shape[2], classes))\n"
+        "def broken(shape, classes):\n"
+        "    raise KeyError('no')\n"
+        "number = 3\n"
+    )
+    assert run(arrays, "--model", f"{tmp_path / 'net.py'}:make", *QUICK, "--out", tmp_path / "r", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"].endswith("net.py:make")
+    for name, words in (
+        ("broken", "could not be run"),
+        ("number", "must name a function"),
+        ("none", "does not define"),
+    ):
+        assert run(arrays, "--model", f"{tmp_path / 'net.py'}:{name}", *QUICK, "--out", tmp_path / "r") == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["digitz"], 1, "Did you mean 'digits'?"),
+        (["missing.npz"], 1, "There is no file or folder missing.npz"),
+        (["{arrays}", "--model", "cnm"], 2, "Did you mean 'cnn'?"),
+        (["{arrays}", "--model", "cnn"], 2, "needs images of at least 16"),
+        (["{arrays}", "--method", "penalti"], 2, "Did you mean 'penalty'?"),
+        (["{arrays}", "--trusted", "50"], 2, "the data has 80 trusted ones"),
+        (["{arrays}", "--trusted", "0"], 2, "at least 1; got 0"),
+        (["{arrays}", "--device", "tpu9"], 2, "--device must be"),
+        (["{arrays}", "--device", "cuda:77"], 2, "--device must be"),
+        (["digits", "--noise", "1.5"], 2, "rate must be"),
+        (["digits", "--noise", "0.1", "--trusted", "5"], 1, "every class"),
+        (["{plain}"], 2, "--trusted is needed"),
+        (["{cut}"], 1, "cut.npz"),
+        (["{arrays}", "--apply", "decisions.csv"], 2, "--apply needs --out"),
+        (["{arrays}", "--apply", "nowhere.csv", "--out", "{tmp}/c.npz"], 1, "nowhere.csv"),
+    ],
+)
+def test_wrong_input_is_answered_with_one_sentence_and_nothing_is_written(
+    arrays, tmp_path, capsys, monkeypatch, arguments, code, words
+):
+    monkeypatch.chdir(tmp_path)
+    held = np.load(arrays)
+    np.savez(tmp_path / "plain.npz", x=held["x"], y=held["y"])
+    (tmp_path / "cut.npz").write_bytes(arrays.read_bytes()[:20_000])
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    paths = {"arrays": arrays, "plain": tmp_path / "plain.npz", "cut": tmp_path / "cut.npz", "tmp": tmp_path}
+    assert run(*(a.format(**paths) for a in arguments)) == code
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.out == ""
+    assert len(told.err.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("result.json"))
+    assert not list(tmp_path.rglob("report.html"))
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def command(arrays: Path, out: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "bilevel", "denoise", str(arrays), "--steps", "200", "--no-baselines"]
+    return [*start, "--out", str(out), *more]
+
+
+def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), env=ONE_THREAD, capture_output=True, text=True, timeout=120)  # type: ignore[arg-type]
+
+
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def straight(arrays, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("straight")
+    assert ended(arrays, folder).returncode == 0
+    return (folder / "importance.csv").read_text()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, straight, tmp_path, sent):
+    out = tmp_path / "r"
+    with subprocess.Popen(command(arrays, out), env=ONE_THREAD, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (out / "checkpoint" / "importance" / "state.safetensors").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(sent)
+        _, told = process.communicate(timeout=60)
+    assert not (out / "result.json").exists()
+    if sent == signal.SIGINT:
+        assert process.returncode == 1
+        assert "--resume goes on" in told
+        for more, words in (([], "--resume goes on from it"), (["--resume", "--seed", "3"], "with --seed 0; got 3")):
+            refused = ended(arrays, out, *more)
+            assert refused.returncode == 2
+            assert words in refused.stderr
+    assert ended(arrays, out, "--resume").returncode == 0
+    assert (out / "importance.csv").read_text() == straight
+    assert not (out / "checkpoint").exists()
+
+
+def browser() -> str | None:
+    given = os.environ.get("BILEVEL_CHROMIUM")
+    return given or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="needs Chromium")
+def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
+    """From the command to the cleaned file: filter, relabel, undo, drop, export, apply."""
+    from playwright.sync_api import sync_playwright
+
+    out = tmp_path / "r"
+    assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", out) == 0
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+        page = chromium.new_page()
+        page.goto((out / "report.html").as_uri())
+        page.get_by_label("Given label").select_option("3")
+        page.keyboard.press("n")
+        page.keyboard.press("r")
+        page.keyboard.press("u")
+        page.keyboard.press("r")
+        page.keyboard.press("d")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save decisions").first.click()
+        download.value.save_as(tmp_path / "decisions.csv")
+        chromium.close()
+    decisions = rows_of(tmp_path, "decisions.csv")
+    assert sorted(row["decision"] for row in decisions) == ["drop", "relabel"]
+    capsys.readouterr()
+    cleaned = tmp_path / "cleaned.npz"
+    assert run(out / "noisy.npz", "--apply", tmp_path / "decisions.csv", "--out", cleaned, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dropped"], told["relabelled"]) == (1, 1)
+    before, after = np.load(out / "noisy.npz"), np.load(cleaned)
+    dropped = next(int(row["index"]) for row in decisions if row["decision"] == "drop")
+    moved = next(row for row in decisions if row["decision"] == "relabel")
+    expected = before["y"].copy()
+    expected[int(moved["index"])] = moved["label"]
+    assert before["y"][int(moved["index"])] == "3"
+    assert list(after["y"]) == list(np.delete(expected, dropped))
+    assert np.array_equal(after["x"], np.delete(before["x"], dropped, axis=0))

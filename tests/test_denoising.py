@@ -1,0 +1,268 @@
+"""Denoising: wrong labels are found on real data; bad input is refused with a sentence; a stopped run goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from bilevel import Callback, DataError, Penalty, models
+from bilevel.applications.classifiers import classifier
+from bilevel.applications.cleaning import clean, prepare
+from bilevel.applications.denoising import denoise, importance_problem
+from bilevel.data import Labelled, load
+from bilevel.errors import OptionError
+from bilevel.training import probabilities
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return models.mlp(64, (64,), 10)
+
+
+def digits(noise: float = 0.4, kind: str = "symmetric", trusted: int = 100):
+    return prepare(load("digits"), trusted=trusted, noise=noise, kind=kind, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_wrong_labels_of_digits_are_found_and_the_classifier_is_better_for_it(kind):
+    prepared = digits(kind=kind)
+    data, model = prepared.data, network()
+    found = denoise((data.x, data.y), prepared.trusted, model, seed=0)
+    wrong = (data.y != prepared.truth).numpy()
+    assert roc_auc_score(~wrong, found.quality) > 0.97
+    assert roc_auc_score(~wrong, found.importance) > 0.95
+    assert f1_score(wrong, found.suspect) > 0.9
+    assert abs(found.noise_rate - 0.4) < 0.05
+    assert float((found.suggested == prepared.truth)[found.suspect].double().mean()) > 0.85
+    right = (probabilities(model, data.test[0]).argmax(1) == data.test[1]).double().mean()
+    assert right > 0.91  # 0.89 with the trusted set alone, 0.84 (0.75 asymmetric) with the labels as they are
+    assert found.model is model
+
+
+def test_suspects_are_of_low_importance_and_another_class_is_suggested():
+    prepared = digits()
+    data = prepared.data
+    found = denoise((data.x, data.y), prepared.trusted, network(), steps=60, seed=0)
+    assert torch.equal(found.suspect, (found.importance < 0.5) & (found.suggested != data.y))
+    assert bool(((found.importance >= 0) & (found.importance <= 1)).all())
+    assert bool((found.quality <= found.importance).all())
+    mistaken = found.mistaken(data.y, 10)
+    assert int(mistaken.sum()) == int(found.suspect.sum())
+    assert int(mistaken.diagonal().sum()) == 0
+    first = next(i for i in range(data.count) if found.suspect[i])
+    assert mistaken[data.y[first], found.suggested[first]] >= 1
+
+
+def test_arrays_tensors_and_datasets_give_the_same():
+    prepared = digits()
+    x, y = prepared.data.x, prepared.data.y
+    forms = [
+        ((x, y), prepared.trusted),
+        ((x.numpy(), y.numpy().astype("int32")), tuple(t.numpy() for t in prepared.trusted)),
+        (TensorDataset(x, y), TensorDataset(*prepared.trusted)),
+        ((x.double().numpy().astype("float32"), y.double()), prepared.trusted),
+    ]
+    found = [denoise(train, trusted, network(), steps=20, seed=1).importance for train, trusted in forms]
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
+def test_same_seed_same_bits_and_another_seed_others():
+    prepared = digits()
+    runs = [
+        denoise((prepared.data.x, prepared.data.y), prepared.trusted, network(), steps=30, seed=seed)
+        for seed in (3, 3, 4)
+    ]
+    assert torch.equal(runs[0].importance, runs[1].importance)
+    assert torch.equal(runs[0].confidence, runs[1].confidence)
+    assert not torch.equal(runs[0].importance, runs[2].importance)
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, run) -> bool:
+        if run.step >= self.step:
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize("stage", ["importance", "round 1", "round 2"])
+def test_run_stopped_at_any_stage_goes_on_with_the_same_bits(stage, tmp_path):
+    prepared = digits()
+    train = prepared.data.x, prepared.data.y
+    options = {"steps": 40, "seed": 0}
+    straight = denoise(train, prepared.trusted, network(), **options)
+    at = {"importance": 0, "round 1": 17, "round 2": 61}[stage]
+
+    def watch(done: int, total: int) -> None:
+        assert total == 80
+        if done == at:
+            raise KeyboardInterrupt
+
+    callbacks = [StopAt(20)] if stage == "importance" else []
+    with pytest.raises(KeyboardInterrupt):
+        denoise(train, prepared.trusted, network(), checkpoint=tmp_path, callbacks=callbacks, watch=watch, **options)
+    again = denoise(train, prepared.trusted, network(), checkpoint=tmp_path, resume=True, **options)
+    assert torch.equal(straight.importance, again.importance)
+    assert torch.equal(straight.confidence, again.confidence)
+
+
+def test_objective_is_that_of_the_paper():
+    torch.manual_seed(0)
+    problem, v = importance_problem(), nn.Linear(3, 2)
+    x, y, u = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]), torch.randn(7)
+    row = torch.tensor([6, 0, 3, 2, 1])
+    losses = torch.nn.functional.cross_entropy(v(x), y, reduction="none")
+    w = 1 / (1 + torch.exp(-u[row]))
+    torch.testing.assert_close(problem.lower(u, v, (x, y, row)), (w * losses).sum() / w.sum())
+    torch.testing.assert_close(problem.upper(u, v, (x, y)), losses.mean())
+
+
+X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+
+
+@pytest.mark.parametrize(
+    ("train", "trusted", "words"),
+    [
+        ((X, Y[:5]), (X, Y), "one label for each input; got 12 inputs and 5 labels"),
+        ((X, Y.double() + 0.5), (X, Y), "whole numbers; 12 of 12 are not"),
+        ((X, torch.where(Y > 1, torch.nan, Y.double())), (X, Y), "whole numbers; 4 of 12"),
+        ((X, Y + 1), (X, Y), "labels of train must be 0 to 2, as the model has 3 scores; got 1 to 3"),
+        ((X, Y - 1), (X, Y), "got -1 to 1"),
+        ((X, Y), (X, Y.clamp(max=1)), "it has none of [2]"),
+        ((X, Y), (X[:, :3], Y), "one shape; got (4,) and (3,)"),
+        ((X.clone().fill_(torch.nan), Y), (X, Y), "12 of 12 examples hold NaN"),
+        ((X, Y[:, None]), (X, Y), "one index for each input; got shape (12, 1)"),
+        (X, (X, Y), "must be a pair"),
+        ((X[:0], Y[:0]), (X, Y), "at least one example"),
+    ],
+)
+def test_bad_examples_are_refused_with_a_sentence(train, trusted, words):
+    with pytest.raises(DataError) as error:
+        denoise(train, trusted, nn.Linear(4, 3), steps=2)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch", 0), ("rate", 0.0), ("final_steps", -1)])
+def test_bad_options_are_refused_by_name(option, value):
+    with pytest.raises(OptionError, match=option):
+        denoise((X, Y), (X, Y), nn.Linear(4, 3), **{option: value})
+
+
+def test_few_rows_and_a_batch_larger_than_they_are():
+    found = denoise((X, Y), (X[:3], Y[:3]), nn.Linear(4, 3), steps=3, batch=500, method=Penalty(lower_steps=1))
+    assert len(found.importance) == 12
+    assert found.settings["batch"] == 12
+
+
+# -- prepared data -----------------------------------------------------------------------------------------------------
+
+
+def small(n: int = 60, classes: int = 3, **more) -> Labelled:
+    generator = np.random.default_rng(0)
+    x, y = torch.from_numpy(generator.normal(size=(n, 5)).astype("float32")), torch.arange(n) % classes
+    return Labelled("small", "arrays", x, y, tuple("abcdefgh"[:classes]), [str(i) for i in range(n)], **more)
+
+
+def test_trusted_rows_are_drawn_before_labels_are_made_wrong():
+    prepared = prepare(load("digits"), trusted=100, noise=0.5, seed=1)
+    clean_digits = load("digits")
+    known = {row.numpy().tobytes(): int(label) for row, label in zip(clean_digits.x, clean_digits.y, strict=True)}
+    assert all(known[row.numpy().tobytes()] == int(label) for row, label in zip(*prepared.trusted, strict=True))
+    assert float((prepared.data.y != prepared.truth).double().mean()) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_without_a_number_ten_rows_of_each_class_are_drawn_and_said_to_be_taken_as_right():
+    prepared = prepare(small())
+    assert len(prepared.trusted[1]) == 30
+    assert any("taken as right" in note for note in prepared.notes)
+    assert any("no accuracy is measured" in note for note in prepared.notes)
+
+
+def test_large_trusted_set_without_a_test_set_has_a_fifth_held_out():
+    prepared = prepare(small(900), trusted=300)
+    assert prepared.held_out
+    assert len(prepared.trusted[1]) == 240
+    assert len(prepared.data.test[1]) == 60
+    assert any("held out" in note for note in prepared.notes)
+
+
+def test_trusted_set_that_misses_a_class_is_refused_by_name():
+    data = small(trusted=(torch.zeros(4, 5), torch.tensor([0, 1, 0, 1])))
+    with pytest.raises(DataError, match="none of c"):
+        prepare(data)
+
+
+def test_rows_that_are_in_the_trusted_set_too_are_counted():
+    data = small()
+    labels = data.y[:6].clone()
+    labels[0] = (labels[0] + 1) % 3
+    prepared = prepare(small(trusted=(data.x[:6], labels)))
+    assert any("6 rows are in the trusted set, too, 1 of them with another label" in note for note in prepared.notes)
+
+
+def test_one_class_is_refused():
+    data = small(trusted=(torch.zeros(4, 5), torch.tensor([0, 1, 2, 1])))
+    with pytest.raises(DataError, match="at least two classes"):
+        prepare(Labelled("one", "arrays", data.x, data.y * 0, data.classes, data.keys, trusted=data.trusted))
+
+
+def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set_is_enough():
+    prepared = digits(noise=0.6, trusted=600)
+    stages: list[str] = []
+    found = clean(prepared, network(), steps=250, tell=lambda stage, done, total: stages.append(stage))
+    assert set(found.accuracies) == {"denoised", "trusted set alone", "labels as they are", "right labels"}
+    assert found.accuracies["right labels"] > found.accuracies["labels as they are"]
+    assert stages[0] == "training"
+    assert len(set(stages)) == 4
+    as_good = found.accuracies["trusted set alone"] >= found.accuracies["denoised"] - 0.005
+    assert any("trusted set alone is as good" in note for note in found.notes) == as_good
+    assert as_good  # 600 right labels are enough for an MLP on digits
+
+
+# -- classifiers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "found"),
+    [
+        ("auto", (1, 8, 8), "mlp"), ("auto", (30,), "mlp"), ("auto", (1, 28, 28), "mlp"), ("linear", (30,), "linear"),
+        ("cnn", (1, 28, 28), "cnn"), ("cnn", (3, 32, 32), "cnn"), ("cnn", (3, 64, 48), "cnn"),
+        ("cnn", (1, 16, 16), "cnn"),
+    ],
+)  # fmt: skip
+def test_classifier_of_each_kind_gives_one_score_a_class(kind, shape, found):
+    made = classifier(kind, shape, 7, device=torch.device("cpu"), seed=0)
+    assert made.kind == found
+    assert made.network(torch.zeros(2, *shape)).shape == (2, 7)
+    assert (made.augment is not None) == (found == "cnn" and shape[0] == 3)
+    assert bool(made.why) == (kind == "auto" and shape == (1, 28, 28))
+
+
+def test_classifier_is_drawn_from_its_seed_alone():
+    made = []
+    for seed in (1, 1, 2):
+        torch.rand(3)
+        made.append(next(classifier("mlp", (5,), 2, device=torch.device("cpu"), seed=seed).network.parameters()))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("cnn", (30,)), ("cnn", (1, 8, 8)), ("tree", (30,))])
+def test_classifier_that_does_not_fit_is_refused(kind, shape):
+    with pytest.raises(OptionError, match="model"):
+        classifier(kind, shape, 3, device=torch.device("cpu"), seed=0)

@@ -36,8 +36,8 @@ setup: .venv/.ready ## Make .venv with the pinned dependencies and the `bilevel`
 	@echo "Installing the development tools into .venv ..."
 	$(call install,.[dev])
 
-demo: setup ## Solve the paper's four synthetic problems and write runs/demo/report.html.
-	@$(BIN)/bilevel demo
+demo: setup ## Find the wrong labels among scikit-learn's digits and write runs/demo/report.html.
+	@$(BIN)/bilevel denoise digits --noise 0.4 --trusted 100 --out runs/demo
 
 test: setup .venv/.ready-dev ## Lint, types and tests (the slow ones: .venv/bin/pytest -m slow).
 	$(BIN)/ruff check

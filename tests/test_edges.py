@@ -411,3 +411,18 @@ def test_rows_outside_every_batch_are_put_into_their_box():
     problem = Problem(lambda u, v, _: (v**2).sum(), weighted, project_upper=Box(0, 1))
     solve(problem, Penalty(), u, leaf(0.0), ([0], [torch.tensor([0, 1])]), max_steps=10, seed=0)
     assert (u.values <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("depth", "size", "most"), [(2, 0.2, 0.03), (4, 0.02, 0.0025), (9, 0.01, 1e-3), (1, 1e-3, 0.03)]
+)
+def test_default_rate_does_not_move_the_product_of_many_layers_by_more_than_a_half(depth, size, most):
+    """The rate is at most 1e-3, or size / (2 depth), where the loss hardly falls at the first weights."""
+    layers = [nn.Linear(30, 30, bias=False) for _ in range(depth)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, size)
+    x, y = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 30
+    flat = lambda u, v, b: 5 + 1e-6 * (v(x) - u).square().mean()  # noqa: E731
+    v, u = nn.Sequential(*layers), torch.zeros((), requires_grad=True)
+    found = solve(Problem(flat, flat), Penalty(), u, v, ([y], [y]), max_steps=1, seed=0, hypergradient=False)
+    assert found.history["lower_rate"][0] == pytest.approx(most, rel=1e-6)

@@ -15,7 +15,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor, nn
 
 from ..callbacks import Callback
@@ -174,11 +173,17 @@ def clean(
                 watch=partial(_told, tell, f"comparing: {name}", total),
             )  # fmt: skip
             accuracies[name] = accuracy(rival, data.test)
-    auc = f1 = None
-    if prepared.truth is not None and bool((wrong := (data.y != prepared.truth)).any()):
-        auc = float(roc_auc_score(~wrong.numpy(), denoised.quality.numpy()))
-        f1 = float(f1_score(wrong.numpy(), denoised.suspect.numpy()))
+    auc, f1 = _scores(prepared, denoised)
     return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
+
+
+def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | None]:
+    if prepared.truth is None or not bool((wrong := (prepared.data.y != prepared.truth)).any()):
+        return None, None
+    from sklearn.metrics import f1_score, roc_auc_score  # here: it takes as long to import as torch
+
+    auc = roc_auc_score(~wrong.numpy(), found.quality.numpy())
+    return float(auc), float(f1_score(wrong.numpy(), found.suspect.numpy()))
 
 
 def _told(tell: Tell, stage: str, total: int, done: int) -> None:

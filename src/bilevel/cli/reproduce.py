@@ -6,8 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -15,6 +16,9 @@ from ..cells import Cell, Found, Settings, Store, run_cells
 from ..errors import OptionError
 from .bar import progress_bar
 from .folder import Folder, to_json
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")
 
@@ -78,6 +82,174 @@ def complexity(
         _end("complexity", message, summary, folders, json)
 
 
+OutOption = Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")]
+DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
+NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from what is there and run nothing.")]
+
+
+@app.command("denoising")
+def denoising(
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Data sets of the table, with commas. By default all on a GPU, digits on a CPU."),
+    ] = None,
+    noise: Annotated[str | None, typer.Option(help="Shares of wrong labels, with commas: 0.25,0.5.")] = None,
+    kind: Annotated[str | None, typer.Option(help="`symmetric` or `asymmetric`. By default both.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: ours,oracle.")] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="table, hyper-cleaning, how-few, with commas. By default all, with --dataset the table."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
+    passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="No cell is begun after these, and cifar10-wrn ends with them.")
+    ] = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/denoising"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: Table 2, hyper-cleaning, and how few trusted examples are enough (Section 3.2, Appendix D.1)."""
+    from ..options import one_of
+    from ..paper import denoising as study
+    from ..paper import denoising_cells, denoising_page, denoising_small
+
+    all_parts = ("table", denoising_small.HYPER_CLEANING, denoising_small.HOW_FEW)
+    where = _device(device)
+    names = _words("--dataset", dataset, denoising_cells.DATASETS)
+    if dataset is None:
+        names = list(denoising_cells.DATASETS) if where.type == "cuda" else ["digits"]
+    one_of("--kind", kind, (study.SYMMETRIC, study.ASYMMETRIC), optional=True)
+    wanted = ["table"] if parts is None and dataset is not None else _words("--parts", parts, all_parts)
+    cells: list[Cell] = []
+    if "table" in wanted:
+        some = _words("--columns", columns, tuple(study.COLUMNS))
+        cells += denoising_cells.cells(names, _shares(noise), kind, some, seeds, passes)
+    cells += [cell for cell in denoising_small.cells() if cell.settings["part"] in wanted]
+    _denoising("denoising", cells, where, minutes, out, page, no_run, json, denoising_page.write)
+
+
+@app.command("denoising-speed")
+def denoising_speed(
+    device: DeviceOption = "auto",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method.")] = 1,
+    out: OutOption = Path("runs/denoising-speed"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: accuracy against wall-clock time, Penalty and ApproxGrad (Figure 4(a)). An MLP where no GPU is."""
+    from ..paper import denoising_speed as study
+
+    _figure_study(study.SPEED, device, seeds, out, page, no_run, json)
+
+
+@app.command("denoising-steps")
+def denoising_steps(
+    device: DeviceOption = "auto",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method and T.")] = 1,
+    out: OutOption = Path("runs/denoising-steps"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: the last accuracy and the time of an upper iteration against T (Figure 5(a)). An MLP without a GPU."""
+    from ..paper import denoising_speed as study
+
+    _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
+
+
+def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
+    from ..paper import denoising_speed as study
+    from ..paper import denoising_speed_page
+
+    where = _device(device)
+    cells = study.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds)
+    writer = partial(denoising_speed_page.write, part)
+    _denoising(f"denoising-{part}", cells, where, None, out, page, no_run, json, writer)
+
+
+def _denoising(
+    name: str,
+    cells: Sequence[Cell],
+    device: torch.device,
+    minutes: float | None,
+    out: Path,
+    page: Path | None,
+    no_run: bool,
+    json: bool,
+    write: Callable[[Sequence[tuple[Settings, Found]], Path], dict[str, Any]],
+) -> None:
+    """Run the cells that are not there, the most worth first, and write the page from all that are."""
+    from ..paper import denoising_cells
+    from ..paper.denoising_store import FiledStore, run_ranked
+
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / f"{name}.json")
+    left = [] if no_run else [cell for cell in cells if store.get(cell) is None]
+    for dataset, why in denoising_cells.missing([cell.settings["dataset"] for cell in left]).items():
+        print(f"bilevel: Nothing is run on {dataset}: {why}", file=sys.stderr)
+        left = [cell for cell in left if cell.settings["dataset"] != dataset]
+    began = time.monotonic()
+    deadline = None if minutes is None else began + 60 * minutes
+    done: list[Cell] = []
+    with progress_bar() as bar:
+        task = bar.add_task(name, total=len(left))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell)
+            bar.advance(task)
+
+        run = partial(
+            denoising_cells.run, device=device, checkpoints=folders[0].path / "checkpoints", deadline=deadline
+        )
+        complete = run_ranked(left, store, run, deadline=deadline, tell=tell)
+    if not complete:
+        _stopped(len(done), len(left))
+    store.write()
+    summary = write(store.all(), folders[1].path)
+    message = f"{len(done)} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
+    _end(name, message, summary, folders, json)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    from ..options import one_of
+
+    one_of("--device", name, ("auto", "cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda needs a GPU that torch can use; there is none. Pass --device cpu.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
+    """The words of a list with commas, each one of those allowed; all of them where there is none."""
+    from ..options import one_of
+
+    found = list(allowed) if text is None else [word.strip() for word in text.split(",")]
+    for word in found:
+        one_of(option, word, tuple(allowed))
+    return found
+
+
+def _shares(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"--noise must be shares of 1 with commas between them, such as 0.25,0.5; got {text}."
+        ) from None
+    for share in found:
+        if not 0 < share < 1:
+            raise OptionError(f"--noise must be above 0 and below 1; got {share:g}.")
+    return found
+
+
 def _folders(out: Path, page: Path | None) -> tuple[Folder, Folder]:
     """Those of the results and of the page: refused here, before anything is run."""
     return Folder(out), Folder(out if page is None else page, "--page")
@@ -91,10 +263,7 @@ def _run(
     workers: int,
 ) -> Store | None:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
-    cells_folder = folders[0].path / "cells"
-    if cells_folder.exists() and not cells_folder.is_dir():
-        raise OptionError(f"--out must be a folder whose `cells` is a folder, too; {cells_folder} is a file.")
-    store = Store(cells_folder)
+    store = Store(_cells_folder(folders))
     done: list[str] = []
     with progress_bar() as bar:
         task = bar.add_task(name, total=len(cells))
@@ -109,9 +278,20 @@ def _run(
         folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
         print(f"{len(cells)} cells, {time.perf_counter() - began:.0f} s", file=sys.stderr)
         return store
+    return _stopped(len(done), len(cells))
+
+
+def _cells_folder(folders: tuple[Folder, Folder]) -> Path:
+    found = folders[0].path / "cells"
+    if found.exists() and not found.is_dir():
+        raise OptionError(f"--out must be a folder whose `cells` is a folder, too; {found} is a file.")
+    return found
+
+
+def _stopped(done: int, cells: int) -> NoReturn:
     print(
-        f"bilevel: Stopped by Ctrl-C: {len(done)} of {len(cells)} cells are finished and kept; the same command goes "
-        "on from there.",
+        f"bilevel: Stopped by Ctrl-C: {done} of {cells} cells are finished and kept; the same command goes on from "
+        "there.",
         file=sys.stderr,
     )
     raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..applications.denoising import denoise, importance_problem, loaders
 from ..cells import Found, Settings
 from ..data import corrupt, load, split_trusted
+from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..rows import Rows
@@ -22,7 +23,8 @@ from ..solve import solve
 from ..training import fit, probabilities
 from .denoising import STUDIES, Study
 
-BATCH = 200
+loaded = cache(load)
+"""A data set, read once."""
 HELD_OUT = 5
 """One in this many trusted examples is held out for early stopping."""
 
@@ -30,12 +32,12 @@ HELD_OUT = 5
 class Task:
     """The data of a cell, on the device, and the network at its start."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         self.study: Study = STUDIES[settings["dataset"]]
         self.seed = int(settings["seed"])
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        data = split_trusted(load(settings["dataset"]), self.study.trusted, self.seed)
+        self.passes, self.final_passes = settings["passes"]
+        self.device = device
+        data = split_trusted(loaded(settings["dataset"]), self.study.trusted, self.seed)
         assert data.trusted is not None
         assert data.test is not None
         self.truth = data.y
@@ -51,15 +53,15 @@ class Task:
         return "bf16" if self.device.type == "cuda" else None
 
     def steps(self, passes: float, rows: int) -> int:
-        return max(1, round(passes * rows / BATCH))
+        return max(1, round(passes * rows / self.study.batch))
 
     def accuracy(self, model: nn.Module) -> float:
         return float((probabilities(model, self.test[0]).argmax(1) == self.test[1]).double().mean())
 
     def fit(self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None) -> None:
         fit(
-            model, x, y, steps=steps, batch=BATCH, rate=self.study.rate, seed=self.seed, augment=self.study.augment,
-            precision=self.precision, watch=watch,
+            model, x, y, steps=steps, batch=self.study.batch, rate=self.study.rate, seed=self.seed,
+            augment=self.study.augment, precision=self.precision, watch=watch,
         )  # fmt: skip
 
     def found(self, importance: Tensor, suspect: Tensor) -> Found:
@@ -72,23 +74,26 @@ class Task:
         }
 
 
-def run(settings: Settings) -> Found | None:
-    """Run a cell; None where Ctrl-C came."""
-    task = Task(settings)
+def run(settings: Settings, device: torch.device | None = None) -> Found | None:
+    """Run a cell, on a GPU where there is one; None where Ctrl-C came."""
+    task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     began = time.perf_counter()
     result = COLUMN_RUNS[settings["column"]](task)
     if result is None:
         return None
-    device = torch.cuda.get_device_name() if task.device.type == "cuda" else "CPU"
-    return result | {"seconds": round(time.perf_counter() - began, 2), "device": device}
+    return result | {"seconds": round(time.perf_counter() - began, 2), "device": device_name(task.device)}
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def ours(task: Task) -> Found | None:
     study, rows = task.study, len(task.y)
     try:
         found = denoise(
-            (task.x, task.y), task.trusted, task.model, steps=task.steps(study.passes, rows), batch=BATCH,
-            final_steps=task.steps(study.final_passes, rows + study.trusted), rate=study.rate, augment=study.augment,
+            (task.x, task.y), task.trusted, task.model, steps=task.steps(task.passes, rows), batch=study.batch,
+            final_steps=task.steps(task.final_passes, rows + study.trusted), rate=study.rate, augment=study.augment,
             seed=task.seed, precision=task.precision,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -113,9 +118,14 @@ def plain(task: Task) -> Found:
     return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.y, task.trusted[1]]))
 
 
+def clean(task: Task) -> Found:
+    """The whole training set with its own labels."""
+    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.truth, task.trusted[1]]))
+
+
 def _plainly(task: Task, x: Tensor, y: Tensor) -> Found:
     """As many steps as one round of ours has, whatever the number of examples."""
-    task.fit(task.model, x, y, steps=task.steps(task.study.final_passes, len(task.y) + task.study.trusted))
+    task.fit(task.model, x, y, steps=task.steps(task.final_passes, len(task.y) + task.study.trusted))
     return {"accuracy": task.accuracy(task.model)}
 
 
@@ -133,13 +143,13 @@ def stopped(task: Task) -> Found:
             if score > best["held"]:
                 best.update(held=score, accuracy=task.accuracy(task.model), epoch=done // each)
 
-    task.fit(task.model, inputs, labels, steps=task.steps(task.study.final_passes, len(labels)), watch=watch)
+    task.fit(task.model, inputs, labels, steps=task.steps(task.final_passes, len(labels)), watch=watch)
     return {"accuracy": best["accuracy"], "epoch": best["epoch"]}
 
 
 def approx_grad(task: Task) -> Found | None:
     adam = partial(torch.optim.Adam, lr=task.study.rate)
-    return _bilevel(task, ApproxGrad(lower_steps=20, linear_steps=20, damping=0.1, lower_optimizer=adam), 1)
+    return _bilevel(task, ApproxGrad(lower_steps=20, linear_steps=20, damping=0.1, lower_optimizer=adam))
 
 
 def algorithm_2(task: Task) -> Found | None:
@@ -147,30 +157,31 @@ def algorithm_2(task: Task) -> Found | None:
     method = Penalty.algorithm_2(
         lower_steps=20, gamma=0.01, epsilon=0.01, lam=0.01, nu=task.study.paper_nu, upper_rate=3.0, lower_rate=1e-5,
     )  # fmt: skip
-    return _bilevel(task, method, task.study.paper_passes)
+    return _bilevel(task, method)
 
 
-def _bilevel(task: Task, method: Any, passes: int) -> Found | None:
+def _bilevel(task: Task, method: Method) -> Found | None:
     """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
     model = copy.deepcopy(task.model)
-    task.fit(model, *task.trusted, steps=task.steps(task.study.final_passes, len(task.y)) // 5)
+    task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5))
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y].clamp(1e-3, 1 - 1e-3)
     u = Rows(len(task.y), init=torch.logit(p) / 2, device=task.device)  # (tanh u + 1) / 2 = p
-    data = loaders(task.x, task.y, *task.trusted, BATCH)
+    data = loaders(task.x, task.y, *task.trusted, task.study.batch)
     model.train()
     solution = solve(
         importance_problem(task.study.augment, lambda u: (torch.tanh(u) + 1) / 2), method, u, model, data,
-        max_steps=task.steps(passes, len(task.y)), seed=task.seed, hypergradient=False, precision=task.precision,
+        max_steps=task.steps(task.passes, len(task.y)), seed=task.seed, hypergradient=False, precision=task.precision,
     )  # fmt: skip
     if solution.interrupted:
         return None
     importance = (torch.tanh(u.values.cpu()) + 1) / 2
     return {
         "accuracy": task.accuracy(model), **task.found(importance, importance < 0.5), "engine": solution.engine,
+        "steps": solution.steps, "status": solution.status.name.lower(),
     }  # fmt: skip
 
 
 COLUMN_RUNS = {
     "ours": ours, "stopped": stopped, "oracle": oracle, "trusted": trusted, "plain": plain,
-    "approx-grad": approx_grad, "algorithm-2": algorithm_2,
+    "approx-grad": approx_grad, "algorithm-2": algorithm_2, "clean": clean,
 }  # fmt: skip

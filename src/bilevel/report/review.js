@@ -237,7 +237,8 @@
     part(".sure").textContent = percent(data.confidence[p]);
     part(".importance").textContent = data.importance[p].toFixed(3);
     part(".index").textContent = `#${data.index[p]}`;
-    part(".key").textContent = short(data.key[p]);
+    // A row of a table or an array is called by its index.
+    part(".key").textContent = data.key[p] === String(data.index[p]) ? "" : short(data.key[p]);
     part(".name").title = data.key[p];
     if (data.pictures) part(".picture").append(picture(p));
     if (data.fields) part(".top").after(...fields(data.fields[p]));

@@ -1,0 +1,63 @@
+"""Which cells the denoising study has, and what runs each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..cells import Cell, Found, Settings
+from ..errors import DataError
+from . import denoising, denoising_runs, denoising_small, denoising_speed, denoising_wide
+
+DATASETS = (*denoising.STUDIES, denoising_wide.NAME)
+
+
+def cells(
+    datasets: Sequence[str],
+    noises: Sequence[float] | None,
+    kind: str | None,
+    columns: Sequence[str],
+    seeds: int,
+    passes: int | None = None,
+) -> list[Cell]:
+    """The cells that were asked for. None: all noises, all kinds, as the study has them."""
+    pairs = [
+        (noise, k)
+        for noise, k in denoising.NOISES
+        if (noises is None or noise in noises) and (kind is None or k == kind)
+    ]
+    if noises is not None:
+        listed = {noise for noise, _ in pairs}
+        pairs += [(noise, kind or denoising.SYMMETRIC) for noise in noises if noise not in listed]
+    found = denoising.cells([name for name in datasets if name in denoising.STUDIES], pairs, columns, seeds)
+    if denoising_wide.NAME in datasets:
+        found += denoising_wide.cells(tuple(columns), seeds, passes)
+    return found
+
+
+def run(
+    settings: Settings, device: torch.device, checkpoints: Path | None = None, deadline: float | None = None
+) -> Found | None:
+    """Run a cell of any part of the study; None where Ctrl-C came."""
+    match settings.get("part"):
+        case denoising_small.HYPER_CLEANING | denoising_small.HOW_FEW:
+            return denoising_small.run(settings, device)
+        case denoising_speed.SPEED | denoising_speed.STEPS:
+            return denoising_speed.run(settings, device)
+    if settings["dataset"] == denoising_wide.NAME:
+        assert checkpoints is not None
+        return denoising_wide.run(settings, device, checkpoints, deadline)
+    return denoising_runs.run(settings, device)
+
+
+def missing(datasets: Sequence[str]) -> dict[str, str]:
+    """The data sets that cannot be loaded, each with the sentence that says why."""
+    found = {}
+    for name in dict.fromkeys(datasets):
+        try:
+            denoising_runs.loaded("cifar10" if name == denoising_wide.NAME else name)
+        except DataError as error:
+            found[name] = str(error)
+    return found

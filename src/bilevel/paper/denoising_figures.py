@@ -1,0 +1,93 @@
+"""The figures of the denoising studies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from .denoising_numbers import Numbers, chosen, numbers, percent, values
+from .denoising_speed import METHODS
+from .denoising_store import Kept
+from .figures import STYLE, _figure, _legend, _save
+
+COLORS = dict(zip(METHODS, ("#1f77b4", "#9467bd", "#ff7f0e"), strict=True))
+TIMES = [factor * 10.0**power for power in range(-1, 5) for factor in (1, 2, 5)]
+"""Where the axis of milliseconds may have a mark."""
+LINES = {"accuracy": ("denoise", "#1f77b4"), "trusted": ("trusted set alone", "#2ca02c"),
+         "plain": ("labels as they are", "#7f7f7f")}  # fmt: skip
+
+
+@matplotlib.rc_context(STYLE)
+def how_few(kept: Sequence[Kept], path: Path) -> None:
+    """Accuracy (left) and AUC (right) against the number of trusted examples."""
+    counts = sorted(values(kept, "trusted"))
+    figure = _figure(7.2, 2.9)
+    left, right = figure.subplots(1, 2)
+    for key, (label, color) in LINES.items():
+        _line(left, counts, [percent(chosen(kept, trusted=n), key) for n in counts], color, label)
+    for key, label, color in (("auc", "importance", "#9467bd"), ("auc_quality", "quality", "#d62728")):
+        _line(right, counts, [numbers(chosen(kept, trusted=n), key) for n in counts], color, label)
+    left.set_ylabel("test accuracy, percent")
+    right.set_ylabel("AUC of right against wrong labels")
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="trusted examples")
+        axes.set_xticks(counts, [f"{n:,}" for n in counts])
+        axes.minorticks_off()
+        axes.legend(frameon=False)
+    _save(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def speed(kept: Sequence[Kept], path: Path) -> None:
+    """Accuracies of the lower variable against seconds, each seed a line."""
+    figure = _figure(8.4, 2.8)
+    cells = figure.subplots(1, 3)
+    names = {"test": "test", "validation": "validation (trusted)", "train": "train (wrong labels among them)"}
+    for axes, (key, title) in zip(cells, names.items(), strict=True):
+        for name in METHODS:
+            for i, (_, found) in enumerate(chosen(kept, method=name)):
+                curves = found["curves"]
+                x = [max(t, 0.05) for t in curves["seconds"]]
+                y = [100 * value for value in curves[key]]
+                axes.plot(x, y, color=COLORS[name], lw=1.2, label=name if not i else None)
+        lowest = min(100 * min(found["curves"][key][1:]) for _, found in kept)
+        axes.set(xscale="log", xlabel="seconds", title=title)
+        axes.set_ylim(bottom=lowest - 2)  # a network at its first weights is far below
+    cells[0].set_ylabel("accuracy, percent")
+    _legend(figure, cells[0])
+    _save(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def steps(kept: Sequence[Kept], path: Path) -> None:
+    """The last accuracy (left) and the time of an upper iteration (right) against T."""
+    counts = sorted(values(kept, "T"))
+    figure = _figure(7.2, 2.8)
+    left, right = figure.subplots(1, 2)
+    for name in METHODS:
+        mine = chosen(kept, method=name)
+        _line(left, counts, [percent(chosen(mine, T=T)) for T in counts], COLORS[name], name)
+        _line(right, counts, [numbers(chosen(mine, T=T), "ms_per_step") for T in counts], COLORS[name], name)
+    left.set_ylabel("test accuracy, percent")
+    right.set_ylabel("ms per upper iteration")
+    right.set_yscale("log")
+    times = numbers(kept, "ms_per_step").values
+    ticks = [at for at in TIMES if min(times) <= at <= max(times)]
+    right.set_yticks(ticks, [f"{at:g}" for at in ticks])
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="T")
+        axes.set_xticks(counts, [str(T) for T in counts])
+        axes.minorticks_off()
+    _legend(figure, left)
+    _save(figure, path)
+
+
+def _line(axes: Any, x: Sequence[float], found: Sequence[Numbers], color: str, label: str) -> None:
+    """Means with their deviations, where there are values."""
+    points = [(at, one.mean, one.deviation) for at, one in zip(x, found, strict=True) if one]
+    if points:
+        at, mean, spread = zip(*points, strict=True)
+        axes.errorbar(at, mean, spread, fmt="o-", ms=3, capsize=2, lw=1.2, color=color, label=label)

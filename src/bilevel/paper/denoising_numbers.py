@@ -1,0 +1,75 @@
+"""Means and deviations of cells, as pages show them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .denoising_store import Kept
+
+NOT_RUN = "not run"
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The values of one quantity over seeds."""
+
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+    def show(self, digits: int = 2, usual: int = SEEDS) -> str:
+        """Mean and deviation; the number of seeds where it is not the usual one."""
+        if not self.values:
+            return NOT_RUN
+        text = f"{self.mean:.{digits}f}"
+        if len(self.values) > 1:
+            text += f" ± {self.deviation:.{digits}f}"
+        if len(self.values) != usual:
+            text += f" ({seeds(len(self.values))})"
+        return text
+
+
+def seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+def chosen(kept: Iterable[Kept], **settings: object) -> list[Kept]:
+    """The cells that have these settings, among others."""
+    return [pair for pair in kept if all(pair[0].get(key) == value for key, value in settings.items())]
+
+
+def numbers(kept: Sequence[Kept], key: str, scale: float = 1.0) -> Numbers:
+    return Numbers(tuple(scale * found[key] for _, found in kept if found.get(key) is not None))
+
+
+def percent(kept: Sequence[Kept], key: str = "accuracy") -> Numbers:
+    return numbers(kept, key, 100.0)
+
+
+def devices(kept: Iterable[Kept]) -> str:
+    return " and ".join(sorted({str(found.get("device", "CPU")) for _, found in kept})) or "no device"
+
+
+def values(kept: Iterable[Kept], key: str) -> list[Any]:
+    """The different values of a setting, as they come."""
+    return list(dict.fromkeys(settings[key] for settings, _ in kept))
+
+
+def diverged(kept: Iterable[Kept], key: str) -> str:
+    """A sentence on the runs that diverged, by the value of a setting; empty where none did."""
+    runs = [(settings, found) for settings, found in kept if found.get("status") == "diverged"]
+    names = [f"{settings[key]}, seed {settings['seed']} (at step {found['steps']:,})" for settings, found in runs]
+    return f"Diverged, and shown as they last were finite: {'; '.join(names)}." if names else ""

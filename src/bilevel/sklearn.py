@@ -1,0 +1,286 @@
+"""Denoising as a scikit-learn estimator: `fit`, `predict`, and what was learnt of each row in attributes.
+
+scikit-learn hands arrays in and out, and labels of any kind; `bilevel.applications.denoising` has tensors and class
+indices. This module is the way from one to the other and back, and finds the trusted rows where they are part of X.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from .applications.denoising import denoise
+from .callbacks import Progress
+from .data.scale import Scale
+from .errors import BilevelWarning, DataError, OptionError
+from .method import Method
+from .models import mlp
+from .options import in_range, true_or_false
+from .solution import Status
+from .training import probabilities
+
+ModuleFactory = Callable[[int, int], nn.Module]
+"""Called with the numbers in one input and the count of classes; returns the network at its first weights."""
+CHUNK = 32
+"""Rows that are predicted together; a last part is filled up to it."""
+
+
+class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    """A classifier for labels of which some are wrong, and a finder of these, led by a few labels known to be right.
+
+    Parameters: `module` is a network that gives one score for each class. None: fully connected layers with `hidden`
+    units. A function is called with the numbers in one input and the count of classes, and its first weights come from
+    `random_state`. An `nn.Module` is copied, first weights included. It is trained in float32. With a `module`, X may
+    have more than two dimensions, as images (n, channels, height, width) have. `method`, `steps`, `batch` and `rate`
+    are those of `bilevel.applications.denoising.denoise`. `trusted_share` is the share of rows that stands in for the
+    trusted ones where none are passed. `standardize` brings each column of X to mean 0 and deviation 1, as measured in
+    `fit`, and cuts what is beyond 10 deviations; each channel, where X has more than two dimensions. `device` is where
+    the module is trained and predicts; None: where it is. `verbose` shows a progress bar of the bilevel run where
+    standard error is a terminal.
+
+    Attributes: `importance_` has one number in [0, 1] for each row of X, `quality_` the importance times the
+    probability of the label as given, `suggested_` the class that the classifier gives it. `suspects_` are the indices
+    of the rows whose label is held for wrong, lowest quality first. `noise_rate_` is their share of the rows that were
+    judged. Importance and quality are 1 in rows passed as trusted, and NaN in rows that stood in for trusted ones:
+    neither are judged, and neither are among the suspects. `classes_`, `n_features_in_` (`X.shape[1]`) and
+    `feature_names_in_` are scikit-learn's, `module_` is the trained network and `history_` the record of the bilevel
+    run. The same `random_state` gives the same bits.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | ModuleFactory | None = None,
+        *,
+        hidden: int | Sequence[int] = (128,),
+        method: Method | None = None,
+        steps: int | None = None,
+        batch: int | None = None,
+        rate: float | None = None,
+        trusted_share: float = 0.1,
+        standardize: bool = True,
+        device: str | torch.device | None = None,
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.module = module
+        self.hidden = hidden
+        self.method = method
+        self.steps = steps
+        self.batch = batch
+        self.rate = rate
+        self.trusted_share = trusted_share
+        self.standardize = standardize
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(
+        self, X: ArrayLike, y: ArrayLike, trusted: tuple[ArrayLike, ArrayLike] | ArrayLike | None = None
+    ) -> DenoisingClassifier:
+        """Learn the importance of each row of X, and the classifier.
+
+        `trusted` is a tuple (X, y) of further rows, or a mask of those rows of X whose labels are known to be right.
+        There must be some of each class. None: a part of X stands in for them, which a warning speaks of.
+        """
+        true_or_false("standardize", self.standardize)
+        steps, batch = _plain(self.steps), _plain(self.batch)
+        in_range("steps", steps, least=1, whole=True)
+        in_range("batch", batch, least=1, whole=True)
+        inputs, given = self._validated(X, y)
+        check_classification_targets(given)
+        self.classes_, labels = np.unique(given, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
+        random = check_random_state(self.random_state)
+        seed = int(random.randint(2**31 - 1))
+        self._scale = _scale(inputs) if self.standardize else None
+        self._shape = inputs.shape[1:]
+        x, known = self._tensor(inputs), np.zeros(len(labels), dtype=np.bool_)
+        if isinstance(trusted, tuple):
+            x_trusted, y_trusted = self._pair(trusted)
+        else:
+            known = self._stand_in(labels, random) if trusted is None else _mask(trusted, len(labels))
+            x_trusted, y_trusted = x[known], labels[known]
+        if missing := [label for i, label in enumerate(self.classes_.tolist()) if i not in y_trusted]:
+            raise DataError(
+                f"trusted must have an example of every class of y; it has none of {missing[:10]}. Add some, or leave "
+                "these classes out of X and y."
+            )
+        if known.all():
+            raise DataError(f"some rows of X must be left to judge; all {len(labels)} are trusted or stand in for it.")
+        module = self._network(x, seed)
+        found = denoise(
+            (x[~known], labels[~known]), (x_trusted, y_trusted), module,
+            method=self.method, steps=steps, batch=batch, rate=_plain(self.rate), seed=seed,
+            callbacks=[Progress("importances")] if self.verbose else [],
+        )  # fmt: skip
+        if found.solution.status is Status.DIVERGED:
+            warnings.warn(f"The importances are not to be relied on. {found.solution}", BilevelWarning, stacklevel=2)
+        self.module_, self.history_ = module, found.solution.history
+        unjudged = np.nan if trusted is None else 1.0
+        self.importance_ = _spread(found.importance, known, unjudged)
+        self.quality_ = _spread(found.quality, known, unjudged)
+        self.suggested_ = self.classes_[self._probabilities(x).argmax(1)]
+        suspects = np.flatnonzero(~known)[found.suspect.numpy()]
+        self.suspects_ = suspects[np.argsort(self.quality_[suspects], kind="stable")]
+        self.noise_rate_ = found.noise_rate
+        return self
+
+    def predict(self, X: ArrayLike) -> np.ndarray:
+        """The class of each row."""
+        found: np.ndarray = self.predict_proba(X).argmax(1)
+        predicted: np.ndarray = self.classes_[found]
+        return predicted
+
+    def predict_proba(self, X: ArrayLike) -> np.ndarray:
+        """The probability of each class, in the order of `classes_`."""
+        check_is_fitted(self, "module_")
+        return self._probabilities(self._tensor(self._like_fitted(X)))
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.three_d_array = self.module is not None
+        return tags
+
+    def _validated(self, X: ArrayLike, *y: ArrayLike, **rules: Any) -> Any:
+        """X, and y where it is given, as arrays that scikit-learn has checked."""
+        # Only what is scaled may be beyond the range of float32: a number that is infinite there is refused.
+        dtype = [np.float64, np.float32] if self.standardize else np.float32
+        with np.errstate(over="ignore", invalid="ignore"):
+            return validate_data(self, X, *y, dtype=dtype, allow_nd=self.module is not None, **rules)
+
+    def _like_fitted(self, X: ArrayLike, **rules: Any) -> np.ndarray:
+        """Further inputs, which must be like those of `fit`."""
+        found: np.ndarray = self._validated(X, reset=False, **rules)
+        if found.shape[1:] != self._shape:
+            raise DataError(f"inputs must have shape {self._shape}, as those of X in fit; got {found.shape[1:]}.")
+        return found
+
+    def _tensor(self, X: np.ndarray) -> Tensor:
+        """What the module sees of X."""
+        if self._scale is not None:
+            scaled = self._scale(_columns(X))
+            X = np.moveaxis(scaled.reshape(len(X), *X.shape[2:], X.shape[1]), -1, 1)
+        return torch.from_numpy(np.array(X, dtype=np.float32, order="C"))
+
+    def _probabilities(self, x: Tensor) -> np.ndarray:
+        # Products of matrices round by their number of rows: with one number, a row's result is its own.
+        padded = torch.cat([x, x.new_zeros(-len(x) % CHUNK, *x.shape[1:])])
+        found = probabilities(self.module_, padded, batch=CHUNK)[: len(x)].double()
+        return (found / found.sum(1, keepdim=True)).numpy()
+
+    def _pair(self, trusted: tuple[ArrayLike, ...]) -> tuple[Tensor, np.ndarray]:
+        """Trusted rows that are not of X, their labels as indices into `classes_`."""
+        if len(trusted) != 2:
+            raise DataError(f"trusted must be a pair (X, y) or a mask of the rows of X; got a tuple of {len(trusted)}.")
+        labels = np.asarray(trusted[1])
+        try:
+            X = self._like_fitted(trusted[0], ensure_min_samples=0)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"the inputs of trusted must be like X: {error}") from error
+        if labels.shape != (len(X),):
+            raise DataError(
+                f"trusted must have one label for each input; got {len(X)} inputs and labels of shape {labels.shape}."
+            )
+        index = {label: i for i, label in enumerate(self.classes_.tolist())}
+        if unknown := list(dict.fromkeys(label for label in labels.tolist() if label not in index)):
+            raise DataError(f"the labels of trusted must be among those of y; {unknown[:10]} are not.")
+        return self._tensor(X), np.array([index[label] for label in labels.tolist()], dtype=np.int64)
+
+    def _stand_in(self, labels: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+        """A mask of rows drawn from each class in its share, one at least."""
+        share = _plain(self.trusted_share)
+        in_range("trusted_share", share, above=0, below=1)
+        known = np.zeros(len(labels), dtype=np.bool_)
+        for i in range(len(self.classes_)):
+            members = random.permutation(np.flatnonzero(labels == i))
+            known[members[: max(1, round(share * len(members)))]] = True
+        warnings.warn(
+            f"fit has no trusted labels: {known.sum()} of the {len(labels)} rows stand in for them. Their labels may "
+            "be as wrong as the others, so that wrong labels are found less surely, and they are not judged: their "
+            "importance is NaN. Pass trusted=(X, y), or a mask of rows whose labels are known to be right.",
+            BilevelWarning, stacklevel=3,
+        )  # fmt: skip
+        return known
+
+    def _network(self, x: Tensor, seed: int) -> nn.Module:
+        """The network at its first weights, on its device; refuses one whose scores are not one a class."""
+        classes = len(self.classes_)
+        module: Any = None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.module is None:
+                hidden = np.atleast_1d(self.hidden).tolist()
+                for units in hidden:
+                    in_range("hidden", units, least=1, whole=True)
+                module = mlp(x[0].numel(), hidden, classes)
+            elif isinstance(self.module, nn.Module):
+                module = copy.deepcopy(self.module)
+            elif callable(self.module):
+                module = self.module(x[0].numel(), classes)
+        if not isinstance(module, nn.Module):
+            raise OptionError(
+                "module must be None, an nn.Module, or a function of the numbers of inputs and of classes that returns "
+                f"an nn.Module; got {self.module!r}."
+            )
+        network: nn.Module = module.float()
+        try:
+            network = network if self.device is None else network.to(self.device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise OptionError(f"device must be one that torch has here; got {self.device!r}: {error}") from error
+        if (scores := probabilities(network, x[:1]).shape) != (1, classes):
+            raise OptionError(
+                f"module must give one score for each of the {classes} classes of y; for one input its scores have "
+                f"shape {tuple(scores)}."
+            )
+        return network
+
+
+def _columns(X: np.ndarray) -> np.ndarray:
+    """X as numbers by columns; by channels, where it has more than two dimensions."""
+    return np.moveaxis(X, 1, -1).reshape(-1, X.shape[1])
+
+
+def _scale(X: np.ndarray) -> Scale:
+    """The scale of each column. One that does not vary becomes zero: the module has a place for it."""
+    scale = Scale.of(_columns(X))
+    return replace(scale, deviation=np.where(scale.varies, scale.deviation, 1.0), varies=np.ones_like(scale.varies))
+
+
+def _mask(trusted: ArrayLike, rows: int) -> np.ndarray:
+    """A mask of rows. Indices are refused: cross-validation would hand them to parts of X that they do not count."""
+    try:
+        mask = np.array(trusted)
+    except ValueError:  # a list of arrays of several lengths
+        mask = np.empty(0, dtype=object)
+    if mask.dtype != bool or mask.shape != (rows,):
+        raise DataError(
+            f"trusted must be a tuple (X, y), or a mask with True or False for each of the {rows} rows of X; got "
+            f"{type(trusted).__name__} of {mask.dtype} and shape {mask.shape}. For indices, pass "
+            "np.isin(np.arange(len(X)), indices)."
+        )
+    return mask
+
+
+def _spread(values: Tensor, known: np.ndarray, unjudged: float) -> np.ndarray:
+    """The values of the rows that were judged, in their places among all."""
+    spread = np.full(len(known), unjudged)
+    spread[~known] = values.double().numpy()
+    return spread
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, as a search over parameters hands out, as Python's."""
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,448 @@
+"""The denoising study: its cells, its store, its runs at a tiny size, its pages and its commands."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from bilevel.cells import Cell
+from bilevel.cli.main import main
+from bilevel.data import Labelled, load
+from bilevel.errors import DataError
+from bilevel.paper import (
+    denoising,
+    denoising_cells,
+    denoising_page,
+    denoising_runs,
+    denoising_small,
+    denoising_small_page,
+    denoising_speed,
+    denoising_speed_page,
+    denoising_wide,
+)
+from bilevel.paper.denoising_numbers import Numbers
+from bilevel.paper.denoising_store import FiledStore, run_ranked
+
+CPU = torch.device("cpu")
+
+
+def digits(column, noise=0.25, seed=0, kind="symmetric", passes=(1, 1)):
+    return {"dataset": "digits", "noise": noise, "kind": kind, "column": column, "seed": seed, "passes": list(passes)}
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_has_the_settings_under_which_results_are_kept():
+    cell = denoising.cells(["mnist"], [(0.25, "symmetric")], ["ours"], 1)[0]
+    assert cell.name == "mnist-0.25-symmetric-ours-0-12-20"
+    assert cell.settings == {
+        "dataset": "mnist", "noise": 0.25, "kind": "symmetric", "column": "ours", "seed": 0, "passes": [12, 20],
+    }  # fmt: skip
+
+
+def test_cells_are_ranked_ours_then_cheap_columns_then_approx_grad_then_the_papers():
+    cells = denoising.cells(["mnist", "cifar10"], denoising.NOISES, list(denoising.COLUMNS), 2)
+    ordered = [cell.settings["column"] for cell in sorted(cells, key=lambda cell: -cell.weight)]
+    assert set(ordered[:12]) == {"ours"}  # 2 sets, 3 noises, 2 seeds
+    assert ordered[-12:] == ["approx-grad"] * 6 + ["algorithm-2"] * 6  # one seed each
+    clean = [cell.settings for cell in cells if cell.settings["column"] == "clean"]
+    assert [(s["dataset"], s["noise"], s["seed"]) for s in clean] == [
+        (name, 0.0, seed) for seed in (0, 1) for name in ("mnist", "cifar10")
+    ]
+
+
+def test_cells_are_those_of_the_noises_and_kinds_that_were_asked_for():
+    def pairs(noises, kind):
+        return {(c.settings["noise"], c.settings["kind"])
+                for c in denoising_cells.cells(["digits"], noises, kind, ["ours"], 1)}  # fmt: skip
+
+    assert pairs(None, None) == set(denoising.NOISES)
+    assert pairs([0.5], None) == {(0.5, "symmetric")}
+    assert pairs(None, "asymmetric") == {(0.4, "asymmetric")}
+    assert pairs([0.1], "asymmetric") == {(0.1, "asymmetric")}
+    assert pairs([0.1], None) == {(0.1, "symmetric")}
+
+
+# -- the store -------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_folder_goes_on_from_the_file_beside_the_page(tmp_path):
+    cell, other = Cell(digits("ours"), 1), Cell(digits("oracle"), 0)
+    first = FiledStore(tmp_path / "a", tmp_path / "page.json")
+    first.put(cell, {"accuracy": 0.5})
+    first.write()
+    fresh = FiledStore(tmp_path / "b", tmp_path / "page.json")
+    assert fresh.get(cell) == {"accuracy": 0.5}
+    assert fresh.get(other) is None
+    fresh.put(other, {"accuracy": 0.75})
+    fresh.write()
+    third = FiledStore(tmp_path / "c", tmp_path / "page.json")
+    assert [found["accuracy"] for _, found in third.all()] == [0.75, 0.5]  # by settings: oracle, ours
+
+
+def test_a_partial_result_is_shown_gone_on_with_and_not_replaced_by_a_shorter_one(tmp_path):
+    cell = Cell(digits("ours"), 1)
+    store = FiledStore(tmp_path, tmp_path / "page.json")
+    store.put(cell, {"partial": True, "steps": 5})
+    assert store.get(cell) is None
+    assert store.all() == [(cell.settings, {"partial": True, "steps": 5})]
+    store.put(cell, {"partial": True, "steps": 3})
+    assert store.kept(cell)["steps"] == 5
+    store.put(cell, {"partial": False, "steps": 9})
+    assert store.get(cell)["steps"] == 9
+
+
+def test_cells_run_in_their_rank_and_none_begins_after_the_deadline(tmp_path):
+    cells = [Cell(digits("ours", seed=seed), weight) for seed, weight in enumerate((1.0, 3.0, 2.0))]
+    ran = []
+
+    def run(settings):
+        ran.append(settings["seed"])
+        return {"accuracy": 1.0}
+
+    store = FiledStore(tmp_path, tmp_path / "page.json")
+    assert run_ranked(cells, store, run, deadline=time.monotonic() - 1)
+    assert ran == []
+    assert run_ranked(cells, store, run)
+    assert ran == [1, 2, 0]
+    assert not run_ranked([Cell(digits("plain"), 0)], store, lambda settings: None)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", list(denoising.COLUMNS))
+def test_every_column_runs(column):
+    found = denoising_runs.run(digits(column, passes=(0.3, 1)), CPU)
+    assert found["seconds"] > 0
+    assert found["device"] == "CPU"
+    assert 0.05 < found["accuracy"] <= 1
+
+
+def test_a_seed_gives_the_same_again():
+    found, again = (denoising_runs.run(digits("ours", passes=(0.3, 0.3), seed=3), CPU) for _ in range(2))
+    other = denoising_runs.run(digits("ours", passes=(0.3, 0.3), seed=4), CPU)
+    for one in (found, again, other):
+        del one["seconds"], one["bilevel_seconds"]
+    assert found == again
+    assert found != other
+
+
+def test_columns_are_trained_on_what_they_are_called_after(monkeypatch):
+    seen = []
+    monkeypatch.setattr(denoising_runs, "fit", lambda model, x, y, **rest: seen.append(y))
+    task = denoising_runs.Task(digits("oracle", noise=0.5), CPU)
+    rows = len(task.y)
+    for column in ("oracle", "trusted", "plain", "clean"):
+        denoising_runs.COLUMN_RUNS[column](task)
+    oracle, trusted, plain, clean = seen
+    right = task.y == task.truth
+    assert torch.equal(oracle, torch.cat([task.truth[right], task.trusted[1]]))
+    assert torch.equal(trusted, task.trusted[1])
+    assert int((plain[:rows] != task.truth).sum()) == round(0.5 * rows)
+    assert torch.equal(clean, torch.cat([task.truth, task.trusted[1]]))
+
+
+def test_the_early_stopped_column_holds_out_a_fifth_of_the_trusted_set(monkeypatch):
+    seen = {}
+
+    def fit(model, x, y, *, steps, watch, **rest):
+        seen.update(rows=len(y), steps=steps)
+        watch(steps)
+
+    monkeypatch.setattr(denoising_runs, "fit", fit)
+    task = denoising_runs.Task(digits("stopped", passes=(1, 2)), CPU)
+    monkeypatch.setattr(task, "steps", lambda passes, rows: 7)
+    assert denoising_runs.stopped(task)["epoch"] == 1
+    assert seen == {"rows": len(task.y) + 80, "steps": 7}  # 100 are trusted
+
+
+def small(part, trusted, network="linear"):
+    return {"part": part, "dataset": "digits", "network": network, "rows": 300, "trusted": trusted, "noise": 0.4,
+            "seed": 1, "steps": 30}  # fmt: skip
+
+
+def test_hyper_cleaning_has_the_papers_rule_and_how_few_has_not():
+    cleaning = denoising_small.run(small(denoising_small.HYPER_CLEANING, 100))
+    assert {"accuracy", "trusted", "plain", "oracle", "rule", "auc", "auc_quality", "f1"} <= set(cleaning)
+    few = denoising_small.run(small(denoising_small.HOW_FEW, 50, "mlp"))
+    assert {"accuracy", "trusted", "plain", "auc"} <= set(few)
+    assert not {"oracle", "rule"} & set(few)
+
+
+def test_how_few_cleans_the_same_examples_whatever_the_number_of_trusted_ones(monkeypatch):
+    seen = []
+
+    def denoise(train, trusted, *rest, **options):
+        seen.append((*train, len(trusted[1])))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(denoising_small, "denoise", denoise)
+    for trusted in (50, 200):
+        assert denoising_small.run(small(denoising_small.HOW_FEW, trusted)) is None
+    (x, y, few), (x_again, y_again, many) = seen
+    assert (few, many) == (50, 200)
+    assert torch.equal(x, x_again)
+    assert torch.equal(y, y_again)
+
+
+def colourful(name):
+    """Digits in three channels, under the name of any set."""
+    data = load("digits")
+    x, test = data.x[:400].expand(-1, 3, -1, -1), data.test
+    return Labelled("colour", "images", x, data.y[:400], data.classes, data.keys[:400],
+                    test=(test[0][:50].expand(-1, 3, -1, -1), test[1][:50]))  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["ours", "algorithm-2"])
+def test_a_wide_network_stops_at_the_deadline_and_goes_on_from_its_checkpoint(column, tmp_path, monkeypatch):
+    monkeypatch.setattr(denoising_wide, "loaded", colourful)
+    settings = dict(denoising_wide.cells((column,), 1)[0].settings)
+    assert settings["network"] == [28, 10]
+    settings |= {"network": [10, 1], "rows": 200, "trusted": 80, "steps": 2}
+    first = denoising_wide.run(settings, CPU, tmp_path / "a", time.monotonic())
+    assert (first["steps"], first["of"], first["partial"]) == (1, 2, True)
+    rest = denoising_wide.run(settings, CPU, tmp_path / "a")
+    assert (rest["steps"], rest["partial"]) == (2, False)
+    whole = denoising_wide.run(settings, CPU, tmp_path / "b")
+    for name in ("accuracy", "auc", "weights"):
+        assert rest[name] == whole[name]
+    assert whole["memory"] is None
+    assert whole["ms_per_step"] >= 0
+
+
+def test_the_wide_networks_preset_has_the_constants_of_the_appendix():
+    options = denoising_wide.method("algorithm-2")
+    assert (options.lower_steps, options.gamma, options.epsilon, options.lam, options.nu) == (1, 1.0, 1.0, 10.0, 0.0)
+    assert options.upper_optimizer.keywords == {"lr": 3.0}
+    assert options.lower_optimizer.keywords == {"lr": 1e-4}
+    assert denoising_wide.method("ours").lower_steps == 1
+
+
+@pytest.mark.parametrize("name", denoising_speed.METHODS)
+def test_curves_are_measured_as_a_run_goes(name):
+    settings = {"part": "speed", "dataset": "digits", "network": "mlp", "rows": 400, "trusted": 200, "noise": 0.25,
+                "method": name, "T": 2, "passes": 1, "seed": 0, "steps": 4}  # fmt: skip
+    found = denoising_speed.run(settings)
+    curves = found["curves"]
+    assert {len(values) for values in curves.values()} == {5}  # before the first step, and after each
+    assert curves["seconds"] == sorted(curves["seconds"])
+    assert found["accuracy"] == curves["test"][-1]
+    assert found["steps"] == 4
+
+
+def test_the_seconds_of_a_curve_leave_out_the_measuring(monkeypatch):
+    def slowly(model, pair):
+        time.sleep(0.02)
+        return 0.5
+
+    monkeypatch.setattr(denoising_speed, "accuracy", slowly)
+    curves = denoising_speed.Curves(None, None, None, None, offset=10.0)
+    curves.measure(1.0)
+    curves.measure(2.0)
+    assert curves.found["seconds"][0] == 11.0
+    assert curves.found["seconds"][1] <= 12.0 - 0.06
+
+
+def test_our_penalty_has_its_default_steps_in_the_study_of_speed_and_every_t_in_that_of_steps():
+    speed = {c.settings["method"]: c.settings["T"] for c in denoising_speed.cells("speed", "mlp")}
+    assert speed == {"Penalty, ours": 0, "Penalty, the paper's": 20, "ApproxGrad": 20}
+    steps = denoising_speed.cells("steps", "mlp", 2)
+    assert len(steps) == 3 * 5 * 2
+    assert {c.settings["T"] for c in steps} == {1, 2, 5, 10, 20}
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_show_mean_deviation_and_an_unusual_count():
+    assert Numbers(()).show() == "not run"
+    assert Numbers((1.0,)).show() == "1.00 (1 seed)"
+    assert Numbers((1.0, 3.0)).show(1, 2) == "2.0 ± 1.4"
+
+
+def mnist(column, accuracy, seed=0, noise=0.25):
+    settings = denoising.cells(["mnist"], [(noise, "symmetric")], [column], 5)[seed if column == "ours" else 0].settings
+    found = {"accuracy": accuracy, "auc": 0.9, "f1": 0.8, "noise_rate": 0.3, "seconds": 3.0, "device": "CPU"}
+    return settings, found
+
+
+@pytest.mark.parametrize(("accuracy", "word"), [(0.991, "met"), (0.99, "missed")])
+def test_findings_follow_the_numbers(accuracy, word, tmp_path):
+    kept = [mnist("ours", accuracy, seed) for seed in range(5)] + [mnist("oracle", 0.995), mnist("plain", 0.9)]
+    summary = denoising_page.write(kept, tmp_path)
+    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
+    sentence = summary["findings"][0]
+    assert f"the target of 99.05 is {word}" in sentence
+    assert "It is above Train+Val (90.00)." in sentence
+    assert "It is below Oracle (99.50)." in sentence
+    assert f"- {sentence}\n" in text
+    line = next(line for line in text.splitlines() if line.startswith("| MNIST, 25% symmetric |"))
+    assert line.endswith(f"| not run | {100 * accuracy:.2f} ± 0.00 |")
+    assert "102 of 105 places of the table are not filled" in text
+    assert "| the paper | 99.3 | 94.6 | 83.9 |  | 98.11 | 98.89 |  |" in text
+
+
+def test_a_page_without_cells_says_so(tmp_path):
+    assert denoising_page.write([], tmp_path)["findings"] == []
+    assert "Nothing was run." in (tmp_path / "denoising.md").read_text(encoding="utf-8")
+
+
+def few(trusted, accuracy, alone):
+    settings = {"part": "how-few", "dataset": "mnist", "network": "mlp", "rows": 5000, "trusted": trusted, "noise": 0.4,
+                "seed": 0}  # fmt: skip
+    return settings, {"accuracy": accuracy, "trusted": alone, "plain": 0.8, "auc": 0.9, "auc_quality": 0.95}
+
+
+def test_how_few_says_where_denoising_is_worth_it(tmp_path):
+    kept = [few(50, 0.85, 0.6), few(500, 0.9, 0.88), few(5000, 0.94, 0.94)]
+    alone, labels = denoising_small_page.few_sentences(kept)
+    assert "with 50, 500 trusted (most with 50: 25.0 points), and not with 5,000." in alone
+    assert labels.endswith("with 50, 500, 5,000 trusted (most with 5,000: 14.0 points).")
+    denoising_page.write(kept, tmp_path)
+    assert (tmp_path / "denoising-how-few.png").stat().st_size > 1000
+
+
+def test_the_wide_networks_part_is_shown_as_far_as_it_got():
+    settings = denoising_wide.cells(("ours",), 1)[0].settings
+    found = {"accuracy": 0.7, "auc": 0.8, "steps": 1200, "of": 1760, "partial": True, "ms_per_step": 250.0,
+             "memory": 2**33, "device": "GPU"}  # fmt: skip
+    text = denoising_page.page([(settings, found)], [])
+    assert "| Penalty, ours | 0 | 3 | 1,200 of 1,760 | 70.00 | 0.800 | 250 | 8.0 | GPU |" in text
+
+
+def curve(part, name, T, seconds, test, ms):
+    settings = next(c.settings for c in denoising_speed.cells(part, "mlp") if c.settings["method"] == name)
+    found = {"curves": {"seconds": seconds, "test": test, "validation": test, "train": test}, "accuracy": test[-1],
+             "ms_per_step": ms, "seconds": seconds[-1], "steps": 9, "device": "CPU"}  # fmt: skip
+    return settings | {"T": T}, found
+
+
+def test_the_page_of_speed_says_when_each_method_got_how_far(tmp_path):
+    kept = [
+        curve("speed", "Penalty, ours", 0, [0.0, 1.0, 2.0], [0.1, 0.93, 0.95], 1.0),
+        curve("speed", "Penalty, the paper's", 20, [0.0, 3.0], [0.9, 0.91], 5.0),
+        curve("speed", "ApproxGrad", 20, [0.0, 7.0], [0.85, 0.92], 9.0),
+    ]
+    found = denoising_speed_page.write("speed", kept, tmp_path)["findings"]
+    assert found[0] == (
+        "94% on the test set: Penalty, ours after 2.0 s; not reached by Penalty, the paper's and ApproxGrad."
+    )
+    assert found[2] == (
+        "90% on the test set: Penalty, ours after 1.0 s, Penalty, the paper's after 0.0 s, ApproxGrad after 7.0 s."
+    )
+    text = (tmp_path / "denoising-speed.md").read_text(encoding="utf-8")
+    assert "| ApproxGrad | 0 | 9 | 9.0 | 7.0 | 92.00 | 92.00 | 92.00 |" in text
+    assert (tmp_path / "denoising-speed-mlp.png").stat().st_size > 1000
+
+
+def test_pages_name_the_runs_that_diverged(tmp_path):
+    settings, found = curve("steps", "ApproxGrad", 10, [0.0, 7.0], [0.85, 0.92], 9.0)
+    denoising_speed_page.write("steps", [(settings, found | {"status": "diverged"})], tmp_path)
+    said = "iverged, and shown as they last were finite:"
+    assert f"D{said} ApproxGrad, T = 10, seed 0 (at step 9)." in (tmp_path / "denoising-steps.md").read_text()
+    settings, found = mnist("approx-grad", 0.5)
+    found |= {"status": "diverged", "steps": 75}
+    assert f"MNIST: d{said} approx-grad, seed 0 (at step 75)." in denoising_page.page([(settings, found)], [])
+    assert "iverged" not in denoising_page.page([(settings, found | {"status": "max_steps"})], [])
+
+
+def test_a_page_says_that_times_were_taken_on_a_busy_machine(tmp_path):
+    settings, found = curve("speed", "ApproxGrad", 20, [0.0, 7.0], [0.85, 0.92], 9.0)
+    for share, busy in ((2.0, True), (0.5, False)):
+        denoising_speed_page.write("speed", [(settings, found | {"load": share})], tmp_path)
+        assert ("busy with other work: 2.0 to 2.0" in (tmp_path / "denoising-speed.md").read_text()) == busy
+
+
+def test_the_page_of_steps_says_what_a_larger_t_gains_and_costs(tmp_path):
+    kept = [
+        curve("steps", name, T, [0.0, 1.0], [0.5, 0.8 + T / 200], base * T)
+        for name, base in zip(denoising_speed.METHODS, (1.0, 1.0, 2.0), strict=True)
+        for T in (1, 20)
+    ]
+    found = denoising_speed_page.write("steps", kept, tmp_path)["findings"]
+    assert "from T = 1 to 20 the accuracy goes from 80.50 to 90.00 (+9.50)" in found[0]
+    assert found[0].endswith("takes 20.0 times as long.")
+    assert found[-1].startswith("At T = 20, an upper iteration of ApproxGrad takes 2.0 times")
+    assert "| ApproxGrad | 20 | 90.00 | 40.0 |" in (tmp_path / "denoising-steps.md").read_text(encoding="utf-8")
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+ONE = ["--dataset", "digits", "--noise", "0.25", "--columns", "trusted,plain", "--seeds", "1", "--device", "cpu"]
+
+
+def test_reproduce_denoising_runs_what_is_missing_and_shows_all_that_is_there(tmp_path, capsys, monkeypatch):
+    ran = []
+
+    def run(settings, device):
+        ran.append(settings["column"])
+        return {"accuracy": 0.9, "device": "CPU"}
+
+    monkeypatch.setattr(denoising_runs, "run", run)
+    folders = ["--out", str(tmp_path / "a"), "--page", str(tmp_path / "b")]
+    assert main(["reproduce", "denoising", *ONE, *folders, "--no-run"]) == 0
+    assert ran == []
+    assert main(["reproduce", "denoising", *ONE, *folders, "--minutes", "0"]) == 0
+    assert ran == []
+    assert main(["reproduce", "denoising", *ONE, *folders]) == 0
+    assert ran == ["trusted", "plain"]
+    assert "2 cells were run" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "b" / "denoising.json").read_text())["cells"]) == 2
+    other = ["--out", str(tmp_path / "c"), "--page", str(tmp_path / "b"), "--json"]  # a fresh folder
+    assert main(["reproduce", "denoising", *ONE, *other]) == 0
+    assert ran == ["trusted", "plain"]
+    assert json.loads(capsys.readouterr().out)["cells"] == 2
+    assert "| digits (MLP), 25% symmetric | not run | 90.00 (1 seed) |" in (tmp_path / "b" / "denoising.md").read_text()
+
+
+def test_a_data_set_that_cannot_be_loaded_is_named_and_the_page_is_written(tmp_path, capsys, monkeypatch):
+    def loaded(name):
+        raise DataError(f"{name} is not here.")
+
+    monkeypatch.setattr(denoising_runs, "loaded", loaded)
+    assert main(["reproduce", "denoising", "--dataset", "svhn", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out, errors = capsys.readouterr()
+    assert "Nothing is run on svhn: svhn is not here." in " ".join(errors.split())
+    assert "0 cells were run" in out
+    assert (tmp_path / "denoising.md").exists()
+
+
+def test_ctrl_c_ends_the_command_and_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
+    results = iter([{"accuracy": 0.9}, None])
+    monkeypatch.setattr(denoising_runs, "run", lambda settings, device: next(results))
+    assert main(["reproduce", "denoising", *ONE, "--out", str(tmp_path)]) == 1
+    assert "1 of 2 cells are finished" in " ".join(capsys.readouterr().err.split())
+    assert len(list((tmp_path / "cells").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dataset", "minst"], "--dataset must be one of 'mnist'"),
+        (["--noise", "half"], "--noise must be shares"),
+        (["--noise", "1.5"], "--noise must be above 0 and below 1; got 1.5"),
+        (["--kind", "pair"], "--kind must be one of"),
+        (["--columns", "our"], "--columns must be one of"),
+        (["--parts", "all"], "--parts must be one of"),
+        (["--device", "gpu"], "--device must be one of"),
+    ],
+)
+def test_wrong_options_are_named(words, says, tmp_path, capsys):
+    assert main(["reproduce", "denoising", *words, "--out", str(tmp_path)]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("part", ["speed", "steps"])
+def test_the_figures_have_commands_of_their_own(part, tmp_path, monkeypatch):
+    def run(settings, device):
+        return curve(part, settings["method"], settings["T"], [0.0, 1.0], [0.5, 0.9], 3.0)[1]
+
+    monkeypatch.setattr(denoising_speed, "run", run)
+    monkeypatch.setattr(denoising_runs, "loaded", lambda name: None)
+    assert main(["reproduce", f"denoising-{part}", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert {f"denoising-{part}.md", f"denoising-{part}.json", f"denoising-{part}-mlp.png"} <= {
+        path.name for path in tmp_path.iterdir()
+    }

@@ -30,7 +30,7 @@ setup: .venv/.ready ## Make .venv with the pinned dependencies and the `bilevel`
 
 .venv/.ready: $(SOURCES)
 	@echo "Installing into .venv (torch is large: minutes the first time) ..."
-	$(call install,.)
+	$(call install,.[tables])
 
 .venv/.ready-dev: $(SOURCES) | .venv/.ready
 	@echo "Installing the development tools into .venv ..."

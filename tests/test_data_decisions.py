@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +27,11 @@ X = np.random.default_rng(0).random((N, 3))
 Rows = list[tuple[Any, ...]]
 
 
-def decide(folder: Path, rows: Rows) -> Path:
+def decide(folder: Path, rows: Rows, keys: Sequence[str] = ()) -> Path:
+    """Write decisions; a key that is a number stands for that one of `keys`."""
     path = folder / "decisions.csv"
+    if keys:
+        rows = [(row[0], keys[int(row[1])] if 0 <= int(row[1]) < len(keys) else row[1], *row[2:]) for row in rows]
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("index", "key", "decision", "label"), *rows])
     return path
@@ -50,7 +54,7 @@ def test_npz_keeps_its_other_arrays(tmp_path: Path) -> None:
     objects = np.array([{"a": 1}, None], dtype=object)
     source = npz(tmp_path, x_test=X[:2], y_test=np.array(["ant", "bee"]), about=objects, ids=np.arange(N))
     before = source.read_bytes()
-    done = apply_decisions(source, decide(tmp_path, FEW), tmp_path / "new" / "clean.npz")
+    done = apply_decisions(source, decide(tmp_path, FEW, load(source).keys), tmp_path / "new" / "clean.npz")
     assert (done.rows, done.dropped, done.relabelled, done.unchanged) == (12, 2, 1, 9)
     assert done.notes == ("ids has a value for each row of x and was not cut.",)
     assert source.read_bytes() == before
@@ -69,7 +73,8 @@ def test_csv_keeps_every_other_character(tmp_path: Path) -> None:
     rows = [f'{i * i % 7:03d},{name},"a, ""{i}"" 5\n"\r\n' for i, name in enumerate(NAMES[:9])]
     text = '\ufeffa,"label",note\r\n' + "".join(rows) + '\r\n004,"ant",5" pipe\r\n02,bee,x\r\n011,cow,y'
     source.write_bytes(text.encode())
-    done = apply_decisions(source, decide(tmp_path, FEW), tmp_path / "clean.csv", label="label")
+    decisions = decide(tmp_path, FEW, load(source, label="label").keys)
+    done = apply_decisions(source, decisions, tmp_path / "clean.csv", label="label")
     lines = text.split("\r\n")
     lines[5] = lines[5].replace("bee", "cow")
     expected = "\r\n".join([lines[0], *lines[2:-1]]) + "\r\n"
@@ -83,7 +88,8 @@ def test_csv_writes_labels_as_the_file_writes_them(tmp_path: Path, delimiter: st
     source = tmp_path / "set.csv"
     rows = [f"{i * i % 7}{delimiter}{'01' if i % 2 else '02'}\n" for i in range(N)]
     source.write_text("".join([f"a{delimiter}kind\n", *rows]))
-    decisions = decide(tmp_path, [(0, "0", "relabel", "1"), (1, "1", "relabel", "1")])
+    keys = load(source, label="kind").keys
+    decisions = decide(tmp_path, [(0, "0", "relabel", "1"), (1, "1", "relabel", "1")], keys)
     done = apply_decisions(source, decisions, tmp_path / "clean.csv", label="kind")
     assert (done.relabelled, done.unchanged) == (1, 11)
     assert done.out.read_text() == source.read_text().replace("02", "01", 1)
@@ -96,7 +102,8 @@ def test_parquet_keeps_types_and_compression(tmp_path: Path, kind: pa.DataType) 
         {"a": pa.array(X[:, 0], pa.float32()), "label": pa.array(NAMES).cast(kind), "l": [[i] for i in range(N)]}
     )
     pq.write_table(table.replace_schema_metadata({"who": "me"}), source, compression="ZSTD", row_group_size=5)
-    done = apply_decisions(source, decide(tmp_path, FEW), tmp_path / "clean.parquet", label="label")
+    decisions = decide(tmp_path, FEW, load(source, label="label").keys)
+    done = apply_decisions(source, decisions, tmp_path / "clean.parquet", label="label")
     with pq.ParquetFile(done.out) as file:
         new = file.read()
         assert file.metadata.row_group(0).column(0).compression == "ZSTD"
@@ -106,9 +113,8 @@ def test_parquet_keeps_types_and_compression(tmp_path: Path, kind: pa.DataType) 
     assert new["l"].to_pylist() == [[i] for i in range(1, 11)]
     frame = pd.DataFrame({"a": X[:, 0], "label": NAMES})
     frame.to_parquet(tmp_path / "frame.parquet")
-    done = apply_decisions(
-        tmp_path / "frame.parquet", tmp_path / "decisions.csv", tmp_path / "f.parquet", label="label"
-    )
+    decisions = decide(tmp_path, FEW, load(tmp_path / "frame.parquet", label="label").keys)
+    done = apply_decisions(tmp_path / "frame.parquet", decisions, tmp_path / "f.parquet", label="label")
     assert pd.read_parquet(done.out)["label"].tolist() == LEFT
 
 
@@ -167,7 +173,7 @@ def test_a_named_set_becomes_an_npz_file(tmp_path: Path) -> None:
         ([(12, "12", "keep", "ant")], "line 2: index must be a whole number from 0 to 11; got '12'"),
         ([(-1, "0", "keep", "ant")], "line 2: index must be"),
         ([("one", "1", "keep", "bee")], "line 2: index must be"),
-        ([(1, "1", "keep", "bee"), (2, "3", "keep", "cow")], "line 3: row 2 .* the key '2', but the line says '3'"),
+        ([(1, "1", "keep", "bee"), (2, "3", "keep", "cow")], "line 3: row 2 .* the key '2-.*', but the line says '3-"),
         ([(1, "1", "keep", "bee"), (1, "1", "drop", "")], "line 3: index 1 was decided in line 2 already"),
         ([(1, "1", "remove", "bee")], "line 2: decision must be one of keep, drop, relabel; got 'remove'"),
         ([(1, "1", "relabel", "emu")], "line 2: label must be one of the classes ant, bee, cow; got 'emu'"),
@@ -179,14 +185,15 @@ def test_a_named_set_becomes_an_npz_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_bad_line_is_refused_by_its_number_and_nothing_is_written(tmp_path: Path, rows: Rows, said: str) -> None:
     source = npz(tmp_path)
-    decisions = decide(tmp_path, rows)
+    decisions = decide(tmp_path, rows, load(source).keys)
     with pytest.raises(DataError, match=said):
         apply_decisions(source, decisions, tmp_path / "clean.npz")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["decisions.csv", "set.npz"]
 
 
 def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
-    source, decisions = npz(tmp_path), decide(tmp_path, FEW)
+    source = npz(tmp_path)
+    decisions = decide(tmp_path, FEW, load(source).keys)
     before = source.read_bytes()
     with pytest.raises(OptionError, match="out must be new"):
         apply_decisions(source, decisions, source)
@@ -220,6 +227,25 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert temporary.is_dir()
         raise RuntimeError
     assert sorted(p.name for p in tmp_path.iterdir()) == ["pets"]
+
+
+@pytest.mark.parametrize("form", ["csv", "npz"])
+def test_decisions_on_rows_that_have_moved_are_refused(tmp_path: Path, form: str) -> None:
+    """Rows of a table or an array have no name: a checksum tells them apart."""
+    label = "label" if form == "csv" else None
+    for name, order in (("a", range(N)), ("b", reversed(range(N)))):
+        rows = list(order)
+        if form == "npz":
+            np.savez(tmp_path / f"{name}.npz", x=X[rows], y=np.array(NAMES)[rows])
+        else:
+            frame = pd.DataFrame({"a": X[rows, 0], "b": X[rows, 1], "label": np.array(NAMES)[rows]})
+            frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    decisions = decide(tmp_path, FEW, load(tmp_path / f"a.{form}", label=label).keys)
+    with pytest.raises(DataError, match="made for other data"):
+        apply_decisions(tmp_path / f"b.{form}", decisions, tmp_path / f"new.{form}", label=label)
+    once = apply_decisions(tmp_path / f"a.{form}", decisions, tmp_path / f"new.{form}", label=label).out
+    with pytest.raises(DataError, match="made for other data"):
+        apply_decisions(once, decisions, tmp_path / f"twice.{form}", label=label)
 
 
 def as_told(data: Labelled, told: dict[int, tuple[str, int]]) -> tuple[list[int], list[str]]:
@@ -258,7 +284,8 @@ def test_a_csv_holds_what_was_told_and_the_rest_as_it_was(data: st.DataObject) -
             return
         told = {i: (what, c % len(found.classes)) for i, (what, c) in told.items()}
         lines = [(i, str(i), what, found.classes[found.y[i] if what == "keep" else c]) for i, (what, c) in told.items()]
-        done = apply_decisions(source, decide(Path(folder), lines), Path(folder) / "new.csv", label="label")
+        decisions = decide(Path(folder), lines, found.keys)
+        done = apply_decisions(source, decisions, Path(folder) / "new.csv", label="label")
         kept, labels = as_told(found, told)
         with open(done.out, newline="", encoding="utf-8") as file:
             new = list(csv.reader(file))

@@ -74,8 +74,18 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert found["auc"] > 0.9
     assert found["f1"] > 0.6
     assert found["trusted"] == 100
-    noisy = np.load(tmp_path / "noisy.npz")
+    noisy, digits = np.load(tmp_path / "noisy.npz"), load_digits()
     assert len(noisy["x"]) == found["rows"]
+    images = (digits.images * 255 / 16).round().astype("uint8")
+    right = {image.tobytes(): str(y) for image, y in zip(images, digits.target, strict=True)}
+    wrong = [right[x.tobytes()] != y for x, y in zip(noisy["x"], noisy["y"], strict=True)]
+    assert np.mean(wrong) == pytest.approx(0.3, abs=1e-3)
+    assert len(noisy["x_trusted"]) == 100
+    assert all(right[x.tobytes()] == y for x, y in zip(noisy["x_trusted"], noisy["y_trusted"], strict=True))
+    assert run("digits", "--noise", 0.3, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume", "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == found
+    assert "finished already" in told.err
 
 
 def test_table_with_text_and_missing_values(tmp_path, capsys):
@@ -115,15 +125,30 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
         "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(shape[1] * shape[2], classes))\n"
         "def broken(shape, classes):\n"
         "    raise KeyError('no')\n"
+        "def narrow(shape, classes):\n"
+        "    return torch.nn.Linear(3, classes)\n"
+        "def few(shape, classes):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes - 1))\n"
+        "class Tied(torch.nn.Module):\n"
+        "    def __init__(self, classes):\n"
+        "        super().__init__()\n"
+        "        self.first = self.second = torch.nn.Linear(64, 64)\n"
+        "        self.last = torch.nn.Linear(64, classes)\n"
+        "    def forward(self, x):\n"
+        "        return self.last(self.second(self.first(x.flatten(1)).relu()).relu())\n"
+        "def tied(shape, classes):\n"
+        "    return Tied(classes)\n"
         "number = 3\n"
     )
     assert run(arrays, "--model", f"{tmp_path / 'net.py'}:make", *QUICK, "--out", tmp_path / "r", "--json") == 0
     assert json.loads(capsys.readouterr().out)["model"].endswith("net.py:make")
-    for name, words in (
-        ("broken", "could not be run"),
-        ("number", "must name a function"),
-        ("none", "does not define"),
-    ):
+    assert run(arrays, "--model", f"{tmp_path / 'net.py'}:tied", *QUICK, "--out", tmp_path / "tied") == 0
+    wrong = {
+        "broken": "could not be run", "number": "must name a function", "none": "does not define",
+        "narrow": "does not take inputs of shape (1, 8, 8)", "few": "one score for each of the 10 classes",
+    }  # fmt: skip
+    capsys.readouterr()
+    for name, words in wrong.items():
         assert run(arrays, "--model", f"{tmp_path / 'net.py'}:{name}", *QUICK, "--out", tmp_path / "r") == 2
         assert words in capsys.readouterr().err
 
@@ -140,7 +165,7 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
         (["{arrays}", "--trusted", "0"], 2, "at least 1; got 0"),
         (["{arrays}", "--device", "tpu9"], 2, "--device must be"),
         (["{arrays}", "--device", "cuda:77"], 2, "--device must be"),
-        (["digits", "--noise", "1.5"], 2, "rate must be"),
+        (["digits", "--noise", "1.5"], 2, "noise must be"),
         (["digits", "--noise", "0.1", "--trusted", "5"], 1, "every class"),
         (["{plain}"], 2, "--trusted is needed"),
         (["{cut}"], 1, "cut.npz"),

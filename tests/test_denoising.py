@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from bilevel import Callback, DataError, Penalty, models
+from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError, models
 from bilevel.applications.classifiers import classifier
-from bilevel.applications.cleaning import clean, prepare
+from bilevel.applications.cleaning import as_bytes, clean, prepare, thumbnails
+from bilevel.applications.comparison import METHODS
 from bilevel.applications.denoising import denoise, importance_problem
+from bilevel.cli.denoise import FIT
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
 from bilevel.training import probabilities
@@ -58,11 +62,6 @@ def test_suspects_are_of_low_importance_and_another_class_is_suggested():
     assert torch.equal(found.suspect, (found.importance < 0.5) & (found.suggested != data.y))
     assert bool(((found.importance >= 0) & (found.importance <= 1)).all())
     assert bool((found.quality <= found.importance).all())
-    mistaken = found.mistaken(data.y, 10)
-    assert int(mistaken.sum()) == int(found.suspect.sum())
-    assert int(mistaken.diagonal().sum()) == 0
-    first = next(i for i in range(data.count) if found.suspect[i])
-    assert mistaken[data.y[first], found.suggested[first]] >= 1
 
 
 def test_arrays_tensors_and_datasets_give_the_same():
@@ -72,7 +71,7 @@ def test_arrays_tensors_and_datasets_give_the_same():
         ((x, y), prepared.trusted),
         ((x.numpy(), y.numpy().astype("int32")), tuple(t.numpy() for t in prepared.trusted)),
         (TensorDataset(x, y), TensorDataset(*prepared.trusted)),
-        ((x.double().numpy().astype("float32"), y.double()), prepared.trusted),
+        ((x.double().numpy(), y.double()), tuple(t.double() for t in prepared.trusted)),
     ]
     found = [denoise(train, trusted, network(), steps=20, seed=1).importance for train, trusted in forms]
     for other in found[1:]:
@@ -148,6 +147,8 @@ X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.ara
         ((X.clone().fill_(torch.nan), Y), (X, Y), "12 of 12 examples hold NaN"),
         ((X, Y[:, None]), (X, Y), "one index for each input; got shape (12, 1)"),
         (X, (X, Y), "must be a pair"),
+        ((X[:, 0], Y), (X, Y), "a row for each example; got shape (12,)"),
+        ((X.numpy(), np.array(["a", "b", "c"] * 4)), (X, Y), "the labels as indices of classes"),
         ((X[:0], Y[:0]), (X, Y), "at least one example"),
     ],
 )
@@ -167,6 +168,46 @@ def test_few_rows_and_a_batch_larger_than_they_are():
     found = denoise((X, Y), (X[:3], Y[:3]), nn.Linear(4, 3), steps=3, batch=500, method=Penalty(lower_steps=1))
     assert len(found.importance) == 12
     assert found.settings["batch"] == 12
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_every_method_leaves_a_classifier_that_can_tell_digits(name):
+    prepared = digits()
+    model = network()
+    denoise(
+        (prepared.data.x, prepared.data.y), prepared.trusted, model, method=METHODS[name](), steps=60, final_steps=300
+    )
+    right = (probabilities(model, prepared.data.test[0]).argmax(1) == prepared.data.test[1]).double().mean()
+    assert right > 0.6
+
+
+def test_run_that_diverges_is_an_error_and_no_result():
+    wild = Penalty(lower_optimizer=partial(torch.optim.SGD, lr=1e30))
+    prepared = digits()
+    with pytest.raises(ProblemError, match="diverged"):
+        denoise((prepared.data.x, prepared.data.y), prepared.trusted, network(), method=wild, steps=30)
+    with pytest.raises(ProblemError, match="training at the rate 1e\\+30 diverged"):
+        denoise((prepared.data.x, prepared.data.y), prepared.trusted, network(), steps=5, rate=1e30)
+
+
+@pytest.mark.parametrize("changed", ["labels", "inputs", "trusted", "final_steps", "rate"])
+def test_checkpoint_of_another_run_is_refused(changed, tmp_path):
+    prepared = digits()
+    x, y = prepared.data.x.clone(), prepared.data.y.clone()
+    x_trusted, y_trusted = prepared.trusted
+    options = {"steps": 10, "final_steps": 10, "rate": 0.01}
+    denoise((x, y), (x_trusted, y_trusted), network(), checkpoint=tmp_path, **options)
+    if changed == "labels":
+        y[0] = (y[0] + 1) % 10
+    elif changed == "inputs":
+        x[3, 0, 4, 4] += 0.5
+    elif changed == "trusted":
+        y_trusted = y_trusted.roll(1)
+    else:
+        options[changed] /= 2
+        options["final_steps"] = int(options["final_steps"])
+    with pytest.raises(CheckpointError):
+        denoise((x, y), (x_trusted, y_trusted), network(), checkpoint=tmp_path, resume=True, **options)
 
 
 # -- prepared data -----------------------------------------------------------------------------------------------------
@@ -190,7 +231,7 @@ def test_without_a_number_ten_rows_of_each_class_are_drawn_and_said_to_be_taken_
     prepared = prepare(small())
     assert len(prepared.trusted[1]) == 30
     assert any("taken as right" in note for note in prepared.notes)
-    assert any("no accuracy is measured" in note for note in prepared.notes)
+    assert any("No accuracy is measured" in note for note in prepared.notes)
 
 
 def test_large_trusted_set_without_a_test_set_has_a_fifth_held_out():
@@ -199,6 +240,32 @@ def test_large_trusted_set_without_a_test_set_has_a_fifth_held_out():
     assert len(prepared.trusted[1]) == 240
     assert len(prepared.data.test[1]) == 60
     assert any("held out" in note for note in prepared.notes)
+
+
+def test_rows_that_are_in_the_held_out_part_are_not_trained_on():
+    data = small(900)
+    prepared = prepare(small(900, trusted=(data.x[:300], data.y[:300])))
+    held = {row.numpy().tobytes() for row in prepared.data.test[0]}
+    assert len(held) == 60
+    assert prepared.data.count == 840
+    assert not any(row.numpy().tobytes() in held for row in prepared.data.x)
+    assert any("60 rows are in the test set or the held-out part" in note for note in prepared.notes)
+
+
+def test_part_of_the_trusted_set_is_not_held_out_where_a_class_is_rare():
+    data = small(900)
+    labels = data.y[:300].clone()
+    labels[labels == 2] = 1
+    labels[7] = 2
+    prepared = prepare(small(900, trusted=(data.x[:300] + 1, labels)))
+    assert not prepared.held_out
+    assert any("1 of its rarest class" in note for note in prepared.notes)
+
+
+@pytest.mark.parametrize(("option", "value"), [("noise", 1.0), ("noise", -0.1), ("trusted", 60)])
+def test_bad_options_of_prepared_data_are_refused_by_name(option, value):
+    with pytest.raises(OptionError, match=option):
+        prepare(small(), **{option: value})
 
 
 def test_trusted_set_that_misses_a_class_is_refused_by_name():
@@ -229,8 +296,9 @@ def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set
     assert found.accuracies["right labels"] > found.accuracies["labels as they are"]
     assert stages[0] == "training"
     assert len(set(stages)) == 4
-    as_good = found.accuracies["trusted set alone"] >= found.accuracies["denoised"] - 0.005
-    assert any("trusted set alone is as good" in note for note in found.notes) == as_good
+    others = found.accuracies["trusted set alone"], found.accuracies["labels as they are"]
+    as_good = max(others) >= found.accuracies["denoised"] - 0.005
+    assert any("as good or better" in note for note in found.notes) == as_good
     assert as_good  # 600 right labels are enough for an MLP on digits
 
 
@@ -266,3 +334,19 @@ def test_classifier_is_drawn_from_its_seed_alone():
 def test_classifier_that_does_not_fit_is_refused(kind, shape):
     with pytest.raises(OptionError, match="model"):
         classifier(kind, shape, 3, device=torch.device("cpu"), seed=0)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_images_as_bytes_keep_every_channel_and_thumbnails_are_grey_or_colour(channels):
+    whole = torch.arange(4 * channels * 12 * 10).reshape(4, channels, 12, 10) % 256
+    found = as_bytes(whole / 255)
+    assert found.shape == ((4, 12, 10) if channels == 1 else (4, 12, 10, channels))
+    assert np.array_equal(found.reshape(4, 12, 10, channels), whole.permute(0, 2, 3, 1).numpy())
+    shown = thumbnails(whole / 255, torch.tensor([2, 0]), side=6)
+    assert shown.shape == ((2, 6, 5) if channels < 3 else (2, 6, 5, 3))
+    assert np.array_equal(thumbnails(whole / 255, torch.tensor([2]), side=96)[0], found[2] if channels in (1, 3) else
+                          found[2][..., 0] if channels == 2 else found[2][..., :3])  # fmt: skip
+    assert len(thumbnails(whole / 255, torch.tensor([], dtype=torch.int64), side=6)) == 0

@@ -25,7 +25,7 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from bilevel import BilevelWarning, DataError, History, OptionError, Penalty, Progress, ValueGap
+from bilevel import BilevelWarning, DataError, History, OptionError, Penalty, ProblemError, Progress, ValueGap
 from bilevel.applications.denoising import denoise
 from bilevel.models import mlp
 from bilevel.sklearn import DenoisingClassifier
@@ -337,10 +337,10 @@ def test_method_steps_batch_and_rate_reach_the_run(monkeypatch):
     assert [type(callback) for callback in given["callbacks"]] == [Progress]
 
 
-def test_a_run_that_diverges_is_told_of():
+def test_a_run_that_diverges_is_an_error():
     X, y, trusted, _ = blobs()
     wild = Penalty(lower_optimizer=partial(torch.optim.SGD, lr=1e30))
-    with pytest.warns(BilevelWarning, match=r"not to be relied on\. Diverged"):
+    with pytest.raises(ProblemError, match="diverged"):
         DenoisingClassifier(method=wild, rate=1e-3, **TINY).fit(X, y, trusted=trusted)
 
 

@@ -23,6 +23,17 @@ def set_random_state(state: Any, device: torch.device) -> None:
 
 
 @contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[torch.Generator]:
+    """The global generators of the CPU and this device, seeded, and put back at the end; and one more of that seed."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        yield torch.Generator().manual_seed(seed)
+
+
+@contextmanager
 def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
     """Put the buffers back as they were."""
     saved = [buffer.clone() for buffer in buffers]

@@ -28,7 +28,6 @@ from .errors import BilevelWarning, DataError, OptionError
 from .method import Method
 from .models import mlp
 from .options import in_range, true_or_false
-from .solution import Status
 from .training import probabilities
 
 ModuleFactory = Callable[[int, int], nn.Module]
@@ -126,8 +125,6 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             method=self.method, steps=steps, batch=batch, rate=_plain(self.rate), seed=seed,
             callbacks=[Progress("importances")] if self.verbose else [],
         )  # fmt: skip
-        if found.solution.status is Status.DIVERGED:
-            warnings.warn(f"The importances are not to be relied on. {found.solution}", BilevelWarning, stacklevel=2)
         self.module_, self.history_ = module, found.solution.history
         unjudged = np.nan if trusted is None else 1.0
         self.importance_ = _spread(found.importance, known, unjudged)
@@ -220,7 +217,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes = len(self.classes_)
         module: Any = None
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             if self.module is None:
                 hidden = np.atleast_1d(self.hidden).tolist()
                 for units in hidden:

@@ -27,6 +27,7 @@ from .fingerprint import compare, fingerprint
 from .method import RECORD, Method, Setting, State
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
+from .replay import seeded
 from .solution import Certificate, History, Solution, Status
 from .sources import Sources
 
@@ -86,7 +87,7 @@ def solve(
         compare(saved["fingerprint"], identity, folder)
     if accumulate > 1 and not sources:
         raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
-    with _generators(seed, lower.device) as generator:
+    with seeded(seed, lower.device) as generator:
         setting = Setting(
             problem, upper, lower, sources, max_steps, tolerance, accumulate, generator, precision, engine
         )
@@ -328,17 +329,6 @@ def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
             "another folder."
         )
     return store.load(folder)
-
-
-@contextmanager
-def _generators(seed: int, device: torch.device) -> Iterator[torch.Generator]:
-    """The global generators, seeded for the run and put back after it; and one for the method's own draws."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-        yield torch.Generator().manual_seed(seed)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from . import checkpoint as store
 from .descent import Descent, adam
 from .engine import Engines
+from .errors import CheckpointError
 from .precision import Precision, reduced
 from .problem import Variable
-from .replay import random_state, set_random_state
+from .replay import random_state, seeded, set_random_state
 
 Augment = Callable[[Tensor], Tensor]
 """A batch of inputs, changed at random by torch's draws; the shape stays."""
@@ -67,19 +68,24 @@ class Trainer:
     def obstacle(self) -> str:
         return ""
 
-    def save(self, folder: Path, step: int) -> None:
+    def save(self, folder: Path, task: dict[str, float], step: int) -> None:
         device = self.v.device
         store.save(folder, {
-            "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict(),
+            "task": task, "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict(),
             "random": list(random_state(device)),
         })  # fmt: skip
 
     @torch.no_grad()
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, task: dict[str, float]) -> int:
         """Go on from the folder, where it holds a state; returns the steps done."""
         if not store.exists(folder):
             return 0
         state = store.load(folder)
+        for name, value in task.items():
+            if state["task"].get(name) != value:
+                raise CheckpointError(
+                    f"{folder} holds a training with {name}={state['task'].get(name)}; got {value}. Use another folder."
+                )
         for name, tensor in self.v.tensors().items():
             tensor.copy_(state["model"][name])
         self.descent.load_state_dict(state["descent"])
@@ -111,19 +117,18 @@ def fit(
     w = torch.ones(len(x)) if weights is None else weights.float().cpu()
     rows = w.nonzero().squeeze(1)
     tensors = x.to(device), y.to(device), w.to(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
+    with seeded(seed, device) as generator:
         model.train()
         trainer = Trainer(model, tensors, rate, augment, precision)
         factors = torch.linspace(1, 0, steps + 1, device=device)
-        done = 0 if checkpoint is None else trainer.load(checkpoint)
+        task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+        done = 0 if checkpoint is None else trainer.load(checkpoint, task)
         for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
             if k < done:
                 continue
             trainer.engine.call(trainer.step, (index, factors[k]))
             if checkpoint is not None and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps):
-                trainer.save(checkpoint, k + 1)
+                trainer.save(checkpoint, task, k + 1)
             if watch is not None:
                 watch(k + 1)
     model.eval()

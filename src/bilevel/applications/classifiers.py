@@ -51,7 +51,7 @@ def classifier(kind: str, shape: Sequence[int], classes: int, *, device: torch.d
             f"{tuple(shape)}. Use 'mlp' or 'linear'."
         )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs for good
         network = _built(kind, tuple(shape), classes).to(device)
     return Classifier(network, kind, why, crop_and_flip if kind == "cnn" and shape[0] == 3 else None)
 

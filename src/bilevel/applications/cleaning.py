@@ -7,7 +7,7 @@ and stands in for it, if it is large enough.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,21 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from ..callbacks import Callback
 from ..data import Labelled, Pair, corrupt, split_test, split_trusted
 from ..errors import DataError, OptionError
 from ..method import Method
+from ..options import in_range
 from ..precision import Precision
 from ..training import Augment, fit, probabilities
 from .denoising import Denoised, denoise
 
 PER_CLASS = 10
 """Trusted examples of each class that are drawn where their number is not given."""
-HELD_OUT, LEAST_TRUSTED = 0.2, 250
-"""The share of the trusted set that stands in for a test set, and the size from which it does."""
+HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
+"""The share of the trusted set that stands in for a test set, and the rows, in all and of a class, that it needs."""
 AS_GOOD = 0.005
 """A difference in accuracy that is none."""
 Noise = Literal["symmetric", "asymmetric"]
@@ -72,8 +74,13 @@ def prepare(
     `trusted` rows are drawn before `noise` is made, so that their labels are those of the source.
     """
     notes = list(data.notes)
+    in_range("noise", noise, least=0, below=1)
     if data.trusted is None:
         drawn = trusted or PER_CLASS * len(data.classes)
+        if drawn >= data.count:
+            raise OptionError(
+                f"trusted must be below the {data.count} rows of {data.name}, of which they are drawn; got {drawn}."
+            )
         data = split_trusted(data, drawn, seed)
         if noise is None:
             notes.append(
@@ -91,8 +98,8 @@ def prepare(
     _refuse_missing(data)
     notes += _duplicates(data)
     if data.test is None:
-        count = len(data.trusted[1])
-        if count >= LEAST_TRUSTED:
+        count, least = len(data.trusted[1]), int(torch.bincount(data.trusted[1])[torch.unique(data.y)].min())
+        if count >= LEAST_TRUSTED and least >= LEAST_OF_CLASS:
             held_out = True
             whole = Labelled(data.name, data.kind, *data.trusted, data.classes, [""] * count)
             parted = split_test(whole, share=HELD_OUT, seed=seed)
@@ -100,9 +107,12 @@ def prepare(
             notes.append(f"A fifth of the trusted set, {count - parted.count} rows, is held out to measure accuracies.")
         else:
             notes.append(
-                f"Without a test set, and with {count} trusted rows, too few to hold a part of them out "
-                f"({LEAST_TRUSTED}), no accuracy is measured."
+                f"No accuracy is measured: there is no test set, and the trusted one, with {count} rows and {least} of "
+                f"its rarest class, is too small to hold a part of it out ({LEAST_TRUSTED} and {LEAST_OF_CLASS})."
             )
+    if data.test is not None:
+        data, truth, more = _apart(data, truth)
+        notes += more
     return Prepared(data, truth, held_out, tuple(notes))
 
 
@@ -122,14 +132,28 @@ def _refuse_missing(data: Labelled) -> None:
 def _duplicates(data: Labelled) -> list[str]:
     """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
     assert data.trusted is not None
-    x, y = data.trusted
-    known = {row.numpy().tobytes(): int(label) for row, label in zip(x, y, strict=True)}
-    twins = [(known.get(row.numpy().tobytes()), int(label)) for row, label in zip(data.x, data.y, strict=True)]
-    found = [(a, b) for a, b in twins if a is not None]
+    twins = _twins(data, data.trusted)
+    found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
     if not found:
         return []
     other = sum(a != b for a, b in found)
     return [f"{len(found)} rows are in the trusted set, too, {other} of them with another label; they stay in."]
+
+
+def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
+    """The data without rows that are in the test set, which must not be trained on."""
+    assert data.test is not None
+    rows = np.flatnonzero([twin is None for twin in _twins(data, data.test)])
+    if len(rows) == data.count:
+        return data, truth, []
+    note = f"{data.count - len(rows)} rows are in the test set or the held-out part, too; they are left out."
+    return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
+
+
+def _twins(data: Labelled, pair: Pair) -> list[int | None]:
+    """For each row of the data the label that the same row has in the pair, where it is there."""
+    known = {row.numpy().tobytes(): int(label) for row, label in zip(*pair, strict=True)}
+    return [known.get(row.numpy().tobytes()) for row in data.x]
 
 
 def clean(
@@ -148,7 +172,7 @@ def clean(
     precision: Precision | None = None,
 ) -> Cleaned:
     """Denoise, then train what the result is compared with, in as many steps as one round of `denoise`."""
-    data, (x_trusted, y_trusted) = prepared.data, prepared.trusted
+    data = prepared.data
     first = copy.deepcopy(model)
     denoised = denoise(
         (data.x, data.y), prepared.trusted, model, method=method, steps=steps, augment=augment, seed=seed,
@@ -158,13 +182,7 @@ def clean(
     accuracies: dict[str, float] = {}
     if data.test is not None:
         accuracies["denoised"] = accuracy(model, data.test)
-        rivals = {
-            "trusted set alone": (x_trusted, y_trusted),
-            "labels as they are": (torch.cat([data.x, x_trusted]), torch.cat([data.y, y_trusted])),
-        }
-        if prepared.truth is not None:
-            rivals["right labels"] = (rivals["labels as they are"][0], torch.cat([prepared.truth, y_trusted]))
-        for name, (x, y) in rivals.items() if baselines else ():
+        for name, (x, y) in _rivals(prepared) if baselines else ():
             rival, total = copy.deepcopy(first), denoised.settings["final_steps"]
             fit(
                 rival, x, y, steps=total, batch=denoised.settings["batch"], rate=denoised.settings["rate"],
@@ -175,6 +193,16 @@ def clean(
             accuracies[name] = accuracy(rival, data.test)
     auc, f1 = _scores(prepared, denoised)
     return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
+
+
+def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
+    """What `clean` compares with, by name."""
+    data, (x, y) = prepared.data, prepared.trusted
+    yield "trusted set alone", (x, y)
+    inputs = torch.cat([data.x, x])
+    yield "labels as they are", (inputs, torch.cat([data.y, y]))
+    if prepared.truth is not None:
+        yield "right labels", (inputs, torch.cat([prepared.truth, y]))
 
 
 def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | None]:
@@ -196,16 +224,36 @@ def accuracy(model: nn.Module, pair: Pair) -> float:
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
-    ours, alone = accuracies.get("denoised"), accuracies.get("trusted set alone")
-    if ours is None or alone is None or alone < ours - AS_GOOD:
+    ours = accuracies.get("denoised")
+    ways = {
+        "labels as they are": "the labels as they are",
+        "trusted set alone": f"the {len(prepared.trusted[1]):,} trusted rows alone",
+    }
+    found = [(accuracies[name], text) for name, text in ways.items() if name in accuracies]
+    if ours is None or not found or max(found)[0] < ours - AS_GOOD:
         return ()
+    best, text = max(found)
     return (
-        f"Training on the trusted set alone is as good here ({100 * alone:.1f}% against {100 * ours:.1f}%): with "
-        f"{len(prepared.trusted[1]):,} trusted rows there is no need to clean the others.",
+        f"For a classifier, training on {text} is as good or better here: {100 * best:.1f}% against {100 * ours:.1f}%. "
+        "The suspects may be worth a look all the same.",
     )
 
 
-def pictures(x: Tensor) -> np.ndarray:
-    """Images in [0, 1] as bytes: (n, height, width), in colour (n, height, width, 3)."""
+def as_bytes(x: Tensor) -> np.ndarray:
+    """Images in [0, 1] as bytes: (n, height, width), of several channels (n, height, width, channels)."""
     found = (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-    return (found[..., 0] if found.shape[3] != 3 else found).numpy()
+    return (found[..., 0] if found.shape[3] == 1 else found).numpy()
+
+
+def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:
+    """Pictures of some rows of images, in grey or colour, with no side longer than `side`."""
+    channels = 3 if x.shape[1] >= 3 else 1
+    scale = min(1.0, side / max(x.shape[2:]))
+    found = []
+    for part in torch.split(rows, 256):
+        small = x[part, :channels]
+        if scale < 1:
+            size = [max(1, round(scale * length)) for length in x.shape[2:]]
+            small = interpolate(small, size=size, mode="area")
+        found.append(as_bytes(small))
+    return np.concatenate(found) if found else as_bytes(x[:0, :channels])

@@ -12,6 +12,8 @@ the first round. An example is a suspect if its importance is below 1/2 and the 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,15 +27,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from ..batch_scales import DEEP_RATE
 from ..callbacks import Callback
-from ..errors import DataError
+from ..errors import CheckpointError, DataError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
 from ..options import in_range
 from ..precision import Precision
 from ..problem import Problem
 from ..rows import Rows
-from ..solution import Solution
+from ..solution import Solution, Status
 from ..solve import solve
 from ..training import Augment, fit, probabilities
 
@@ -69,11 +72,6 @@ class Denoised:
         """The share of suspects: an estimate of the share of wrong labels."""
         return float(self.suspect.double().mean())
 
-    def mistaken(self, labels: Tensor, classes: int) -> Tensor:
-        """How many suspects of each label (row) are suggested to be of each class (column)."""
-        pairs = labels[self.suspect] * classes + self.suggested[self.suspect]
-        return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)
-
 
 def denoise(
     train: Examples,
@@ -104,8 +102,8 @@ def denoise(
     together, and their number.
     """
     began = time.perf_counter()
-    x, y = examples(train, "train")
-    x_trusted, y_trusted = examples(trusted, "trusted")
+    dtype = next(model.parameters()).dtype
+    (x, y), (x_trusted, y_trusted) = examples(train, "train", dtype), examples(trusted, "trusted", dtype)
     classes = _classes(x, y, x_trusted, y_trusted, model)
     in_range("batch", batch, least=1)
     in_range("steps", steps, least=1)
@@ -115,6 +113,8 @@ def denoise(
     steps = steps or max(LEAST_STEPS, PASSES * len(y) // size)
     rounds = final_steps or steps
     folder = None if checkpoint is None else Path(checkpoint)
+    if folder is not None:
+        _same_task(folder, {"train": _digest(x, y), "trusted": _digest(x_trusted, y_trusted), "steps": steps}, resume)
     first = copy.deepcopy(model.state_dict())
     v, u = copy.deepcopy(model), Rows(len(y), device=next(model.parameters()).device)
     solution = solve(
@@ -125,7 +125,12 @@ def denoise(
     if solution.interrupted:
         raise KeyboardInterrupt
     importance = torch.sigmoid(u.values).float().cpu()
-    rate = rate or max(solution.history["lower_rate"])
+    if solution.status is Status.DIVERGED or not bool(torch.isfinite(importance).all()):
+        raise ProblemError(
+            f"the bilevel run diverged after {solution.steps} steps, and nothing was learnt. Scale the inputs, or use "
+            "another model, method or seed."
+        )
+    rate = rate or _final_rate(method, solution)
     inputs, targets = torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float()
     rows = torch.arange(len(y))
 
@@ -137,7 +142,10 @@ def denoise(
             augment=augment, precision=precision, checkpoint=folder and folder / f"round-{part}",
             watch=watch and (lambda done: watch((part - 1) * rounds + done, 2 * rounds)),
         )  # fmt: skip
-        return probabilities(model, x, precision=precision)
+        found = probabilities(model, x, precision=precision)
+        if not bool(torch.isfinite(found).all()):
+            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
+        return found
 
     found = trained(1, targets, torch.cat([(importance > 0.5).float(), torch.ones(len(y_trusted))]))
     share = ((importance + found[rows, y]) / 2)[:, None]
@@ -173,8 +181,38 @@ def importance_problem(
     return Problem(upper, lower)
 
 
-def examples(given: Examples, name: str) -> tuple[Tensor, Tensor]:
-    """Inputs as floating point and labels as int64, or an error that says what is wrong with them."""
+def _final_rate(method: Method | None, solution: Solution) -> float:
+    """The rate that the penalty method took from the scale of the loss; other methods' is not one of Adam."""
+    own = method is None or (isinstance(method, Penalty) and method.lower_optimizer is None)
+    return float(max(solution.history["lower_rate"])) if own and len(solution.history) else DEEP_RATE
+
+
+def _digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
+    """Refuse to go on from the checkpoints of another run; write down what this one is of."""
+    file = folder / "task.json"
+    if resume and file.exists():
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
+        for name, value in task.items():
+            if before.get(name) != value:
+                what = f"{name}={before.get(name)}; got {value}" if name == "steps" else f"other {name} data"
+                raise CheckpointError(f"{folder} holds a run with {what}. Use another folder.")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(task), encoding="utf-8")
+
+
+def examples(given: Examples, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs of this type and labels as int64, on the CPU; or an error that says what is wrong with them."""
     if isinstance(given, Dataset):
         columns = default_collate([given[i] for i in range(len(given))]) if len(given) else ()  # type: ignore[arg-type]
     else:
@@ -183,17 +221,23 @@ def examples(given: Examples, name: str) -> tuple[Tensor, Tensor]:
         raise DataError(
             f"{name} must be a pair (inputs, labels) or a Dataset of such pairs; got {type(given).__name__}."
         )
-    x, y = (part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part)) for part in columns)
+    try:
+        x, y = (part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part)) for part in columns)
+    except TypeError:
+        kinds = " and ".join(str(np.asarray(part).dtype) for part in columns)
+        raise DataError(f"{name} must hold numbers, the labels as indices of classes; got {kinds}.") from None
+    if x.ndim < 2:
+        raise DataError(f"the inputs of {name} must have a row for each example; got shape {tuple(x.shape)}.")
     if len(x) != len(y):
         raise DataError(f"{name} must have one label for each input; got {len(x)} inputs and {len(y)} labels.")
     if y.ndim != 1:
         raise DataError(f"the labels of {name} must be one index for each input; got shape {tuple(y.shape)}.")
     if y.is_floating_point() and (wrong := int((~torch.isfinite(y) | (y != y.round())).sum())):
         raise DataError(f"the labels of {name} must be whole numbers; {wrong} of {len(y)} are not.")
-    x = x if x.is_floating_point() else x.float()
+    x, y = x.detach().to("cpu", dtype), y.detach().cpu()
     if bad := int((~torch.isfinite(x)).flatten(1).any(1).sum()):
         raise DataError(f"the inputs of {name} must be finite; {bad} of {len(x)} examples hold NaN or infinity.")
-    return x.detach(), y.detach().long()
+    return x, y.long()
 
 
 def _classes(x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, model: nn.Module) -> int:

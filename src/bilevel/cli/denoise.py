@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json as jsonlib
 import platform
 import shutil
@@ -18,34 +17,28 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from .. import __version__
 from ..applications.classifiers import KINDS, Classifier, classifier
-from ..applications.cleaning import Cleaned, Prepared, clean, pictures, prepare
+from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..cells import one_thread
 from ..data import Labelled, apply_decisions, load
-from ..errors import OptionError
+from ..errors import BilevelError, OptionError
+from ..method import Method
 from ..options import did_you_mean
-from ..report import Table as ReportTable
-from ..report.review import Review, Suspect, render_review
 from . import python_file
 from .bar import progress_bar
+from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .folder import Folder, to_json
 
-COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 CHECKPOINT = "checkpoint"
-NOISY = "noisy.npz"
-"""The data with the wrong labels that `--noise` makes: what decisions are applied to."""
 SMALL = 500_000
 """Weights up to which one thread is as fast as several."""
-SHOWN_FIELDS = 12
-"""Numbers of an example of an array that the page shows."""
+FIT = [name for name in METHODS if name != "forward-mode"]
+"""Methods by name: forward mode has no importances row by row."""
 
 
 class Noise(StrEnum):
@@ -77,7 +70,7 @@ def command(
     model: Annotated[
         str, typer.Option(help=f"{', '.join(KINDS)}, or path.py:make with make(shape, classes).")
     ] = "auto",
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "penalty",
+    method: Annotated[str, typer.Option(help=f"{', '.join(FIT)}.")] = "penalty",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the bilevel run; by default 12 passes and at least 1,200.")
     ] = None,
@@ -123,9 +116,13 @@ def command(
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
     net = _classifier(model, prepared.data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
+    if resume and (done := _finished(folder, asked)) is not None:
+        print("note: this run is finished already.", file=sys.stderr)
+        _tell(folder, done, json)
+        return
     checkpoint = _begin(folder, asked, resume)
     if noise is not None:
-        prepared = replace(prepared, data=_write_noisy(folder, prepared.data))
+        prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
     try:
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
@@ -134,16 +131,24 @@ def command(
             f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
         )
         raise typer.Exit(1) from None
-    result = _result(prepared, cleaned, net, asked, time.perf_counter() - began, where)
-    page = _write(folder, prepared, cleaned, net, result, _source(folder, data, noise), label)
+    except BilevelError:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+        raise
+    result = summary(prepared, cleaned, net, asked, time.perf_counter() - began, where)
+    source = data if noise is None else str(folder.path / NOISY)
+    write(folder, prepared, cleaned, net, result, apply_command(source, label))
     shutil.rmtree(checkpoint, ignore_errors=True)
+    _tell(folder, result, json)
+
+
+def _tell(folder: Folder, result: Mapping[str, Any], json: bool) -> None:
     for note in result["notes"]:
         print(f"note: {note}", file=sys.stderr)
     if json:
         typer.echo(to_json(result))
     else:
-        _show(result)
-        typer.echo(f"report: {page}")
+        show(result)
+        typer.echo(f"report: {folder.path / 'report.html'}")
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
@@ -176,9 +181,9 @@ def _device(text: str) -> torch.device:
     return found
 
 
-def _method(name: str) -> Any:
-    if name not in METHODS:
-        raise OptionError(f"--method has no {name!r}.{did_you_mean(name, METHODS)} It knows {', '.join(METHODS)}.")
+def _method(name: str) -> Method:
+    if name not in FIT:
+        raise OptionError(f"--method has no {name!r}.{did_you_mean(name, FIT)} It knows {', '.join(FIT)}.")
     return METHODS[name]()
 
 
@@ -208,57 +213,69 @@ def _classifier(model: str, data: Labelled, device: torch.device, seed: int) -> 
     if not callable(make):
         raise OptionError(f"--model must name a function make(shape, classes), as in {path.name}:make.")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:
             network = make(shape, classes)
         except Exception as error:
             raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
     if not isinstance(network, nn.Module):
         raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
-    return Classifier(network.to(device), model)
+    try:
+        with torch.no_grad():
+            scores = network.eval().to(device)(data.x[:2].to(device)).shape
+    except Exception as error:
+        raise OptionError(
+            f"the network of {path} does not take inputs of shape {shape}: {python_file.told(error)}"
+        ) from error
+    if tuple(scores) != (2, classes):
+        raise OptionError(
+            f"the network of {path} must give one score for each of the {classes} classes; it gives shape "
+            f"{tuple(scores)} for two inputs."
+        )
+    return Classifier(network.train(), model)
+
+
+def _kept(folder: Folder, name: str) -> dict[str, Any]:
+    try:
+        found = jsonlib.loads((folder.path / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _finished(folder: Folder, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result of the same run, where it is there."""
+    config, result = _kept(folder, "config.json"), _kept(folder, "result.json")
+    same = all(config.get(key) == value for key, value in asked.items())
+    return result if same and result and not (folder.path / CHECKPOINT).exists() else None
 
 
 def _begin(folder: Folder, asked: Mapping[str, Any], resume: bool) -> Path:
     """The folder of checkpoints, after a look at what the run's folder holds."""
-    checkpoint, config = folder.path / CHECKPOINT, folder.path / "config.json"
+    checkpoint = folder.path / CHECKPOINT
     if checkpoint.exists():
         if not resume:
             raise OptionError(
                 f"{folder.path} holds a run that was stopped. --resume goes on from it; another --out begins anew."
             )
-        try:
-            before = jsonlib.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise OptionError(f"{config} cannot be read; give another --out.") from None
+        before = _kept(folder, "config.json")
         for key, value in asked.items():
             if before.get(key) != value:
                 option = "--" + key.replace("_", "-") if key != "data" else "DATA"
                 raise OptionError(
                     f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
                 )
-    elif resume:
-        print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
+    else:
+        if resume:
+            print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
+        for name in (*FILES, NOISY):  # of an earlier run: a folder holds the files of one
+            (folder.path / name).unlink(missing_ok=True)
     versions = {
         "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
     }  # fmt: skip
     folder.write_json("config.json", {**asked, "versions": versions})
     checkpoint.mkdir(exist_ok=True)
     return checkpoint
-
-
-def _write_noisy(folder: Folder, data: Labelled) -> Labelled:
-    """Write the data as it is cleaned, so that decisions can be applied to it; its rows are named by their number."""
-    x = pictures(data.x) if data.kind == "images" else data.x.numpy()
-    names = np.array(data.classes)
-    temporary = folder.path / f".{NOISY}"
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, x=x, y=names[data.y.numpy()])
-    temporary.replace(folder.path / NOISY)
-    return replace(data, positions=np.arange(data.count), keys=[str(i) for i in range(data.count)])
-
-
-def _source(folder: Folder, data: str, noise: float | None) -> str:
-    return data if noise is None else str(folder.path / NOISY)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -284,8 +301,8 @@ class _Bar:
 
 
 def _run(
-    prepared: Prepared, net: Classifier, method: Any, steps: int | None, baselines: bool, seed: int, checkpoint: Path,
-    resume: bool,
+    prepared: Prepared, net: Classifier, method: Method, steps: int | None, baselines: bool, seed: int,
+    checkpoint: Path, resume: bool,
 ) -> Cleaned:  # fmt: skip
     bar = _Bar(progress_bar())
     weights = sum(p.numel() for p in net.network.parameters())
@@ -298,131 +315,3 @@ def _run(
             )  # fmt: skip
     finally:
         bar.bar.stop()
-
-
-# -- what comes out ----------------------------------------------------------------------------------------------------
-
-
-def _result(
-    prepared: Prepared, cleaned: Cleaned, net: Classifier, asked: Mapping[str, Any], seconds: float,
-    device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
-    data, found = prepared.data, cleaned.denoised
-    suspects = int(found.suspect.sum())
-    message = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%) are probably wrong."
-    if (ours := cleaned.accuracies.get("denoised")) is not None:
-        part = "the held-out part of the trusted set" if prepared.held_out else "the test set"
-        message += f" The classifier trained on the cleaned data is right on {100 * ours:.1f}% of {part}"
-        plain = cleaned.accuracies.get("labels as they are")
-        message += "." if plain is None else f"; on the labels as they are, on {100 * plain:.1f}%."
-    measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
-    notes = [*prepared.notes, *([net.why] if net.why else []), *cleaned.notes]
-    return {
-        "command": "denoise", "method": asked["method"], "status": found.solution.status.name.lower(),
-        "message": message, "seed": asked["seed"], "seconds": round(seconds, 3), "noise_rate": found.noise_rate,
-        "suspects": suspects, "rows": data.count, "trusted": len(prepared.trusted[1]), "classes": list(data.classes),
-        "test_accuracy": ours, "accuracies": cleaned.accuracies, "held_out": prepared.held_out, **measured,
-        "model": net.kind, "device": str(device), "engine": found.solution.engine, "settings": found.settings,
-        "notes": notes,
-    }  # fmt: skip
-
-
-def _write(
-    folder: Folder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], source: str,
-    label: str | None,
-) -> Path:  # fmt: skip
-    data, found = prepared.data, cleaned.denoised
-    names = data.classes
-    columns = zip(
-        data.positions.tolist(), data.y.tolist(), found.importance.tolist(), found.suspect.tolist(),
-        found.suggested.tolist(), found.confidence.tolist(), found.quality.tolist(), data.keys, strict=True,
-    )  # fmt: skip
-    rows = (
-        {"index": i, "label": names[y], "importance": f"{w:.6f}", "suspect": int(s), "suggested": names[c],
-         "confidence": f"{p:.6f}", "quality": f"{q:.6f}", "key": key}
-        for i, y, w, s, c, p, q, key in columns
-    )  # fmt: skip
-    folder.write_csv("importance.csv", COLUMNS, rows)
-    history = found.solution.history
-    history.to_csv(folder.path / "history.csv")
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in found.model.state_dict().items()}
-    about = {"model": net.kind, "shape": str(tuple(data.x.shape[1:])), "classes": jsonlib.dumps(names)}
-    save_file(weights, folder.path / "model.safetensors", metadata=about)
-    folder.write_json("result.json", result)
-    return folder.write("report.html", render_review(_review(prepared, cleaned, result, source, label)))
-
-
-def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], source: str, label: str | None) -> Review:
-    data, found = prepared.data, cleaned.denoised
-    rows = torch.nonzero(found.suspect).squeeze(1)
-    suspects = [
-        Suspect(int(data.positions[i]), data.keys[i], int(data.y[i]), int(found.suggested[i]),
-                float(found.importance[i]), float(found.confidence[i]))
-        for i in rows.tolist()
-    ]  # fmt: skip
-    history = found.solution.history
-    asked = f" --label {label}" if label else ""
-    suffix = {"": "", ".csv": ".csv", ".parquet": ".parquet"}.get(Path(source).suffix, ".npz")
-    suffix = ".npz" if not Path(source).exists() else suffix
-    return Review(
-        run=_name(result, found.importance),
-        title=f"Labels of {data.name}", outcome=result["message"], good=True, accuracy=_accuracy_table(result),
-        classes=data.classes, noise_rate=found.noise_rate,
-        history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
-        importance=found.importance.numpy(), suspects=suspects,
-        pictures=pictures(data.x[rows]) if data.kind == "images" else None,
-        fields=_fields(data, rows) if data.kind != "images" else None,
-        command=f"bilevel denoise {source} --apply decisions.csv{asked} --out cleaned{suffix}",
-        settings=[
-            ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"), ("Trusted rows", f"{result['trusted']:,}"),
-            ("Method", result["method"]), ("Classifier", result["model"]), ("Seed", str(result["seed"])),
-            ("Steps", f"{result['settings']['steps']:,}, then twice {result['settings']['final_steps']:,}"),
-            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
-        ],
-        notes=result["notes"],
-    )  # fmt: skip
-
-
-def _name(result: Mapping[str, Any], importance: Tensor) -> str:
-    """What the browser keeps decisions under: the same importances of the same data, the same name."""
-    digest = hashlib.sha256(importance.numpy().tobytes()).hexdigest()[:16]
-    return f"{result['rows']}-{result['suspects']}-{digest}"
-
-
-def _fields(data: Labelled, rows: Tensor) -> list[list[tuple[str, str]]]:
-    if data.fields:
-        return [[(name, str(values[i])) for name, values in data.fields.items()] for i in rows.tolist()]
-    shown = data.x.flatten(1)[rows, :SHOWN_FIELDS]
-    return [[(str(k), f"{value:.3g}") for k, value in enumerate(row)] for row in shown.tolist()]
-
-
-ROWS = {
-    "denoised": "on the cleaned data",
-    "labels as they are": "on the labels as they are",
-    "trusted set alone": "on the trusted set alone",
-    "right labels": "on the right labels",
-}
-
-
-def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    found = result["accuracies"]
-    return [(text, f"{100 * found[name]:.1f}%") for name, text in ROWS.items() if name in found]
-
-
-def _accuracy_table(result: Mapping[str, Any]) -> ReportTable | None:
-    rows = _accuracy_rows(result)
-    part = "the held-out part of the trusted set" if result["held_out"] else "the test set"
-    caption = f"The same network, trained for as many steps, right on {part}."
-    return ReportTable(caption, ("Trained", "Accuracy"), rows) if rows else None
-
-
-def _show(result: Mapping[str, Any]) -> None:
-    console = Console()
-    if rows := _accuracy_rows(result):
-        table = Table("Trained", "Accuracy")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if result.get("auc") is not None:
-        console.print(f"Of the labels made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
-    console.print(result["message"], soft_wrap=True)

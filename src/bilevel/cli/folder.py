@@ -34,7 +34,8 @@ class Folder:
         target = self.path / name
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
         try:
-            with open(temporary, "w", encoding="utf-8", newline="") as file:
+            # A file name that is no text comes back as the bytes it was.
+            with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

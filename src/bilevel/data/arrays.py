@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError
-from .labelled import Labelled, Pair
+from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
 from .scale import Scale
 
@@ -55,7 +55,7 @@ def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
         x=transform(x),
         y=indices(names, classes, f"{path}, y"),
         classes=classes,
-        keys=[str(i) for i in range(len(x))],
+        keys=row_keys(row.tobytes() + str(name).encode() for row, name in zip(x, names, strict=True)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,6 +16,11 @@ Pair = tuple[Tensor, Tensor]
 """Inputs and their labels."""
 
 
+def row_keys(rows: Iterable[bytes]) -> list[str]:
+    """A key for each row: its number, and a checksum."""
+    return [f"{i}-{zlib.crc32(row):08x}" for i, row in enumerate(rows)]
+
+
 @dataclass(frozen=True)
 class Labelled:
     """Examples with labels that may be wrong; `trusted` and `test` have labels that are right.
@@ -22,7 +28,8 @@ class Labelled:
     Inputs are float32: images as (n, channels, height, width) in [0, 1]; tables and arrays as (n, columns), where
     numbers have mean 0 and deviation 1 over x and end at 10 deviations, and categories are columns of 0 and 1. Labels
     are int64 indices into `classes`. `keys` says what each row of x is called at its source: the path of an image in
-    its folder, the number of a row (from 0).
+    its folder; of a table or an array the number of a row (from 0) and a checksum of it and its label, by which
+    decisions on other rows are told apart.
     """
 
     name: str

@@ -23,7 +23,7 @@ import torch
 from ..errors import DataError, OptionError
 from ..options import did_you_mean
 from .columns import Columns
-from .labelled import Labelled, Pair
+from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -50,7 +50,7 @@ def load_table(path: Path, label: str | None, further: dict[str, Path]) -> Label
         x=torch.from_numpy(columns(frame, str(path))),
         y=indices(names, classes, str(path)),
         classes=classes,
-        keys=[str(i) for i in range(len(frame))],
+        keys=row_keys("\x1f".join(map(str, row)).encode("utf-8", "surrogateescape") for row in frame.to_numpy(object)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         fields={name: frame[name].to_numpy() for name in frame.columns if name != label},
@@ -120,7 +120,7 @@ def _read_parquet(path: Path) -> Frame:
 
 
 def _check_label(label: str | None, names: list[str], path: Path) -> None:
-    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    shown = ", ".join(names if len(names) <= 12 else [*names[:8], "...", *names[-3:]])
     if label is None:
         raise OptionError(f"label must name the column of {path} that holds the labels; its columns are {shown}.")
     if label not in names:

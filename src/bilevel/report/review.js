@@ -15,7 +15,9 @@
   const say = (text) => { by("message").textContent = text; };
   const number = (count) => count.toLocaleString("en");
   const percent = (share) => `${Math.round(100 * share)}%`;
-  const named = (p) => `${number(data.index[p])}, ${data.key[p]}`;
+  // A row of a table or an array is called by its number, to which its key adds a checksum.
+  const own = (p) => (data.key[p].split("-")[0] === String(data.index[p]) ? "" : data.key[p]);
+  const named = (p) => (own(p) ? `${number(data.index[p])}, ${own(p)}` : number(data.index[p]));
   const short = (key) => {
     const signs = Array.from(key);
     if (signs.length <= NAME) return key;
@@ -237,8 +239,7 @@
     part(".sure").textContent = percent(data.confidence[p]);
     part(".importance").textContent = data.importance[p].toFixed(3);
     part(".index").textContent = `#${data.index[p]}`;
-    // A row of a table or an array is called by its index.
-    part(".key").textContent = data.key[p] === String(data.index[p]) ? "" : short(data.key[p]);
+    part(".key").textContent = short(own(p));
     part(".name").title = data.key[p];
     if (data.pictures) part(".picture").append(picture(p));
     if (data.fields) part(".top").after(...fields(data.fields[p]));

@@ -51,6 +51,12 @@ class Suspect:
     """In [0, 1]; low where the label does not help on the trusted set."""
     confidence: float
     """In [0, 1]: of the suggestion."""
+    quality: float | None = None
+    """What the order to review in goes by, lowest first. None: the importance."""
+
+    @property
+    def rank(self) -> float:
+        return self.importance if self.quality is None else self.quality
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +111,9 @@ def render_review(review: Review) -> str:
 
 
 def worst_first(review: Review, most: int = MOST) -> Review:
-    """The review with its `most` least important suspects in order, and what belongs to them in the same order."""
+    """The review with its `most` worst suspects in order, and what belongs to them in the same order."""
     suspects = review.suspects
-    order = sorted(range(len(suspects)), key=lambda i: (suspects[i].importance, suspects[i].index))[:most]
+    order = sorted(range(len(suspects)), key=lambda i: (suspects[i].rank, suspects[i].index))[:most]
     return replace(
         review,
         suspects=[suspects[i] for i in order],

@@ -1,0 +1,181 @@
+"""The folder of a denoising run: its result, its files, and the data of its page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_model
+from torch import Tensor
+
+from .. import __version__
+from ..applications.classifiers import Classifier
+from ..applications.cleaning import Cleaned, Prepared, as_bytes, thumbnails
+from ..data import Labelled, load
+from ..report import Table as ReportTable
+from ..report.review import SIDE, Review, Suspect, render_review
+from .folder import Folder
+
+FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
+COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
+NOISY = "noisy.npz"
+"""The data with the wrong labels that `--noise` makes: what decisions are applied to."""
+SHOWN_FIELDS = 40
+"""Most columns of a row that the page shows."""
+ROWS = {
+    "denoised": "on the cleaned data",
+    "labels as they are": "on the labels as they are",
+    "trusted set alone": "on the trusted set alone",
+    "right labels": "on the right labels",
+}
+"""What was trained, as the tables say it."""
+
+
+def write_noisy(folder: Folder, data: Labelled) -> Labelled:
+    """Write the data as it is cleaned, so that decisions can be applied to it; its rows are named by their number."""
+    names = np.array(data.classes)
+    arrays: dict[str, np.ndarray] = {}
+    parts = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
+    for suffix, pair in parts.items():
+        if pair is not None:
+            arrays["x" + suffix] = as_bytes(pair[0]) if data.kind == "images" else pair[0].numpy()
+            arrays["y" + suffix] = names[pair[1].numpy()]
+    temporary = folder.path / f".{NOISY}"
+    with open(temporary, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    temporary.replace(folder.path / NOISY)
+    return replace(data, positions=np.arange(data.count), keys=load(folder.path / NOISY).keys)
+
+
+def apply_command(source: str, label: str | None) -> str:
+    """What turns decisions on this source into cleaned data."""
+    path = Path(source)
+    suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
+    words = ["bilevel", "denoise", source, "--apply", "decisions.csv", *(["--label", label] if label else [])]
+    return shlex.join([*words, "--out", f"cleaned{suffix}"])
+
+
+def summary(
+    prepared: Prepared, cleaned: Cleaned, net: Classifier, asked: Mapping[str, Any], seconds: float,
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    data, found = prepared.data, cleaned.denoised
+    suspects = int(found.suspect.sum())
+    message = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%) are probably wrong."
+    if (ours := cleaned.accuracies.get("denoised")) is not None:
+        part = "the held-out part of the trusted set" if prepared.held_out else "the test set"
+        message += f" The classifier trained on the cleaned data is right on {100 * ours:.1f}% of {part}"
+        plain = cleaned.accuracies.get("labels as they are")
+        message += "." if plain is None else f"; on the labels as they are, on {100 * plain:.1f}%."
+    measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
+    notes = [*prepared.notes, *([net.why] if net.why else []), *cleaned.notes]
+    return {
+        "command": "denoise", "method": asked["method"], "status": found.solution.status.name.lower(),
+        "message": message, "seed": asked["seed"], "seconds": round(seconds, 3), "noise_rate": found.noise_rate,
+        "suspects": suspects, "rows": data.count, "trusted": len(prepared.trusted[1]), "classes": list(data.classes),
+        "test_accuracy": ours, "accuracies": cleaned.accuracies, "held_out": prepared.held_out, **measured,
+        "model": net.kind, "device": str(device), "engine": found.solution.engine, "settings": found.settings,
+        "notes": notes,
+    }  # fmt: skip
+
+
+def write(
+    folder: Folder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], command: str
+) -> Path:  # fmt: skip
+    """Write all files, the page last; returns its path."""
+    data, found = prepared.data, cleaned.denoised
+    names = data.classes
+    columns = zip(
+        data.positions.tolist(), data.y.tolist(), found.importance.tolist(), found.suspect.tolist(),
+        found.suggested.tolist(), found.confidence.tolist(), found.quality.tolist(), data.keys, strict=True,
+    )  # fmt: skip
+    rows = (
+        {"index": i, "label": names[y], "importance": f"{w:.6f}", "suspect": int(s), "suggested": names[c],
+         "confidence": f"{p:.6f}", "quality": f"{q:.6f}", "key": key}
+        for i, y, w, s, c, p, q, key in columns
+    )  # fmt: skip
+    folder.write_csv("importance.csv", COLUMNS, rows)
+    history = found.solution.history
+    history.to_csv(folder.path / "history.csv")
+    about = {"model": net.kind, "shape": str(tuple(data.x.shape[1:])), "classes": json.dumps(names)}
+    temporary = folder.path / ".model.safetensors"
+    save_model(found.model.cpu(), str(temporary), metadata=about)
+    temporary.replace(folder.path / "model.safetensors")
+    page = folder.write("report.html", render_review(_review(prepared, cleaned, result, command)))
+    folder.write_json("result.json", result)  # last: where it is, the run is finished
+    return page
+
+
+def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:
+    data, found = prepared.data, cleaned.denoised
+    rows = torch.nonzero(found.suspect).squeeze(1)
+    suspects = [
+        Suspect(int(data.positions[i]), data.keys[i], int(data.y[i]), int(found.suggested[i]),
+                float(found.importance[i]), float(found.confidence[i]), float(found.quality[i]))
+        for i in rows.tolist()
+    ]  # fmt: skip
+    history = found.solution.history
+    return Review(
+        run=_name(result, found.importance),
+        title=f"Labels of {data.name}", outcome=result["message"], good=True, accuracy=_accuracy_table(result),
+        classes=data.classes, noise_rate=found.noise_rate,
+        history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
+        importance=found.importance.numpy(), suspects=suspects,
+        pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,
+        fields=_fields(data, rows) if data.kind != "images" else None,
+        command=command,
+        settings=[
+            ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"), ("Trusted rows", f"{result['trusted']:,}"),
+            ("Method", result["method"]), ("Classifier", result["model"]), ("Seed", str(result["seed"])),
+            ("Steps", f"{result['settings']['steps']:,}, then twice {result['settings']['final_steps']:,}"),
+            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+        ],
+        notes=result["notes"],
+    )  # fmt: skip
+
+
+def _name(result: Mapping[str, Any], importance: Tensor) -> str:
+    """What the browser keeps decisions under: the same importances of the same data, the same name."""
+    digest = hashlib.sha256(importance.numpy().tobytes()).hexdigest()[:16]
+    return f"{result['rows']}-{result['suspects']}-{digest}"
+
+
+def _fields(data: Labelled, rows: Tensor) -> list[list[tuple[str, str]]]:
+    if data.fields:
+        columns = list(data.fields.items())[:SHOWN_FIELDS]
+        return [[(name, str(values[i])) for name, values in columns] for i in rows.tolist()]
+    shown = data.x.flatten(1)[rows, :SHOWN_FIELDS]
+    return [[(str(k), f"{value:.3g}") for k, value in enumerate(row)] for row in shown.tolist()]
+
+
+def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["accuracies"]
+    return [(text, f"{100 * found[name]:.1f}%") for name, text in ROWS.items() if name in found]
+
+
+def _accuracy_table(result: Mapping[str, Any]) -> ReportTable | None:
+    rows = _accuracy_rows(result)
+    part = "the held-out part of the trusted set" if result["held_out"] else "the test set"
+    caption = f"The same network, trained for as many steps, right on {part}."
+    return ReportTable(caption, ("Trained", "Accuracy"), rows) if rows else None
+
+
+def show(result: Mapping[str, Any]) -> None:
+    console = Console()
+    if rows := _accuracy_rows(result):
+        table = Table("Trained", "Accuracy")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if result.get("auc") is not None:
+        console.print(f"Of the labels made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
+    console.print(result["message"], soft_wrap=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from environment import commit, in_environment
 from store import Store
 
 if TYPE_CHECKING:
@@ -86,26 +87,6 @@ def setup() -> None:
     pins.write_text(f"torch=={TORCH}\n")
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(pins), f"cleanlab=={CLEANLAB}"], check=True)
     subprocess.run([python, "-c", "import cleanlab, torch; print(cleanlab.__version__, torch.__version__)"], check=True)
-
-
-def in_environment(source: Path) -> None:
-    """Go on in cleanlab's environment, with `source` as the place of our package and one thread."""
-    python = ENVIRONMENT / "bin" / "python"
-    if Path(sys.prefix).resolve() == ENVIRONMENT.resolve():
-        return
-    if not python.exists():
-        sys.exit(f"build/{ENVIRONMENT.name} is not there yet. Make it with: python {sys.argv[0]} setup")
-    environ = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    os.execve(python, [str(python), str(Path(__file__)), *sys.argv[1:]], environ)
-
-
-def commit(source: Path) -> str:
-    """Of our package: the note beside a frozen copy, or that of the repository."""
-    note = source.parent / "COMMIT"
-    if note.exists():
-        return note.read_text().strip()
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
@@ -393,7 +374,7 @@ def run(given: argparse.Namespace) -> None:
     wanted = list(plan(given.only))
     if not wanted:
         sys.exit(f"--only must say how names such as mnist/symmetric-40/0 begin; got {' '.join(given.only)}.")
-    in_environment(given.source.resolve())
+    in_environment(ENVIRONMENT, given.source.resolve())
     import cleanlab
     import sklearn
     import torch

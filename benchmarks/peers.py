@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from environment import commit, in_environment
 from store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,26 +107,6 @@ def setup() -> None:
         print(f"{module}: {'imported' if code.returncode == 0 else code.stderr.decode().splitlines()[-1]}")
 
 
-def in_environment(source: Path) -> None:
-    """Go on in the peers' environment, with `source` as the place of our package and one thread."""
-    python = ENVIRONMENT / "bin" / "python"
-    if Path(sys.prefix).resolve() == ENVIRONMENT.resolve():
-        return
-    if not python.exists():
-        sys.exit("build/peers-env is not there yet. Make it with: python benchmarks/peers.py setup")
-    environ = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    os.execve(python, [str(python), str(Path(__file__)), *sys.argv[1:]], environ)
-
-
-def commit(source: Path) -> str:
-    """Of our package: the note beside a frozen copy, or that of the repository."""
-    note = source.parent / "COMMIT"
-    if note.exists():
-        return note.read_text().strip()
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 # -- run ---------------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +126,7 @@ def plan(store: Store) -> Iterator[tuple[str, str, int, int, Choice]]:
 
 
 def run(given: argparse.Namespace) -> None:
-    in_environment(given.source.resolve())
+    in_environment(ENVIRONMENT, given.source.resolve())
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent))
@@ -195,7 +176,7 @@ def setting(peers: Any, method: str, choice: Choice, steps: int = 5) -> Any:
 
 def memory(given: argparse.Namespace) -> None:
     """Peak memory of three upper steps on the MLP, above that of the process before them; each in a process."""
-    in_environment(given.source.resolve())
+    in_environment(ENVIRONMENT, given.source.resolve())
     store = Store(RESULTS)
     for method, steps in itertools.product(MEMORY, MEMORY_STEPS):
         name = f"memory/{method}/{steps}"

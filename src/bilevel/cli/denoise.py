@@ -29,9 +29,11 @@ from ..data import Labelled, apply_decisions, load
 from ..errors import BilevelError, OptionError
 from ..method import Method
 from ..options import did_you_mean
+from ..replay import seeded
 from . import python_file
 from .bar import progress_bar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
+from .device import device_of
 from .folder import Folder, to_json
 
 CHECKPOINT = "checkpoint"
@@ -104,7 +106,7 @@ def command(
         "noise_kind": str(noise_kind), "model": model, "method": method, "steps": steps, "baselines": baselines,
         "seed": seed,
     }  # fmt: skip
-    where = _device(device)
+    where = device_of(device)
     chosen = _method(method)
     count, file = _trusted(trusted)
     loaded = load(data, label=label, trusted=file, test=test)
@@ -169,18 +171,6 @@ def _apply(data: str, decisions: Path, out: Path | None, label: str | None, json
     typer.echo(to_json(result) if json else f"{message}\ndata: {done.out}")
 
 
-def _device(text: str) -> torch.device:
-    if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(text)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise OptionError(f"--device must be cpu, or a GPU that is here; got {text!r}: {reason}.") from None
-    return found
-
-
 def _method(name: str) -> Method:
     if name not in FIT:
         raise OptionError(f"--method has no {name!r}.{did_you_mean(name, FIT)} It knows {', '.join(FIT)}.")
@@ -212,8 +202,7 @@ def _classifier(model: str, data: Labelled, device: torch.device, seed: int) -> 
     path, make = python_file.load(model, "--model must be a kind or a Python file")
     if not callable(make):
         raise OptionError(f"--model must name a function make(shape, classes), as in {path.name}:make.")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         try:
             network = make(shape, classes)
         except Exception as error:

@@ -15,6 +15,7 @@ import typer
 from ..cells import Cell, Found, Settings, Store, run_cells
 from ..errors import OptionError
 from .bar import progress_bar
+from .device import device_of
 from .folder import Folder, to_json
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def denoising(
     from ..paper import denoising_cells, denoising_page, denoising_small
 
     all_parts = ("table", denoising_small.HYPER_CLEANING, denoising_small.HOW_FEW)
-    where = _device(device)
+    where = device_of(device)
     names = _words("--dataset", dataset, denoising_cells.DATASETS)
     if dataset is None:
         names = list(denoising_cells.DATASETS) if where.type == "cuda" else ["digits"]
@@ -165,7 +166,7 @@ def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | No
     from ..paper import denoising_speed as study
     from ..paper import denoising_speed_page
 
-    where = _device(device)
+    where = device_of(device)
     cells = study.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds)
     writer = partial(denoising_speed_page.write, part)
     _denoising(f"denoising-{part}", cells, where, None, out, page, no_run, json, writer)
@@ -212,17 +213,6 @@ def _denoising(
     summary = write(store.all(), folders[1].path)
     message = f"{len(done)} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
     _end(name, message, summary, folders, json)
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    from ..options import one_of
-
-    one_of("--device", name, ("auto", "cpu", "cuda"))
-    if name == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device cuda needs a GPU that torch can use; there is none. Pass --device cpu.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:

@@ -25,5 +25,10 @@ class CheckpointError(BilevelError, RuntimeError):
     """A checkpoint cannot be read, or belongs to another run."""
 
 
+def reason(error: Exception) -> str:
+    """What another library's error says, on one line, to stand in a sentence of ours."""
+    return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
+
+
 class BilevelWarning(UserWarning):
     """Something the user should know, and that does not stop the run."""

@@ -23,13 +23,16 @@ def set_random_state(state: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[torch.Generator]:
-    """The global generators of the CPU and this device, seeded, and put back at the end; and one more of that seed."""
-    devices = [device] if device.type == "cuda" else []
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[torch.Generator]:
+    """The global generators of the CPU and this device, seeded, and put back at the end; and one more of that seed.
+
+    `torch.manual_seed` would reseed all GPUs, for good.
+    """
+    devices = [] if device is None or device.type != "cuda" else [device]
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
         if devices:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            torch.cuda.default_generators[devices[0].index or 0].manual_seed(seed)
         yield torch.Generator().manual_seed(seed)
 
 

@@ -28,6 +28,7 @@ from .errors import BilevelWarning, DataError, OptionError
 from .method import Method
 from .models import mlp
 from .options import in_range, true_or_false
+from .replay import seeded
 from .training import probabilities
 
 ModuleFactory = Callable[[int, int], nn.Module]
@@ -216,8 +217,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """The network at its first weights, on its device; refuses one whose scores are not one a class."""
         classes = len(self.classes_)
         module: Any = None
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):
             if self.module is None:
                 hidden = np.atleast_1d(self.hidden).tolist()
                 for units in hidden:

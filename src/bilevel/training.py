@@ -152,3 +152,9 @@ def probabilities(model: nn.Module, x: Tensor, *, batch: int = 2000, precision: 
         found = [model(part.to(device)).float().softmax(1) for part in torch.split(x, batch)]
     model.train(training)
     return torch.cat(found).cpu()
+
+
+def accuracy(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
+    """The share of these inputs to which the model gives their label."""
+    x, y = pair
+    return float((probabilities(model, x).argmax(1) == y).double().mean())

@@ -12,6 +12,7 @@ from .. import models
 from ..augmentation import crop_and_flip
 from ..errors import OptionError
 from ..options import one_of
+from ..replay import seeded
 from ..training import Augment
 
 KINDS = ("auto", "linear", "mlp", "cnn")
@@ -50,8 +51,7 @@ def classifier(kind: str, shape: Sequence[int], classes: int, *, device: torch.d
             f"model='cnn' needs images of at least {SMALLEST} by {SMALLEST} pixels; the inputs have shape "
             f"{tuple(shape)}. Use 'mlp' or 'linear'."
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs for good
+    with seeded(seed):
         network = _built(kind, tuple(shape), classes).to(device)
     return Classifier(network, kind, why, crop_and_flip if kind == "cnn" and shape[0] == 3 else None)
 

@@ -24,7 +24,7 @@ from ..errors import DataError, OptionError
 from ..method import Method
 from ..options import in_range
 from ..precision import Precision
-from ..training import Augment, fit, probabilities
+from ..training import Augment, accuracy, fit
 from .denoising import Denoised, denoise
 
 PER_CLASS = 10
@@ -50,8 +50,7 @@ class Prepared:
 
     @property
     def trusted(self) -> Pair:
-        assert self.data.trusted is not None
-        return self.data.trusted
+        return self.data.part("trusted")
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,14 @@ def prepare(
         truth = data.y
         data = replace(data, y=corrupt(data.y, noise, len(data.classes), seed, kind))
     held_out = False
-    assert data.trusted is not None
     _refuse_missing(data)
     notes += _duplicates(data)
     if data.test is None:
-        count, least = len(data.trusted[1]), int(torch.bincount(data.trusted[1])[torch.unique(data.y)].min())
+        kept = data.part("trusted")
+        count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
         if count >= LEAST_TRUSTED and least >= LEAST_OF_CLASS:
             held_out = True
-            whole = Labelled(data.name, data.kind, *data.trusted, data.classes, [""] * count)
+            whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
             parted = split_test(whole, share=HELD_OUT, seed=seed)
             data = replace(data, trusted=(parted.x, parted.y), test=parted.test)
             notes.append(f"A fifth of the trusted set, {count - parted.count} rows, is held out to measure accuracies.")
@@ -117,8 +116,7 @@ def prepare(
 
 
 def _refuse_missing(data: Labelled) -> None:
-    assert data.trusted is not None
-    present, known = (set(labels.tolist()) for labels in (data.y, data.trusted[1]))
+    present, known = (set(labels.tolist()) for labels in (data.y, data.part("trusted")[1]))
     if len(present) < 2:
         raise DataError(f"the data must have at least two classes; all its labels are {data.classes[present.pop()]!r}.")
     if missing := [data.classes[c] for c in sorted(present - known)]:
@@ -131,8 +129,7 @@ def _refuse_missing(data: Labelled) -> None:
 
 def _duplicates(data: Labelled) -> list[str]:
     """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
-    assert data.trusted is not None
-    twins = _twins(data, data.trusted)
+    twins = _twins(data, data.part("trusted"))
     found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
     if not found:
         return []
@@ -142,8 +139,7 @@ def _duplicates(data: Labelled) -> list[str]:
 
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
     """The data without rows that are in the test set, which must not be trained on."""
-    assert data.test is not None
-    rows = np.flatnonzero([twin is None for twin in _twins(data, data.test)])
+    rows = np.flatnonzero([twin is None for twin in _twins(data, data.part("test"))])
     if len(rows) == data.count:
         return data, truth, []
     note = f"{data.count - len(rows)} rows are in the test set or the held-out part, too; they are left out."
@@ -216,11 +212,6 @@ def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | 
 
 def _told(tell: Tell, stage: str, total: int, done: int) -> None:
     tell(stage, done, total)
-
-
-def accuracy(model: nn.Module, pair: Pair) -> float:
-    x, y = pair
-    return float((probabilities(model, x).argmax(1) == y).double().mean())
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:

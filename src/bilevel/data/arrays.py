@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError, OptionError
+from ..errors import DataError, OptionError, reason
 from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
 from .scale import Scale
@@ -76,7 +76,7 @@ def read_npz(path: Path) -> Arrays:
             raise DataError(
                 f"{path} holds Python objects, which are not read. Save numbers and text as arrays."
             ) from None
-        raise DataError(f"{path} cannot be read as an .npz file ({_reason(error)}).") from None
+        raise DataError(f"{path} cannot be read as an .npz file ({reason(error)}).") from None
     for name in ("x", "y"):
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
@@ -153,7 +153,3 @@ def _order(shape: tuple[int, ...], where: str) -> tuple[int, int, int, int]:
     raise DataError(
         f"{where} has shape {shape}; images must have 1, 3 or 4 channels, as their last or their second dimension."
     )
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DataError
+
 Kind = Literal["images", "table", "arrays"]
 Pair = tuple[Tensor, Tensor]
 """Inputs and their labels."""
@@ -54,6 +56,13 @@ class Labelled:
     @property
     def count(self) -> int:
         return len(self.y)
+
+    def part(self, name: Literal["trusted", "test"]) -> Pair:
+        """The trusted or the test part; data without it is refused."""
+        found = self.trusted if name == "trusted" else self.test
+        if found is None:
+            raise DataError(f"{self.name} must have a {name} part, with labels that are right; it has none.")
+        return found
 
     def select(self, rows: np.ndarray) -> Labelled:
         """These rows of x with all that belongs to them; `trusted` and `test` stay."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, OptionError
+from ..errors import DataError, OptionError, reason
 from ..options import did_you_mean
 from .columns import Columns
 from .labelled import Labelled, Pair, row_keys
@@ -78,7 +78,7 @@ def read_table(path: Path, label: str | None, as_text: list[str] | None = None) 
                     dtype=dict.fromkeys(as_text or (), "str"),
                 )  # fmt: skip
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({_reason(error)}).") from None
+            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
     frame.columns = [str(name) for name in frame.columns]
     twice = frame.columns[frame.columns.duplicated()]
     if len(twice):
@@ -99,7 +99,7 @@ def header(path: Path, label: str | None) -> tuple[list[str], str]:
         except UnicodeDecodeError:
             raise DataError(f"{path} is not UTF-8 text. Save it as UTF-8.") from None
         except (csv.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({_reason(error)}).") from None
+            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
         found.append((names, delimiter))
     names, delimiter = next((each for each in found if label in each[0]), max(found, key=lambda each: len(each[0])))
     if not names:
@@ -116,7 +116,7 @@ def _read_parquet(path: Path) -> Frame:
         table.validate(full=True)  # text may be no UTF-8
         return table.to_pandas().reset_index(drop=True)
     except Exception as error:  # Arrow's errors have several bases
-        raise DataError(f"{path} cannot be read as a .parquet file ({_reason(error)}).") from None
+        raise DataError(f"{path} cannot be read as a .parquet file ({reason(error)}).") from None
 
 
 def _check_label(label: str | None, names: list[str], path: Path) -> None:
@@ -135,7 +135,3 @@ def import_or_say(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         raise DataError(f"Tables need {name.split('.')[0]}: pip install bilevel[tables].") from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__

@@ -37,9 +37,7 @@ def cells(
     return found
 
 
-def run(
-    settings: Settings, device: torch.device, checkpoints: Path | None = None, deadline: float | None = None
-) -> Found | None:
+def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None) -> Found | None:
     """Run a cell of any part of the study; None where Ctrl-C came."""
     match settings.get("part"):
         case denoising_small.HYPER_CLEANING | denoising_small.HOW_FEW:
@@ -47,7 +45,6 @@ def run(
         case denoising_speed.SPEED | denoising_speed.STEPS:
             return denoising_speed.run(settings, device)
     if settings["dataset"] == denoising_wide.NAME:
-        assert checkpoints is not None
         return denoising_wide.run(settings, device, checkpoints, deadline)
     return denoising_runs.run(settings, device)
 

@@ -18,9 +18,10 @@ from ..data import corrupt, load, split_trusted
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
+from ..replay import seeded
 from ..rows import Rows
 from ..solve import solve
-from ..training import fit, probabilities
+from ..training import accuracy, fit, probabilities
 from .denoising import STUDIES, Study
 
 loaded = cache(load)
@@ -38,14 +39,11 @@ class Task:
         self.passes, self.final_passes = settings["passes"]
         self.device = device
         data = split_trusted(loaded(settings["dataset"]), self.study.trusted, self.seed)
-        assert data.trusted is not None
-        assert data.test is not None
         self.truth = data.y
         self.x = data.x
         self.y = corrupt(data.y, settings["noise"], len(data.classes), self.seed, settings["kind"])
-        self.trusted, self.test = data.trusted, data.test
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        self.trusted, self.test = data.part("trusted"), data.part("test")
+        with seeded(self.seed):
             self.model = self.study.network().to(self.device)
 
     @property
@@ -56,7 +54,7 @@ class Task:
         return max(1, round(passes * rows / self.study.batch))
 
     def accuracy(self, model: nn.Module) -> float:
-        return float((probabilities(model, self.test[0]).argmax(1) == self.test[1]).double().mean())
+        return accuracy(model, self.test)
 
     def fit(self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None) -> None:
         fit(

@@ -15,11 +15,11 @@ from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor, nn
 
 from .. import models
-from ..applications.cleaning import accuracy
 from ..applications.denoising import denoise
 from ..cells import Cell, Found, Settings
 from ..data import Labelled, corrupt, split_trusted
-from ..training import fit
+from ..replay import seeded
+from ..training import accuracy, fit
 from .denoising_runs import device_name, loaded
 
 HYPER_CLEANING, HOW_FEW = "hyper-cleaning", "how-few"
@@ -55,13 +55,10 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     whole, seed, rows = loaded(settings["dataset"]), int(settings["seed"]), int(settings["rows"])
     order = np.random.default_rng(seed).permutation(whole.count)
     data = whole.select(order[:rows])
-    trusted = split_trusted(whole.select(order[rows:]), settings["trusted"], seed).trusted
-    assert trusted is not None
-    assert whole.test is not None
+    trusted = split_trusted(whole.select(order[rows:]), settings["trusted"], seed).part("trusted")
     y = corrupt(data.y, settings["noise"], len(whole.classes), seed)
     right = y == data.y
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = network(settings["network"], data).to(device)
     first, began = copy.deepcopy(model), time.perf_counter()
     try:
@@ -77,7 +74,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
             rival, torch.cat([data.x[kept], trusted[0]]), torch.cat([y[kept], trusted[1]]), seed=seed + 1,
             steps=used["final_steps"], batch=used["batch"], rate=used["rate"],
         )  # fmt: skip
-        return accuracy(rival, whole.test)  # type: ignore[arg-type]
+        return accuracy(rival, whole.part("test"))
 
     none, sure = torch.zeros_like(right), found.importance > SURE
     rivals = {"trusted": none, "plain": ~none}
@@ -86,7 +83,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         if settings["network"] == "linear":  # as the paper's was
             rivals["rule"] = sure
     return {
-        "accuracy": accuracy(model, whole.test), **{name: after(rows) for name, rows in rivals.items()},
+        "accuracy": accuracy(model, whole.part("test")), **{name: after(rows) for name, rows in rivals.items()},
         "rule_rows": int(sure.sum()),
         "auc": float(roc_auc_score(right.numpy(), found.importance.numpy())),
         "auc_quality": float(roc_auc_score(right.numpy(), found.quality.numpy())),

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import models
-from ..applications.cleaning import accuracy
 from ..applications.denoising import importance_problem, loaders
 from ..callbacks import Callback, Run
 from ..cells import Cell, Found, Settings
@@ -26,9 +25,10 @@ from ..data import Pair, corrupt, split_trusted
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
+from ..replay import seeded
 from ..rows import Rows
 from ..solve import solve
-from ..training import fit, probabilities
+from ..training import accuracy, fit, probabilities
 from .denoising_runs import device_name, loaded
 from .denoising_small import network
 
@@ -100,12 +100,9 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     seed, rows, name = int(settings["seed"]), int(settings["rows"]), settings["method"]
     data = split_trusted(loaded(settings["dataset"]), settings["trusted"], seed)
     data = data.select(np.sort(np.random.default_rng(seed).permutation(data.count)[:rows]))
-    trusted, test = data.trusted, data.test
-    assert trusted is not None
-    assert test is not None
+    trusted, test = data.part("trusted"), data.part("test")
     y = corrupt(data.y, settings["noise"], len(data.classes), seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = (network("mlp", data) if settings["network"] == "mlp" else models.mnist_cnn()).to(device)
     steps = settings.get("steps") or round(settings["passes"] * len(y) / BATCH)
     ours, began = name == METHODS[0], time.perf_counter()

@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from .. import models
-from ..applications.cleaning import accuracy
 from ..applications.denoising import importance_problem, loaders
 from ..augmentation import crop_and_flip
 from ..callbacks import Callback, Run
 from ..cells import Cell, Found, Settings
 from ..data import corrupt, split_trusted
 from ..methods.penalty import Penalty
+from ..replay import seeded
 from ..rows import Rows
 from ..solution import Status
 from ..solve import solve
+from ..training import accuracy
 from .denoising import ONE_SEED
 from .denoising_runs import device_name, loaded
 
@@ -80,12 +81,9 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
     seed, rows = int(settings["seed"]), int(settings["rows"])
     data = split_trusted(loaded("cifar10"), settings["trusted"], seed)
     data = data.select(np.sort(np.random.default_rng(seed).permutation(data.count)[:rows]))
-    trusted, test = data.trusted, data.test
-    assert trusted is not None
-    assert test is not None
+    trusted, test = data.part("trusted"), data.part("test")
     y = corrupt(data.y, settings["noise"], len(data.classes), seed, settings["kind"])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         depth, width = settings["network"]
         model = models.wide_resnet(depth, width, len(data.classes)).to(device)
     ours, whole = settings["column"] == "ours", settings.get("steps") or settings["passes"] * rows // BATCH

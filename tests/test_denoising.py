@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError, models
 from bilevel.applications.classifiers import classifier
 from bilevel.applications.cleaning import as_bytes, clean, prepare, thumbnails
-from bilevel.applications.comparison import METHODS
 from bilevel.applications.denoising import denoise, importance_problem
 from bilevel.cli.denoise import FIT
 from bilevel.data import Labelled, load
@@ -99,17 +98,16 @@ class StopAt(Callback):
         return False
 
 
-@pytest.mark.parametrize("stage", ["importance", "round 1", "round 2"])
+@pytest.mark.parametrize("stage", ["trusted set", "importance", "round 1", "round 2"])
 def test_run_stopped_at_any_stage_goes_on_with_the_same_bits(stage, tmp_path):
     prepared = digits()
     train = prepared.data.x, prepared.data.y
     options = {"steps": 40, "seed": 0}
     straight = denoise(train, prepared.trusted, network(), **options)
-    at = {"importance": 0, "round 1": 17, "round 2": 61}[stage]
 
-    def watch(done: int, total: int) -> None:
-        assert total == 80
-        if done == at:
+    def watch(name: str, done: int, total: int) -> None:
+        assert total == 40
+        if name == stage and done == 17:
             raise KeyboardInterrupt
 
     callbacks = [StopAt(20)] if stage == "importance" else []
@@ -174,9 +172,7 @@ def test_few_rows_and_a_batch_larger_than_they_are():
 def test_every_method_leaves_a_classifier_that_can_tell_digits(name):
     prepared = digits()
     model = network()
-    denoise(
-        (prepared.data.x, prepared.data.y), prepared.trusted, model, method=METHODS[name](), steps=60, final_steps=300
-    )
+    denoise((prepared.data.x, prepared.data.y), prepared.trusted, model, method=FIT[name](), steps=60, final_steps=300)
     right = (probabilities(model, prepared.data.test[0]).argmax(1) == prepared.data.test[1]).double().mean()
     assert right > 0.6
 
@@ -294,8 +290,8 @@ def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set
     found = clean(prepared, network(), steps=250, tell=lambda stage, done, total: stages.append(stage))
     assert set(found.accuracies) == {"denoised", "trusted set alone", "labels as they are", "right labels"}
     assert found.accuracies["right labels"] > found.accuracies["labels as they are"]
-    assert stages[0] == "training"
-    assert len(set(stages)) == 4
+    assert stages[0] == "training: trusted set"
+    assert len(set(stages)) == 6
     others = found.accuracies["trusted set alone"], found.accuracies["labels as they are"]
     as_good = max(others) >= found.accuracies["denoised"] - 0.005
     assert any("as good or better" in note for note in found.notes) == as_good

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,11 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[torch.Gene
         if devices:
             torch.cuda.default_generators[devices[0].index or 0].manual_seed(seed)
         yield torch.Generator().manual_seed(seed)
+
+
+def derived(seed: int, name: str) -> int:
+    """A seed for one part of a run. Neighbouring seeds and other parts share no draws."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
 
 
 @contextmanager

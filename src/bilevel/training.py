@@ -28,6 +28,8 @@ Augment = Callable[[Tensor], Tensor]
 """A batch of inputs, changed at random by torch's draws; the shape stays."""
 Watch = Callable[[int], object]
 """Told how many steps are done."""
+DRAWS = 8
+"""How often inputs are changed at random where the mean of the answers is asked for."""
 SAVES = 10
 """How often a training is saved."""
 
@@ -144,12 +146,24 @@ def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.
 
 
 @torch.no_grad()
-def probabilities(model: nn.Module, x: Tensor, *, batch: int = 2000, precision: Precision | None = None) -> Tensor:
-    """The model's probabilities of the classes, in evaluation mode, on the CPU."""
+def probabilities(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    batch: int = 2000,
+    precision: Precision | None = None,
+    augment: Augment | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """The model's probabilities of the classes, in evaluation mode, on the CPU; with `augment` the mean of 8 draws."""
     device, training = next(model.parameters()).device, model.training
     model.eval()
-    with reduced(precision, device):
-        found = [model(part.to(device)).float().softmax(1) for part in torch.split(x, batch)]
+    with reduced(precision, device), seeded(seed, device):
+        found = []
+        for part in torch.split(x, batch):
+            inputs = part.to(device)
+            draws = [augment(inputs) for _ in range(DRAWS)] if augment else [inputs]
+            found.append(torch.stack([model(draw).float().softmax(1) for draw in draws]).mean(0))
     model.train(training)
     return torch.cat(found).cpu()
 

@@ -7,7 +7,7 @@ and stands in for it, if it is large enough.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from ..errors import DataError, OptionError
 from ..method import Method
 from ..options import in_range
 from ..precision import Precision
+from ..replay import derived
 from ..training import Augment, accuracy, fit
-from .denoising import Denoised, denoise
+from .denoising import Denoised, Tell, denoise
 
 PER_CLASS = 10
 """Trusted examples of each class that are drawn where their number is not given."""
@@ -34,8 +35,6 @@ HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
 AS_GOOD = 0.005
 """A difference in accuracy that is none."""
 Noise = Literal["symmetric", "asymmetric"]
-Tell = Callable[[str, int, int], None]
-"""Told a stage, the steps done in it and the steps that it has."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def clean(
     denoised = denoise(
         (data.x, data.y), prepared.trusted, model, method=method, steps=steps, augment=augment, seed=seed,
         checkpoint=checkpoint, resume=resume, callbacks=callbacks, precision=precision,
-        watch=lambda done, total: tell("training", done, total),
+        watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
     )  # fmt: skip
     accuracies: dict[str, float] = {}
     if data.test is not None:
@@ -182,7 +181,7 @@ def clean(
             rival, total = copy.deepcopy(first), denoised.settings["final_steps"]
             fit(
                 rival, x, y, steps=total, batch=denoised.settings["batch"], rate=denoised.settings["rate"],
-                seed=seed + 1, augment=augment, precision=precision,
+                seed=derived(seed, "rivals"), augment=augment, precision=precision,
                 checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
                 watch=partial(_told, tell, f"comparing: {name}", total),
             )  # fmt: skip

@@ -1,12 +1,14 @@
 """Denoising: one importance for each training example, learnt from a small trusted set.
 
     min_u  mean over the trusted set of l(x, y; v)   subject to
-    v  =   argmin_v  sum_i sigmoid(u_i) l(x_i, y_i; v) / sum_i sigmoid(u_i)          (the paper's Eq. 3)
+    v  =   argmin_v  sum_i w_i l(x_i, y_i; v) / sum_i w_i,    w_i = sigmoid(u_i)              (the paper's Eq. 3)
 
-The classifier that is handed out is trained afterwards, in two rounds, from the model's first weights. The first is on
-the examples of importance above 1/2 and the trusted ones. In the second every label is a mixture: its share is the mean
-of its importance and of the probability that the first round gives it, and what is left goes to the probabilities of
-the first round. An example is a suspect if its importance is below 1/2 and the classifier says another class.
+The model is trained on the trusted set alone first. How the labels differ from what it says tells which class is
+labelled as which (`mistakes`), and so how probable each label is: u starts there. The classifier that is handed out is
+trained afterwards, in two rounds. In the first, every example counts by its importance, a trusted one by 1. In the
+second, every label is replaced by the probabilities of the classes, given the first round's answer and the label. All
+three trainings begin at the model's first weights. An example is a suspect if its importance is below 1/2 and the
+classifier says another class.
 """
 
 from __future__ import annotations
@@ -35,18 +37,26 @@ from ..methods.penalty import Penalty
 from ..options import in_range
 from ..precision import Precision
 from ..problem import Problem
+from ..replay import derived
 from ..rows import Rows
 from ..solution import Solution, Status
 from ..solve import solve
 from ..training import Augment, fit, probabilities
+from .mistakes import mistakes
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
 """Inputs and labels, or a torch Dataset of (input, label)."""
 PASSES, LEAST_STEPS = 12, 1200
 """A run sees every example this often, and has at least this many steps."""
+CERTAIN = 2.5
+"""The largest log-odds of a right label that a run starts from."""
+VISITS = 24
+"""Where an example is seen less often than this, its importance moves by less: few gradients tell little of it."""
 BATCH = 100, 200
 """The size of a batch, and from LARGE examples on."""
 LARGE = 10_000
+Tell = Callable[[str, int, int], object]
+"""Told a stage, the steps done in it and the steps that it has."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +98,17 @@ def denoise(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    watch: Callable[[int, int], object] | None = None,
+    watch: Tell | None = None,
     engine: str = "auto",
     precision: Precision | None = None,
 ) -> Denoised:
     """Learn the importance of each training example, and train `model` in place on what that leaves.
 
     `model` maps inputs to one score for each class; it may be on any device. `steps` are those of the bilevel run;
-    None: 12 passes over `train`, and 1,200 at least. `final_steps` are those of each round of training after it; None:
-    as many. `rate` is the learning rate of the rounds; None: the one that the method chose for the lower level.
-    `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from with
-    `resume=True`. `callbacks` watch the bilevel run; `watch` is told the steps done of both rounds
-    together, and their number.
+    None: 12 passes over `train`, and 1,200 at least. `final_steps` are those of each training before and after it;
+    None: as many. `rate` is the learning rate of the trainings; None: 1e-3 before the run, and after it the one that
+    the method chose for the lower level. `augment` changes inputs at random in all of it. `checkpoint` names a folder
+    that a stopped run goes on from with `resume=True`. `callbacks` watch the bilevel run, `watch` the trainings.
     """
     began = time.perf_counter()
     dtype = next(model.parameters()).dtype
@@ -116,41 +125,49 @@ def denoise(
     if folder is not None:
         _same_task(folder, {"train": _digest(x, y), "trusted": _digest(x_trusted, y_trusted), "steps": steps}, resume)
     first = copy.deepcopy(model.state_dict())
-    v, u = copy.deepcopy(model), Rows(len(y), device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    inputs, targets = torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float()
+    rows = torch.arange(len(y))
+
+    def trained(stage: str, part: slice, rate: float, weights: Tensor | None = None) -> Tensor:
+        """Train the model anew on a part of the examples; returns its probabilities on the training inputs."""
+        model.load_state_dict(first)
+        fit(
+            model, inputs[part], targets[part], weights=weights, steps=rounds, batch=size, rate=rate,
+            seed=derived(seed, stage), augment=augment, precision=precision,
+            checkpoint=folder and folder / stage.replace(" ", "-"),
+            watch=watch and (lambda done: watch(stage, done, rounds)),
+        )  # fmt: skip
+        found = probabilities(model, x, precision=precision, augment=augment, seed=derived(seed, stage))
+        if not bool(torch.isfinite(found).all()):
+            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
+        return found
+
+    guess = trained("trusted set", slice(len(y), None), rate or DEEP_RATE)
+    noise = mistakes(guess, y)
+    right = noise.posterior(guess, y, noise.temperature)[rows, y]
+    start = torch.logit(right, eps=1e-6).clamp(-CERTAIN, CERTAIN)
+    scale = max(1.0, VISITS * len(y) / (steps * size))
+    model.load_state_dict(first)
+    v, u = copy.deepcopy(model).train(), Rows(len(y), init=scale * start, device=device)
     solution = solve(
-        importance_problem(augment), method or Penalty(), u, v, loaders(x, y, x_trusted, y_trusted, size),
-        max_steps=steps, seed=seed, hypergradient=False, callbacks=callbacks, engine=engine, precision=precision,
-        checkpoint=folder and folder / "importance", resume=resume,
+        importance_problem(augment, lambda u: torch.sigmoid(u / scale)), method or Penalty(), u, v,
+        loaders(x, y, x_trusted, y_trusted, size), max_steps=steps, seed=seed, hypergradient=False,
+        callbacks=callbacks, engine=engine, precision=precision, checkpoint=folder and folder / "importance",
+        resume=resume,
     )  # fmt: skip
     if solution.interrupted:
         raise KeyboardInterrupt
-    importance = torch.sigmoid(u.values).float().cpu()
+    importance = torch.sigmoid(u.values / scale).float().cpu()
     if solution.status is Status.DIVERGED or not bool(torch.isfinite(importance).all()):
         raise ProblemError(
             f"the bilevel run diverged after {solution.steps} steps, and nothing was learnt. Scale the inputs, or use "
             "another model, method or seed."
         )
     rate = rate or _final_rate(method, solution)
-    inputs, targets = torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float()
-    rows = torch.arange(len(y))
-
-    def trained(part: int, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Train the model anew; returns its probabilities on the training inputs."""
-        model.load_state_dict(first)
-        fit(
-            model, inputs, targets, weights=weights, steps=rounds, batch=size, rate=rate, seed=seed + part,
-            augment=augment, precision=precision, checkpoint=folder and folder / f"round-{part}",
-            watch=watch and (lambda done: watch((part - 1) * rounds + done, 2 * rounds)),
-        )  # fmt: skip
-        found = probabilities(model, x, precision=precision)
-        if not bool(torch.isfinite(found).all()):
-            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
-        return found
-
-    found = trained(1, targets, torch.cat([(importance > 0.5).float(), torch.ones(len(y_trusted))]))
-    share = ((importance + found[rows, y]) / 2)[:, None]
-    targets[: len(y)] = share * targets[: len(y)] + (1 - share) * found
-    found = trained(2, targets, None)
+    found = trained("round 1", slice(None), rate, torch.cat([importance, torch.ones(len(y_trusted))]))
+    targets[: len(y)] = noise.posterior(found, y)
+    found = trained("round 2", slice(None), rate)
     confidence, suggested = found.max(1)
     return Denoised(
         importance=importance, quality=importance * found[rows, y],

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from ..cells import one_thread
 from ..data import Labelled, apply_decisions, load
 from ..errors import BilevelError, OptionError
 from ..method import Method
+from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
 from ..replay import seeded
 from . import python_file
@@ -39,8 +41,9 @@ from .folder import Folder, to_json
 CHECKPOINT = "checkpoint"
 SMALL = 500_000
 """Weights up to which one thread is as fast as several."""
-FIT = [name for name in METHODS if name != "forward-mode"]
+FIT = {name: method for name, method in METHODS.items() if name != "forward-mode"}
 """Methods by name: forward mode has no importances row by row."""
+FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
 
 
 class Noise(StrEnum):
@@ -174,7 +177,7 @@ def _apply(data: str, decisions: Path, out: Path | None, label: str | None, json
 def _method(name: str) -> Method:
     if name not in FIT:
         raise OptionError(f"--method has no {name!r}.{did_you_mean(name, FIT)} It knows {', '.join(FIT)}.")
-    return METHODS[name]()
+    return FIT[name]()
 
 
 def _trusted(text: str | None) -> tuple[int | None, str | None]:
@@ -272,7 +275,7 @@ def _begin(folder: Folder, asked: Mapping[str, Any], resume: bool) -> Path:
 
 @dataclass
 class _Bar:
-    """One bar for all stages after the bilevel run, each under its own name."""
+    """One bar for all stages beside the bilevel run, each under its own name."""
 
     bar: Any
     task: Any = None
@@ -282,11 +285,13 @@ class _Bar:
         if stage != self.stage:
             self.stage = stage
             if self.task is None:
-                self.bar.start()
                 self.task = self.bar.add_task(stage, total=total)
+            self.bar.start()
             self.bar.reset(self.task, total=total, description=stage)
         if done % 20 == 0 or done == total:
             self.bar.update(self.task, completed=done)
+        if done == total:  # the bilevel run shows a bar of its own
+            self.bar.stop()
 
 
 def _run(

@@ -69,7 +69,7 @@ STUDIES = {
         paper_nu=1e-6, paper_clean=99.5, target={0.25: 99.05, 0.5: 98.50},
     ),
     "cifar10": Study(
-        models.cifar_cnn, 10_000, 12, 60, 1e-3, crop_and_flip,
+        models.cifar_cnn, 10_000, 12, 100, 1e-3, crop_and_flip,
         {0.25: {"oracle": 82.9, "trusted": 70.3, "plain": 79.1, "approx-grad": 71.59, "algorithm-2": 79.67},
          0.5: {"oracle": 80.7, "trusted": 70.3, "plain": 72.2, "approx-grad": 68.08, "algorithm-2": 79.03}},
         paper_passes=200, paper_nu=1e-4, paper_clean=86.2, target={0.25: 83.0, 0.5: 81.5},

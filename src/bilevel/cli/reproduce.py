@@ -162,6 +162,50 @@ def denoising_steps(
     _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
 
 
+@app.command("poisoning")
+def poisoning(
+    parts: Annotated[
+        str | None, typer.Option(help="table, weight, table-6, effect-of-T, with commas. By default all.")
+    ] = None,
+    attacks: Annotated[str | None, typer.Option(help="untargeted, targeted, with commas. By default both.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: penalty,rmd.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place.")] = 5,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")] = 1,
+    out: OutOption = Path("runs/poisoning"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Poisoning MNIST: Table 5, Table 6, the effect of T and the points (Appendices D.2 and E.4)."""
+    from ..paper import poisoning as study
+    from ..paper import poisoning_page, poisoning_runs
+    from ..paper.denoising_store import FiledStore
+
+    some = [name for name in study.COLUMNS if columns is not None or name != "algorithm-2"]
+    cells = study.cells(
+        _words("--parts", parts, study.PARTS), _words("--attacks", attacks, tuple(study.PAPER)),
+        some if columns is None else _words("--columns", columns, tuple(study.COLUMNS)), seeds,
+    )  # fmt: skip
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / "poisoning.json")
+    left = [] if no_run else [cell for cell in cells if store.get(cell) is None]
+    done: list[Cell] = []
+    with progress_bar() as bar:
+        task = bar.add_task("poisoning", total=len(left))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell)
+            bar.advance(task)
+
+        complete = run_cells(left, store, poisoning_runs.run, workers=workers, tell=tell)
+    if not complete:
+        _stopped(len(done), len(left))
+    store.write()
+    summary = poisoning_page.write(store.all(), folders[1].path)
+    message = f"{len(done)} cells were run; the page shows {summary['cells']}."
+    _end("poisoning", message, summary, folders, json)
+
+
 def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
     from ..paper import denoising_speed as study
     from ..paper import denoising_speed_page

@@ -33,8 +33,9 @@ COLUMNS = {
 }
 """The columns by their names in cells, those of most worth first."""
 SHOWN = ("clean", "flipping", "rmd", "approx-grad", "algorithm-2", "penalty")
-STEPS = {"penalty": 600, "approx-grad": 300, "rmd": 300, "algorithm-2": 5000, "flipping": 0, "clean": 0}
-"""Upper steps."""
+STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 5000, "flipping": 0, "clean": 0}
+PENALTY_STEPS = {UNTARGETED: 400, TARGETED: 600}
+"""Upper steps, of `penalty` by attack."""
 TABLE, WEIGHTS, HYPER, EFFECT = "table", "weight", "table-6", "effect-of-T"
 PARTS = (TABLE, WEIGHTS, HYPER, EFFECT)
 LOWER_STEPS = (1, 5, 10, 20)
@@ -123,6 +124,6 @@ def _table(
 
 def _settings(part: str, attack: str, column: str, percent: int, seed: int) -> dict[str, Any]:
     return {
-        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": STEPS[column],
+        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": STEPS.get(column, PENALTY_STEPS[attack]),
         "weight": WEIGHT,
     }  # fmt: skip

@@ -151,7 +151,7 @@ def attack(
         "epsilon": bound and bound.epsilon, "norm": bound and bound.norm, "method": type(method).__name__,
         "options": method.describe(),
     }  # fmt: skip
-    return _poison(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
+    return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
 
 
 def default_method(within: Within, linear: bool) -> Penalty:
@@ -170,10 +170,11 @@ def default_method(within: Within, linear: bool) -> Penalty:
 
 def unmoved(goal: Goal) -> Poison:
     """The bases of a goal with its labels, as they are: label flipping."""
-    return _poison(goal, goal.base, None, 0.0, {})
+    return made(goal, goal.base, None, 0.0, {})
 
 
-def _poison(goal: Goal, x: Tensor, solution: Solution | None, seconds: float, settings: dict[str, Any]) -> Poison:
+def made(goal: Goal, x: Tensor, solution: Solution | None, seconds: float, settings: dict[str, Any]) -> Poison:
+    """Points with how far they are from where they began."""
     return Poison(
         x=x, labels=goal.labels, base=goal.base, rows=goal.rows, l2=norms(x, goal.base, "l2"),
         linf=norms(x, goal.base, "linf"), solution=solution, seconds=seconds, settings=settings,

@@ -123,7 +123,8 @@ def _table(
 
 
 def _settings(part: str, attack: str, column: str, percent: int, seed: int) -> dict[str, Any]:
+    steps = STEPS.get(column, PENALTY_STEPS[attack])
     return {
-        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": STEPS.get(column, PENALTY_STEPS[attack]),
+        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": steps,
         "weight": WEIGHT,
     }  # fmt: skip

@@ -206,6 +206,55 @@ def poisoning(
     _end("poisoning", message, summary, folders, json)
 
 
+@app.command("clean-label")
+def clean_label(
+    features: Annotated[
+        str, typer.Option(help="inception (needs bilevel[inception]), or small for a CPU.")
+    ] = "inception",
+    targets: Annotated[int, typer.Option(min=1, help="Test photographs, drawn with a fixed seed.")] = 20,
+    minutes: Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")] = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/clean-label"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """One clean-label poison point a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
+    import torch
+
+    from ..options import one_of
+    from ..paper import clean_label as study
+    from ..paper import clean_label_page
+    from ..paper.clean_label_features import FEATURES
+    from ..paper.denoising_store import FiledStore, run_ranked
+
+    one_of("--features", features, tuple(FEATURES))
+    where = device_of(device)
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / "clean-label.json")
+    left: list[Cell] = []
+    if not no_run:
+        count = len(study.photos("test", 32)[1])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:targets].tolist()
+        left = [cell for cell in study.cells(features, order) if store.get(cell) is None]
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    done: list[Cell] = []
+    with progress_bar() as bar:
+        task = bar.add_task("clean-label", total=len(left))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell)
+            bar.advance(task)
+
+        complete = run_ranked(left, store, partial(study.run, device=where), deadline=deadline, tell=tell)
+    if not complete:
+        _stopped(len(done), len(left))
+    store.write()
+    summary = clean_label_page.write(store.all(), folders[1].path)
+    message = f"{len(done)} cells were run; the page shows {summary['cells']}."
+    _end("clean-label", message, summary, folders, json)
+
+
 def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
     from ..paper import denoising_speed as study
     from ..paper import denoising_speed_page

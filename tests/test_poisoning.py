@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import Callback, DataError, Penalty, models
+from bilevel.applications import poisoning
 from bilevel.applications.auditing import noticed, prepare
 from bilevel.applications.bounds import Bound, Within, norms
 from bilevel.applications.feature_collision import collide
@@ -130,6 +131,21 @@ def test_direction_of_the_attack_is_that_of_the_retrained_objective(digits):
         victim = trained(model, x, y, EXACT)
         values.append(raised_loss(victim(goal.x), goal.y).item())
     assert values[1] < values[0]
+
+
+@pytest.mark.parametrize("white", [True, False])
+def test_lower_objective_is_that_of_the_victim_on_clean_rows_and_points(digits, white, monkeypatch):
+    train, validation, _ = digits
+    if not white:
+        monkeypatch.setattr(poisoning, "whitened", lambda *_: None)
+    recipe = Recipe(optimizer="lbfgs", steps=300, decay=0.2)
+    goal = untargeted(train, validation, 30, seed=0)
+    poison = attack(goal, train, softmax_regression(), recipe=recipe, steps=1)
+    victim = trained(softmax_regression(), *train, recipe)
+    x, y = torch.cat([train[0], goal.base]), torch.cat([train[1], goal.labels])
+    value = cross_entropy(victim(x), y) + decayed(victim, recipe.decay)
+    assert poison.solution.history["lower"][0] == pytest.approx(value.item(), rel=1e-4)
+    assert decayed(victim, recipe.decay).item() > 0.05 * value.item()
 
 
 def test_any_network_and_any_loss_can_be_the_victim(digits):

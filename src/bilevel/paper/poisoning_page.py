@@ -122,6 +122,10 @@ def findings(kept: Sequence[Kept], held: dict[str, dict[str, bool | None]]) -> l
         text += f"{len(good)} of {len(run)} shares" + (f" ({', '.join(good)})." if len(good) < len(run) else ".")
         strictly = [at for at in run if _ahead(kept, attack, int(at)) >= 0]
         text += f" Its mean is at or beyond the paper's at {len(strictly)} of them."
+        spread = PAPER[attack]["penalty"].deviations
+        assert spread is not None
+        within = [at for at in run if _ahead(kept, attack, int(at)) >= -spread[PERCENTS.index(int(at))]]
+        text += f" Within the paper's own deviation it is at {len(within)} of them."
         found.append(text)
         for column in ("approx-grad", "rmd", "algorithm-2"):
             gaps = []

@@ -56,6 +56,17 @@ def test_page_says_where_the_paper_is_reached_within_a_deviation_of_the_seeds():
     assert poisoning_page.reached([])[UNTARGETED]["1"] is None
 
 
+def test_methods_are_compared_on_the_same_shares_and_seeds():
+    cells = kept()
+    beside = [
+        (s | {"column": "approx-grad"}, {"accuracy": found["accuracy"] - 0.02, "success": None})
+        for s, found in cells
+        if s["attack"] == UNTARGETED and s["column"] == "penalty" and s["percent"] == 3 and s["seed"] < 2
+    ]
+    said = poisoning_page.findings([*cells, *beside], poisoning_page.reached(cells))
+    assert any("weaker than our run of ApproxGrad by 2.0 points in the mean over 2 pairs" in text for text in said)
+
+
 def test_page_has_the_numbers_and_marks_what_was_not_run(tmp_path):
     summary = poisoning_page.write(kept(1.0), tmp_path)
     text = (tmp_path / "poisoning.md").read_text()

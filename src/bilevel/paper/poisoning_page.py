@@ -128,19 +128,24 @@ def findings(kept: Sequence[Kept], held: dict[str, dict[str, bool | None]]) -> l
         text += f" Within the paper's own deviation it is at {len(within)} of them."
         found.append(text)
         for column in ("approx-grad", "rmd", "algorithm-2"):
-            gaps = []
-            for at in PERCENTS:
-                ours, other = values(kept, attack, "penalty", at), values(kept, attack, column, at)
-                if ours and other:
-                    gap = other.mean - ours.mean if attack == UNTARGETED else ours.mean - other.mean
-                    gaps.append(gap)
-            if gaps:
-                where = "stronger" if statistics.fmean(gaps) >= 0 else "weaker"
+            if gaps := _gaps(kept, attack, column):
+                mean = statistics.fmean(gaps)
                 found.append(
-                    f"{attack}: Penalty is {where} than our run of {COLUMNS[column]} by "
-                    f"{abs(statistics.fmean(gaps)):.1f} points in the mean over {len(gaps)} shares."
+                    f"{attack}: Penalty is {'stronger' if mean >= 0 else 'weaker'} than our run of {COLUMNS[column]} by "
+                    f"{abs(mean):.1f} points in the mean over {len(gaps)} pairs of the same share and seed."
                 )
     return found or ["Nothing was run."]
+
+
+def _gaps(kept: Sequence[Kept], attack: str, column: str) -> list[float]:
+    """By how much Penalty is stronger, for every share and seed that both have."""
+    ours, others = (
+        {(s["percent"], s["seed"]): 100 * found[KEYS[attack]] for s, found in chosen(mine, column=name)}
+        for mine in [chosen(kept, part=TABLE, attack=attack)]
+        for name in ("penalty", column)
+    )
+    sign = 1 if attack == TARGETED else -1
+    return [sign * (value - others[place]) for place, value in ours.items() if place in others]
 
 
 def _ahead(kept: Sequence[Kept], attack: str, at: int) -> float:

@@ -131,8 +131,8 @@ def findings(kept: Sequence[Kept], held: dict[str, dict[str, bool | None]]) -> l
             if gaps := _gaps(kept, attack, column):
                 mean = statistics.fmean(gaps)
                 found.append(
-                    f"{attack}: Penalty is {'stronger' if mean >= 0 else 'weaker'} than our run of {COLUMNS[column]} by "
-                    f"{abs(mean):.1f} points in the mean over {len(gaps)} pairs of the same share and seed."
+                    f"{attack}: Penalty is {'stronger' if mean >= 0 else 'weaker'} than our run of {COLUMNS[column]} "
+                    f"by {abs(mean):.1f} points in the mean over {len(gaps)} pairs of the same share and seed."
                 )
     return found or ["Nothing was run."]
 

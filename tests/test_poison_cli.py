@@ -131,7 +131,7 @@ def test_wrong_use_is_refused_with_a_sentence_and_writes_nothing(arrays, tmp_pat
 
 
 def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_path):
-    arguments = [str(arrays), "--points", "20", "--steps", "600"]
+    arguments = [str(arrays), "--points", "20", "--steps", "300"]
     command = [sys.executable, "-m", "bilevel", "poison", *arguments, "--out", str(tmp_path / "a")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     began = time.monotonic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import platform
 import shutil
 import sys
 import time
@@ -15,30 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
-from torch import nn
 
-from .. import __version__
-from ..applications.classifiers import KINDS, Classifier, classifier
+from ..applications.classifiers import KINDS, Classifier
 from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..cells import one_thread
-from ..data import Labelled, apply_decisions, load
+from ..data import apply_decisions, load
 from ..errors import BilevelError, OptionError
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
-from ..replay import seeded
-from . import python_file
 from .bar import progress_bar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
 from .folder import Folder, to_json
+from .model import classifier_of
+from .run_state import begin, finished
 
-CHECKPOINT = "checkpoint"
 SMALL = 500_000
 """Weights up to which one thread is as fast as several."""
 FIT = {name: method for name, method in METHODS.items() if name != "forward-mode"}
@@ -119,13 +112,13 @@ def command(
             "rows to draw as such."
         )
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
-    net = _classifier(model, prepared.data, where, seed)
+    net = classifier_of(model, prepared.data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
-    if resume and (done := _finished(folder, asked)) is not None:
+    if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         _tell(folder, done, json)
         return
-    checkpoint = _begin(folder, asked, resume)
+    checkpoint = begin(folder, asked, resume, (*FILES, NOISY))
     if noise is not None:
         prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
@@ -191,83 +184,6 @@ def _trusted(text: str | None) -> tuple[int | None, str | None]:
     if count < 1:
         raise OptionError(f"--trusted must be a file, or a number of rows of at least 1; got {text}.")
     return count, None
-
-
-def _classifier(model: str, data: Labelled, device: torch.device, seed: int) -> Classifier:
-    shape, classes = tuple(data.x.shape[1:]), len(data.classes)
-    if not python_file.is_file(model):
-        if model not in KINDS:
-            raise OptionError(
-                f"--model has no {model!r}.{did_you_mean(model, KINDS)} It is one of {', '.join(KINDS)}, or "
-                "path.py:make."
-            )
-        return classifier(model, shape, classes, device=device, seed=seed)
-    path, make = python_file.load(model, "--model must be a kind or a Python file")
-    if not callable(make):
-        raise OptionError(f"--model must name a function make(shape, classes), as in {path.name}:make.")
-    with seeded(seed):
-        try:
-            network = make(shape, classes)
-        except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
-    if not isinstance(network, nn.Module):
-        raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
-    try:
-        with torch.no_grad():
-            scores = network.eval().to(device)(data.x[:2].to(device)).shape
-    except Exception as error:
-        raise OptionError(
-            f"the network of {path} does not take inputs of shape {shape}: {python_file.told(error)}"
-        ) from error
-    if tuple(scores) != (2, classes):
-        raise OptionError(
-            f"the network of {path} must give one score for each of the {classes} classes; it gives shape "
-            f"{tuple(scores)} for two inputs."
-        )
-    return Classifier(network.train(), model)
-
-
-def _kept(folder: Folder, name: str) -> dict[str, Any]:
-    try:
-        found = jsonlib.loads((folder.path / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _finished(folder: Folder, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result of the same run, where it is there."""
-    config, result = _kept(folder, "config.json"), _kept(folder, "result.json")
-    same = all(config.get(key) == value for key, value in asked.items())
-    return result if same and result and not (folder.path / CHECKPOINT).exists() else None
-
-
-def _begin(folder: Folder, asked: Mapping[str, Any], resume: bool) -> Path:
-    """The folder of checkpoints, after a look at what the run's folder holds."""
-    checkpoint = folder.path / CHECKPOINT
-    if checkpoint.exists():
-        if not resume:
-            raise OptionError(
-                f"{folder.path} holds a run that was stopped. --resume goes on from it; another --out begins anew."
-            )
-        before = _kept(folder, "config.json")
-        for key, value in asked.items():
-            if before.get(key) != value:
-                option = "--" + key.replace("_", "-") if key != "data" else "DATA"
-                raise OptionError(
-                    f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
-                )
-    else:
-        if resume:
-            print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
-        for name in (*FILES, NOISY):  # of an earlier run: a folder holds the files of one
-            (folder.path / name).unlink(missing_ok=True)
-    versions = {
-        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
-    }  # fmt: skip
-    folder.write_json("config.json", {**asked, "versions": versions})
-    checkpoint.mkdir(exist_ok=True)
-    return checkpoint
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

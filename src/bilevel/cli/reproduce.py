@@ -162,6 +162,99 @@ def denoising_steps(
     _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
 
 
+@app.command("poisoning")
+def poisoning(
+    parts: Annotated[
+        str | None, typer.Option(help="table, weight, table-6, effect-of-T, with commas. By default all.")
+    ] = None,
+    attacks: Annotated[str | None, typer.Option(help="untargeted, targeted, with commas. By default both.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: penalty,rmd.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place.")] = 5,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")] = 1,
+    out: OutOption = Path("runs/poisoning"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Poisoning MNIST: Table 5, Table 6, the effect of T and the points (Appendices D.2 and E.4)."""
+    from ..paper import poisoning as study
+    from ..paper import poisoning_page, poisoning_runs
+    from ..paper.denoising_store import FiledStore
+
+    some = [name for name in study.COLUMNS if columns is not None or name != "algorithm-2"]
+    cells = study.cells(
+        _words("--parts", parts, study.PARTS), _words("--attacks", attacks, tuple(study.PAPER)),
+        some if columns is None else _words("--columns", columns, tuple(study.COLUMNS)), seeds,
+    )  # fmt: skip
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / "poisoning.json")
+    left = [] if no_run else [cell for cell in cells if store.get(cell) is None]
+    done: list[Cell] = []
+    with progress_bar() as bar:
+        task = bar.add_task("poisoning", total=len(left))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell)
+            bar.advance(task)
+
+        complete = run_cells(left, store, poisoning_runs.run, workers=workers, tell=tell)
+    if not complete:
+        _stopped(len(done), len(left))
+    store.write()
+    summary = poisoning_page.write(store.all(), folders[1].path)
+    message = f"{len(done)} cells were run; the page shows {summary['cells']}."
+    _end("poisoning", message, summary, folders, json)
+
+
+@app.command("clean-label")
+def clean_label(
+    features: Annotated[
+        str, typer.Option(help="inception (needs bilevel[inception]), or small for a CPU.")
+    ] = "inception",
+    targets: Annotated[int, typer.Option(min=1, help="Test photographs, drawn with a fixed seed.")] = 20,
+    minutes: Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")] = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/clean-label"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """One clean-label poison point a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
+    import torch
+
+    from ..options import one_of
+    from ..paper import clean_label as study
+    from ..paper import clean_label_page
+    from ..paper.clean_label_features import FEATURES
+    from ..paper.denoising_store import FiledStore, run_ranked
+
+    one_of("--features", features, tuple(FEATURES))
+    where = device_of(device)
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / "clean-label.json")
+    left: list[Cell] = []
+    if not no_run:
+        count = len(study.photos("test", 32)[1])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:targets].tolist()
+        left = [cell for cell in study.cells(features, order) if store.get(cell) is None]
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    done: list[Cell] = []
+    with progress_bar() as bar:
+        task = bar.add_task("clean-label", total=len(left))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell)
+            bar.advance(task)
+
+        complete = run_ranked(left, store, partial(study.run, device=where), deadline=deadline, tell=tell)
+    if not complete:
+        _stopped(len(done), len(left))
+    store.write()
+    summary = clean_label_page.write(store.all(), folders[1].path)
+    message = f"{len(done)} cells were run; the page shows {summary['cells']}."
+    _end("clean-label", message, summary, folders, json)
+
+
 def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
     from ..paper import denoising_speed as study
     from ..paper import denoising_speed_page

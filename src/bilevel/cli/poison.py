@@ -1,0 +1,224 @@
+"""`bilevel poison`: how little poison breaks what is trained on a data set, and what it looks like."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..applications.auditing import Aim, Ground, Outcome, carry_out, goal_of, on_features, prepare
+from ..applications.bounds import Bound
+from ..applications.classifiers import KINDS
+from ..callbacks import Progress
+from ..cells import one_thread
+from ..data import Labelled, load
+from ..errors import BilevelError, OptionError
+from ..options import did_you_mean
+from .denoise import SMALL
+from .device import device_of
+from .folder import Folder, to_json
+from .model import classifier_of
+from .poison_audit import Audit, audit_of
+from .poison_output import FILES, show, summary, write
+from .run_state import begin, finished
+
+LEVELS = 255
+"""Steps of a pixel, in which an l-infinity bound on images is given."""
+COST = 5.0
+"""Points of accuracy that an audit asks for by default."""
+
+
+class Attack(StrEnum):
+    untargeted = "untargeted"
+    targeted = "targeted"
+    clean_label = "clean-label"
+
+
+class Norm(StrEnum):
+    l2 = "l2"
+    linf = "linf"
+
+
+def command(
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or a folder of images "
+            "in class folders.",
+            show_default=False,
+        ),
+    ],
+    attack: Annotated[Attack, typer.Option(help="What the attack is after.")] = Attack.untargeted,
+    points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="The same as a share of the training rows; 0.03 where neither is given.")
+    ] = None,
+    target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
+    as_class: Annotated[
+        str | None, typer.Option("--as", help="The class it, or the target, is to be taken for.")
+    ] = None,
+    target: Annotated[int | None, typer.Option(min=0, help="Clean label: a row of the test set, from 0.")] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="The most that a point may be changed; no bound by default. l2: a length, of pixels in [0, 1]. linf: "
+            "steps of 1/255 of a pixel. Of tables, deviations of a column."
+        ),
+    ] = None,
+    norm: Annotated[Norm, typer.Option(help="What --epsilon measures.")] = Norm.l2,
+    test: Annotated[str | None, typer.Option(help="A file or folder of the same form, which no attack sees.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column of the labels, in a table.")] = None,
+    rows: Annotated[int | None, typer.Option(min=10, help="Draw this many rows for training; all by default.")] = None,
+    model: Annotated[
+        str, typer.Option(help=f"The victim: {', '.join(KINDS)}, or path.py:make with make(shape, classes).")
+    ] = "linear",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the attack.")] = 300,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Look for the smallest share of poison (clean label: the smallest epsilon) that does it, and whether "
+            "bilevel's own denoiser notices the points.",
+        ),
+    ] = False,
+    cost: Annotated[float, typer.Option(help="What --audit calls done: this many points of accuracy lost.")] = COST,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/poison-DATA")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from a run that was stopped.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Find out what a few poisoned training examples can do to a classifier, on your own data.
+
+    The attack moves points that are added to the training set. What it is worth is measured by training the victim from
+    scratch on the clean rows and the points, on test rows that the attack never sees. The run folder has poison.npz,
+    result.json and report.html. For audits of pipelines of your own: see docs/poisoning-ethics.md.
+    """
+    asked = {
+        "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,
+        "target_class": target_class, "as": as_class, "target": target, "epsilon": epsilon, "norm": str(norm),
+        "test": test, "label": label, "rows": rows, "model": model, "steps": steps, "audit": audit, "cost": cost,
+        "seed": seed,
+    }  # fmt: skip
+    where = device_of(device)
+    _refuse(asked)
+    loaded = load(data, label=label, test=test)
+    net = classifier_of(model, loaded, where, seed)
+    ground = prepare(loaded, net.network, rows=rows, seed=seed)
+    if net.why:
+        ground = _noted(ground, net.why)
+    aim = _aim(asked, ground)
+    bound = _bound(epsilon, norm, ground.data)
+    folder = Folder(out or Path("runs") / f"poison-{Path(data).stem}")
+    if resume and (done := finished(folder, asked)) is not None:
+        print("note: this run is finished already.", file=sys.stderr)
+        _tell(folder, done, json)
+        return
+    goal_of(ground, aim, seed)  # refuses, where it cannot be, before anything is written
+    checkpoint = begin(folder, asked, resume, FILES)
+    began = time.perf_counter()
+    small = where.type == "cpu" and sum(p.numel() for p in net.network.parameters()) < SMALL
+    try:
+        with one_thread() if small else nullcontext():
+            ground, outcome, audited = _run(ground, aim, bound, asked, checkpoint, resume)
+    except KeyboardInterrupt:
+        print(
+            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
+        )
+        raise typer.Exit(1) from None
+    except BilevelError:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+        raise
+    result = summary(ground, aim, outcome, audited, net.kind, asked, time.perf_counter() - began, where)
+    write(folder, ground, aim, outcome, audited, result)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    _tell(folder, result, json)
+
+
+def _run(
+    ground: Ground, aim: Aim, bound: Bound | None, asked: Mapping[str, Any], checkpoint: Path, resume: bool
+) -> tuple[Ground, Outcome, Audit | None]:
+    if aim.kind == "clean-label":
+        ground = on_features(ground)
+    outcome = carry_out(
+        ground, aim, bound=bound, steps=asked["steps"], seed=asked["seed"], checkpoint=checkpoint / "attack",
+        resume=resume, callbacks=[Progress("moving points")],
+    )  # fmt: skip
+    return ground, outcome, audit_of(ground, aim, bound, outcome, asked, checkpoint) if asked["audit"] else None
+
+
+def _tell(folder: Folder, result: Mapping[str, Any], json: bool) -> None:
+    for note in result["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    if json:
+        typer.echo(to_json(result))
+    else:
+        show(result)
+        typer.echo(f"report: {folder.path / 'report.html'}")
+
+
+# -- what was asked for ------------------------------------------------------------------------------------------------
+
+
+def _refuse(asked: Mapping[str, Any]) -> None:
+    """Options that do not go together."""
+    attack = asked["attack"]
+    if asked["points"] is not None and asked["fraction"] is not None:
+        raise OptionError("Give either --points or --fraction; got both.")
+    fraction = asked["fraction"]
+    if fraction is not None and not 0 < fraction < 1:
+        raise OptionError(f"--fraction must be above 0 and below 1; got {fraction:g}.")
+    if asked["epsilon"] is not None and not asked["epsilon"] > 0:
+        raise OptionError(f"--epsilon must be above 0; got {asked['epsilon']:g}.")
+    needed = {"targeted": ("target_class", "as"), "clean-label": ("target", "epsilon")}.get(attack, ())
+    for name in needed:
+        if asked[name] is None:
+            raise OptionError(f"--attack {attack} needs --{name.replace('_', '-')}.")
+    for name, attacks in (("target_class", ("targeted",)), ("as", ("targeted", "clean-label")),
+                          ("target", ("clean-label",))):  # fmt: skip
+        if asked[name] is not None and attack not in attacks:
+            raise OptionError(f"--{name.replace('_', '-')} is for --attack {' or '.join(attacks)}; got {attack}.")
+    if not asked["cost"] > 0:
+        raise OptionError(f"--cost must be above 0; got {asked['cost']:g}.")
+
+
+def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:
+    classes = ground.data.classes
+    points = asked["points"]
+    if points is None:
+        fraction = asked["fraction"]
+        if fraction is None:
+            points = 1 if asked["attack"] == "clean-label" else max(1, round(0.03 * ground.data.count))
+        else:
+            points = max(1, round(fraction * ground.data.count))
+    source, wanted = (
+        None if asked[name] is None else _class(option, asked[name], classes)
+        for name, option in (("target_class", "--target-class"), ("as", "--as"))
+    )
+    return Aim(asked["attack"], points, source, wanted, asked["target"])
+
+
+def _class(option: str, name: str, classes: tuple[str, ...]) -> int:
+    if name not in classes:
+        shown = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
+        raise OptionError(f"{option} has no class {name!r}.{did_you_mean(name, classes)} The classes are {shown}.")
+    return classes.index(name)
+
+
+def _bound(epsilon: float | None, norm: Norm, data: Labelled) -> Bound | None:
+    if epsilon is None:
+        return None
+    steps = LEVELS if norm is Norm.linf and data.kind == "images" else 1
+    return Bound(epsilon / steps, norm.value)
+
+
+def _noted(ground: Ground, note: str) -> Ground:
+    return replace(ground, notes=(*ground.notes, note))

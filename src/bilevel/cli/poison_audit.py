@@ -1,0 +1,118 @@
+"""`bilevel poison --audit`: the least poison that is enough, by bisection over runs that are kept, and who notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..applications.auditing import (
+    FRACTIONS,
+    PARTS_OF_EPSILON,
+    Aim,
+    Ground,
+    Outcome,
+    carry_out,
+    least,
+    noticed,
+)
+from ..applications.bounds import Bound
+from ..callbacks import Progress
+from ..cells import Cell, Store
+
+SUCCESS = 0.5
+"""The share of a class that a targeted attack is to have taken for the other."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was looked for among `values`, the least that is enough, and the runs that were made."""
+
+    what: str
+    """`fraction` or `epsilon`."""
+    wanted: str
+    """What counts as enough, in words."""
+    values: tuple[float, ...]
+    least: float | None
+    runs: list[dict[str, Any]]
+    auc: float
+    """Of the denoiser's importance as a sign of a clean row, on the set poisoned by the attack as asked for."""
+
+    @property
+    def sentence(self) -> str:
+        if self.least is None:
+            return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}."
+        return f"The smallest {self.what} tried that {self.wanted}: {_shown(self.what, self.least)}."
+
+
+def audit_of(
+    ground: Ground, aim: Aim, bound: Bound | None, outcome: Outcome, asked: Mapping[str, Any], checkpoint: Path
+) -> Audit:
+    """Bisect; a run that is finished is kept in the checkpoint folder, and one that was stopped goes on."""
+    store = Store(checkpoint / "audit")
+    clean = outcome.clean.accuracy
+    by_bound = aim.kind == "clean-label" and bound is not None
+    values = tuple(
+        bound.epsilon * k / PARTS_OF_EPSILON for k in range(1, PARTS_OF_EPSILON + 1)
+    ) if by_bound and bound else _fractions(ground, aim)  # fmt: skip
+
+    def run(value: float) -> dict[str, Any]:
+        cell = Cell({"what": "epsilon" if by_bound else "fraction", "value": value}, 0)
+        if (kept := store.get(cell)) is not None:
+            return kept
+        mine = aim if by_bound else replace(aim, points=max(1, round(value * ground.data.count)))
+        limit = replace(bound, epsilon=value) if by_bound and bound else bound
+        found = carry_out(
+            ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=checkpoint / cell.name,
+            resume=True, callbacks=[Progress(f"audit at {value:.3g}")],
+        )  # fmt: skip
+        success = found.success(ground, mine, found.poisoned)
+        enough = {
+            "untargeted": 100 * (clean - found.poisoned.accuracy) >= asked["cost"],
+            "targeted": (success or 0.0) >= SUCCESS,
+            "clean-label": bool(success),
+        }[aim.kind]
+        result = {
+            "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,
+            "enough": bool(enough),
+        }  # fmt: skip
+        store.put(cell, result)
+        return result
+
+    smallest, runs = least(values, run)
+    auc = noticed(ground, outcome.poison, _fresh(ground), seed=asked["seed"])
+    wanted = {
+        "untargeted": f"costs {asked['cost']:g} points of accuracy",
+        "targeted": f"has {SUCCESS:.0%} of the class taken for the other",
+        "clean-label": "flips the target",
+    }[aim.kind]
+    return Audit("epsilon" if by_bound else "fraction", wanted, values, smallest, runs, auc)
+
+
+def _fractions(ground: Ground, aim: Aim) -> tuple[float, ...]:
+    """The shares that are at least one point each, and that the data has bases for."""
+    count = ground.data.count
+    most = count - 1
+    if aim.kind == "targeted":
+        most = 2 * min(ground.train[1].tolist().count(c) for c in (aim.source, aim.wanted))
+    fitting = [f for f in FRACTIONS if 1 <= round(f * count) <= most]
+    different = {round(f * count): f for f in reversed(fitting)}
+    return tuple(sorted(different.values())) or (1 / count,)
+
+
+def _fresh(ground: Ground) -> nn.Module:
+    """A classifier on inputs, as the denoiser is to train: the victim, or where that is on features, a linear one."""
+    if ground.features is None:
+        return copy.deepcopy(ground.model)
+    from .. import models
+
+    inputs = int(ground.data.x[0].numel())
+    return models.linear(inputs, len(ground.data.classes)).to(ground.device)
+
+
+def _shown(what: str, value: float) -> str:
+    return f"{100 * value:.3g}%" if what == "fraction" else f"{value:.4g}"

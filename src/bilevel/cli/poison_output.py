@@ -1,0 +1,179 @@
+"""The folder of a poisoning run: its result, its files, and the data of its page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .. import __version__
+from ..applications.auditing import Aim, Ground, Outcome, wanted_of
+from ..applications.cleaning import thumbnails
+from ..report import Table as ReportTable
+from ..report.poison import Point, PoisonPage, render_poison
+from .folder import Folder
+from .poison_audit import Audit
+
+FILES = ("poison.npz", "history.csv", "result.json", "report.html")
+SIDE = 128
+"""The longest side of a picture on the page, in pixels."""
+CHANGES = 8
+"""Columns of a table that the page shows of a point, the most changed first."""
+HARM = 0.01
+"""A loss of accuracy that is none."""
+
+
+def summary(
+    ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, model: str, asked: Mapping[str, Any],
+    seconds: float, device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    names = ground.data.classes
+    clean, poisoned, flipped = outcome.clean, outcome.poisoned, outcome.flipped
+    success, before = (outcome.success(ground, aim, which) for which in (poisoned, clean))
+    count = f"{aim.points} poison point{'s' * (aim.points != 1)} ({aim.points / ground.data.count:.2%} of the training)"
+    if aim.kind == "untargeted":
+        message = f"{count} bring the accuracy from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}."
+    elif aim.kind == "targeted":
+        assert aim.source is not None
+        assert aim.wanted is not None
+        message = (
+            f"{count} have {_share(float(success or 0))} of class {names[aim.source]} taken for {names[aim.wanted]}, "
+            f"{_share(float(before or 0))} without them."
+        )
+    else:
+        said = "flip" if success else "do not flip"
+        message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}."
+    if aim.points == 1:
+        message = message.replace(") bring", ") brings").replace(") have", ") has").replace(") flip", ") flips")
+        message = message.replace(") do not", ") does not")
+    if audit is not None:
+        message += f" {audit.sentence}"
+    settings = outcome.poison.settings
+    return {
+        "command": "poison", "attack": aim.kind, "status": "done", "message": message, "seed": asked["seed"],
+        "seconds": round(seconds, 3), "points": aim.points, "fraction": aim.points / ground.data.count,
+        "rows": ground.data.count, "clean_accuracy": clean.accuracy, "poisoned_accuracy": poisoned.accuracy,
+        "flipped_accuracy": flipped.accuracy, "success": success, "clean_success": before,
+        "by_class": {
+            names[c]: {"clean": clean.by_class[c], "poisoned": poisoned.by_class[c]} for c in sorted(clean.by_class)
+        },
+        "epsilon": settings["epsilon"], "norm": settings["norm"], "l2": float(outcome.poison.l2.max()),
+        "linf": float(outcome.poison.linf.max()), "model": model, "device": str(device), "settings": settings,
+        "audit": None if audit is None else {
+            "what": audit.what, "least": audit.least, "values": list(audit.values), "runs": audit.runs,
+            "wanted": audit.wanted, "auc": audit.auc,
+        },
+        "notes": list(ground.notes),
+    }  # fmt: skip
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def write(
+    folder: Folder, ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]
+) -> Path:
+    """Write all files, the result last; returns the path of the page."""
+    poison, names = outcome.poison, np.array(ground.data.classes)
+    temporary = folder.path / ".poison.npz"
+    with open(temporary, "wb") as file:
+        np.savez_compressed(
+            file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(), y=names[poison.labels],
+            labels=poison.labels.numpy(), rows=poison.rows.numpy(), l2=poison.l2.numpy(), linf=poison.linf.numpy(),
+        )  # fmt: skip
+    temporary.replace(folder.path / "poison.npz")
+    if poison.solution is not None:
+        poison.solution.history.to_csv(folder.path / "history.csv")
+    page = folder.write("report.html", render_poison(_page(ground, aim, outcome, audit, result)))
+    folder.write_json("result.json", result)  # last: where it is, the run is finished
+    return page
+
+
+def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]) -> PoisonPage:
+    rows = _accuracy_rows(result)
+    harmed = bool(result["success"]) if aim.kind == "clean-label" else (
+        result["clean_accuracy"] - result["poisoned_accuracy"] > HARM or (result["success"] or 0.0) > 2 * HARM
+    )  # fmt: skip
+    bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
+    recipe = result["settings"]["recipe"]
+    audited = None
+    if audit is not None:
+        audited = ReportTable(
+            audit.sentence, (audit.what, "points", "accuracy", "enough"),
+            [(f"{r['value']:.4g}", str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
+             for r in sorted(audit.runs, key=lambda r: r["value"])],
+        )  # fmt: skip
+    return PoisonPage(
+        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"], good=not harmed,
+        accuracy=ReportTable(
+            "The victim trained from scratch on clean rows, and on these and the points, right on test rows that the "
+            "attack never saw.", ("Class", "Clean", "Poisoned"), rows,
+        ),
+        points=_points(ground, outcome), audit=audited,
+        defence="" if audit is None else (
+            f"bilevel's own denoiser, given the poisoned set and the {len(ground.validation[1]):,} validation rows as "
+            f"trusted, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
+        ),
+        settings=[
+            ("Rows", f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
+             f"{len(ground.test[1]):,} for the test"),
+            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training"), ("Bound", bound),
+            ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
+            ("Victim", result["model"]), ("Trained by", ", ".join(f"{k} {v}" for k, v in recipe.items())),
+            ("Steps", f"{result['settings']['steps']:,}"), ("Seed", str(result["seed"])),
+            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+        ],
+        notes=result["notes"],
+    )  # fmt: skip
+
+
+def _points(ground: Ground, outcome: Outcome) -> list[Point]:
+    poison, names = outcome.poison, ground.data.classes
+    images = ground.data.kind == "images"
+    every = torch.arange(len(poison.labels))
+    shown = [thumbnails(x.float(), every, SIDE) if images else None for x in (poison.base, poison.x)]
+    columns = _columns(ground, poison.base)
+    found = []
+    for i in range(len(poison.labels)):
+        facts = [("l2", f"{float(poison.l2[i]):.3g}"), ("linf", f"{float(poison.linf[i]):.3g}")]
+        title = f"{i}: labelled {names[int(poison.labels[i])]}"
+        if shown[0] is not None and shown[1] is not None:
+            found.append(Point(title, facts, base=shown[0][i], poison=shown[1][i]))
+        else:
+            found.append(Point(title, facts, changes=_changes(poison.base[i], poison.x[i], columns)))
+    return found
+
+
+def _columns(ground: Ground, base: Tensor) -> list[str]:
+    count = int(base[0].numel())
+    names = list(ground.data.fields)
+    return names if len(names) == count else [f"column {k}" for k in range(count)]
+
+
+def _changes(base: Tensor, poison: Tensor, columns: Sequence[str]) -> list[tuple[str, str, str]]:
+    before, after = base.flatten(), poison.flatten()
+    order = (after - before).abs().argsort(descending=True)[:CHANGES].tolist()
+    return [(columns[k], f"{float(before[k]):.3g}", f"{float(after[k]):.3g}") for k in order]
+
+
+def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    rows = [("all", _share(result["clean_accuracy"]), _share(result["poisoned_accuracy"]))]
+    return rows + [(name, _share(v["clean"]), _share(v["poisoned"])) for name, v in result["by_class"].items()]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    console = Console()
+    table = Table("Class", "Clean", "Poisoned")
+    for row in _accuracy_rows(result):
+        table.add_row(*row)
+    console.print(table)
+    if (audit := result["audit"]) is not None:
+        console.print(f"AUC of bilevel's denoiser on the points: {audit['auc']:.3f}.")
+    console.print(result["message"], soft_wrap=True)

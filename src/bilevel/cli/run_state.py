@@ -1,0 +1,62 @@
+"""What a run's folder holds of an earlier run: nothing, a result, or one that was stopped."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..errors import OptionError
+from .folder import Folder
+
+CHECKPOINT = "checkpoint"
+
+
+def kept(folder: Folder, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder.path / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def finished(folder: Folder, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result of the same run, where it is there."""
+    config, result = kept(folder, "config.json"), kept(folder, "result.json")
+    same = all(config.get(key) == value for key, value in asked.items())
+    return result if same and result and not (folder.path / CHECKPOINT).exists() else None
+
+
+def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequence[str]) -> Path:
+    """The folder of checkpoints, after a look at what the run's folder holds."""
+    checkpoint = folder.path / CHECKPOINT
+    if checkpoint.exists():
+        if not resume:
+            raise OptionError(
+                f"{folder.path} holds a run that was stopped. --resume goes on from it; another --out begins anew."
+            )
+        before = kept(folder, "config.json")
+        for key, value in asked.items():
+            if before.get(key) != value:
+                option = "--" + key.replace("_", "-") if key != "data" else "DATA"
+                raise OptionError(
+                    f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
+                )
+    else:
+        if resume:
+            print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
+        for name in files:  # of an earlier run: a folder holds the files of one
+            (folder.path / name).unlink(missing_ok=True)
+    versions = {
+        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
+    }  # fmt: skip
+    folder.write_json("config.json", {**asked, "versions": versions})
+    checkpoint.mkdir(exist_ok=True)
+    return checkpoint

@@ -1,0 +1,160 @@
+"""`bilevel poison` as a user runs it: all attacks, files and tables, wrong input, Ctrl-C and --resume, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits, load_iris
+
+from bilevel.cli.main import main
+from bilevel.errors import OptionError
+from bilevel.report.poison import Point, amplification, pictures
+
+
+def run(*arguments: object) -> int:
+    return main(["poison", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory) -> Path:
+    """A few digits as a user would hand them in."""
+    digits = load_digits()
+    x, y = digits.images.astype("float32") / 16, digits.target
+    path = tmp_path_factory.mktemp("arrays") / "d.npz"
+    np.savez(
+        path, x=x[:400], y=y[:400], x_trusted=x[400:600], y_trusted=y[400:600], x_test=x[600:900], y_test=y[600:900]
+    )
+    return path
+
+
+def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_path, capsys):
+    assert run(arrays, "--fraction", 0.1, "--steps", 80, "--out", tmp_path / "r", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    folder = tmp_path / "r"
+    assert printed == json.loads((folder / "result.json").read_text())
+    names = {"config.json", "history.csv", "poison.npz", "report.html", "result.json"}
+    assert {p.name for p in folder.iterdir()} == names
+    assert printed["points"] == 40
+    assert printed["poisoned_accuracy"] < printed["flipped_accuracy"] - 0.02
+    points = np.load(folder / "poison.npz")
+    assert points["poisoned"].shape == points["base"].shape == (40, 1, 8, 8)
+    assert points["poisoned"].min() >= 0
+    assert points["poisoned"].max() <= 1
+    apart = (points["poisoned"].astype("float64") - points["base"]).reshape(40, -1)
+    assert np.allclose(np.linalg.norm(apart, axis=1), points["l2"])
+    given = np.load(arrays)
+    assert (given["y"][points["rows"]].astype(str) != points["y"]).all(), "labels are wrong ones"
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 * 40
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
+    assert f"{100 * printed['poisoned_accuracy']:.1f}%" in page
+
+
+def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):
+    options = ["--attack", "targeted", "--target-class", 8, "--as", 3, "--points", 30, "--steps", 60]
+    assert run(arrays, *options, "--epsilon", 32, "--norm", "linf", "--out", tmp_path, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    points = np.load(tmp_path / "poison.npz")
+    assert points["linf"].max() <= 32 / 255
+    assert points["linf"].max() > 0.9 * 32 / 255
+    assert set(points["y"]) == {"3", "8"}
+    assert result["success"] >= result["clean_success"]
+    assert "of class 8 taken for 3" in result["message"]
+
+
+def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, capsys):
+    options = ["--attack", "clean-label", "--target", 0, "--epsilon", 2, "--model", "mlp", "--points", 4, "--steps", 40]
+    assert run(arrays, *options, "--out", tmp_path, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    points, given = np.load(tmp_path / "poison.npz"), np.load(arrays)
+    assert (given["y_trusted"][points["rows"]].astype(str) == points["y"]).all()
+    assert points["l2"].max() <= 2
+    assert isinstance(result["success"], bool)
+    assert "last layer" in result["notes"][-1]
+
+
+def test_tables_are_poisoned_within_the_range_of_their_columns(tmp_path, capsys):
+    iris = load_iris()
+    rows = [",".join([*map(str, x), iris.target_names[y]]) for x, y in zip(iris.data, iris.target, strict=True)]
+    (tmp_path / "iris.csv").write_text("a,b,c,d,kind\n" + "\n".join(rows) + "\n")
+    assert run(tmp_path / "iris.csv", "--label", "kind", "--points", 8, "--steps", 40, "--out", tmp_path / "r") == 0
+    points = np.load(tmp_path / "r" / "poison.npz")
+    assert np.abs(points["poisoned"]).max() < 4, "deviations of a column"
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "data:image/png" not in page
+    assert '<th scope="row">' in page
+    assert "held out as the test set" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays, tmp_path, capsys):
+    options = ["--points", 40, "--steps", 25, "--audit", "--cost", 3]
+    assert run(arrays, *options, "--out", tmp_path, "--json") == 0
+    audit = json.loads(capsys.readouterr().out)["audit"]
+    assert audit["what"] == "fraction"
+    assert 2 <= len(audit["runs"]) <= 5
+    enough = {r["value"]: r["enough"] for r in audit["runs"]}
+    assert audit["least"] is None or enough[audit["least"]]
+    assert not any(ok for value, ok in enough.items() if audit["least"] is not None and value < audit["least"])
+    assert 0.6 < audit["auc"] <= 1
+    assert "How little it takes" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--points", "4", "--fraction", "0.1"], "Give either --points or --fraction; got both."),
+        (["--fraction", "1.5"], "--fraction must be above 0 and below 1; got 1.5."),
+        (["--attack", "targeted", "--as", "3"], "--attack targeted needs --target-class."),
+        (["--attack", "clean-label", "--epsilon", "1"], "--attack clean-label needs --target."),
+        (["--attack", "clean-label", "--target", "0"], "--attack clean-label needs --epsilon."),
+        (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
+        (["--epsilon", "-1"], "--epsilon must be above 0; got -1."),
+        (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
+        (["--attack", "clean-label", "--target", "9999", "--epsilon", "1"], "--target must be a row of the test set"),
+        (["--points", "400"], "points must be below the 400 examples of the training set"),
+        (["--model", "lineer"], "--model has no 'lineer'. Did you mean 'linear'?"),
+    ],
+)
+def test_wrong_use_is_refused_with_a_sentence_and_writes_nothing(arrays, tmp_path, capsys, options, sentence):
+    assert run(arrays, *options, "--out", tmp_path / "r") == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "r" / "config.json").exists()
+
+
+def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_path):
+    arguments = [str(arrays), "--points", "20", "--steps", "300"]
+    command = [sys.executable, "-m", "bilevel", "poison", *arguments, "--out", str(tmp_path / "a")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    began = time.monotonic()
+    while not list((tmp_path / "a").glob("checkpoint/attack/*")) and time.monotonic() - began < 60:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Stopped by Ctrl-C" in err
+    assert not (tmp_path / "a" / "result.json").exists()
+    assert run(*arguments, "--out", tmp_path / "a") == 2, "a stopped run is not begun over"
+    assert run(*arguments, "--out", tmp_path / "a", "--resume") == 0
+    assert run(*arguments, "--out", tmp_path / "b") == 0
+    resumed, whole = (np.load(tmp_path / name / "poison.npz")["poisoned"] for name in "ab")
+    assert np.array_equal(resumed, whole)
+    assert run(*arguments, "--out", tmp_path / "a", "--resume") == 0, "and is finished"
+
+
+def test_differences_are_amplified_so_that_the_largest_fills_the_range():
+    base = np.full((4, 4), 100, np.uint8)
+    point = Point("p", (), base=base, poison=base + np.uint8(10))
+    assert amplification([point]) == 10
+    assert amplification([Point("p", (), base=base, poison=base)]) == 1
+    assert [name for name, _ in pictures(point, 10)] == ["base", "poison", "difference"]
+    with pytest.raises(OptionError, match="uint8 of one shape"):
+        pictures(Point("p", (), base=base, poison=base[:2]), 1)

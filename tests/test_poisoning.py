@@ -1,0 +1,408 @@
+"""Poisoning: attacks hurt a victim that is trained anew, bounds hold to the last bit, bad input is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from bilevel import Callback, DataError, Penalty, models
+from bilevel.applications import poisoning
+from bilevel.applications.auditing import noticed, prepare
+from bilevel.applications.bounds import Bound, Within, norms
+from bilevel.applications.feature_collision import collide
+from bilevel.applications.poisoning import attack, evaluate, smallest, unmoved
+from bilevel.applications.poisoning_goals import Goal, clean_label, raised_loss, targeted, untargeted
+from bilevel.applications.victims import Recipe, decayed, mapped, trained
+from bilevel.applications.whitening import CURVATURE, Whitened, whitened
+from bilevel.data import Labelled, load
+from bilevel.errors import OptionError
+from bilevel.methods.approx_grad import ApproxGrad
+from bilevel.methods.reverse_mode import ReverseMode
+
+EXACT = Recipe(optimizer="lbfgs", steps=300, decay=0.005)
+ADAM = partial(torch.optim.Adam, lr=0.05)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """300 for training, 300 for validation, 400 that no attack sees."""
+    data = load("digits")
+    x, y = data.x, data.y
+    return (x[:300], y[:300]), (x[300:600], y[300:600]), data.test
+
+
+def softmax_regression() -> nn.Sequential:
+    model = models.linear(64, 10)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def own(**options) -> Penalty:
+    return Penalty(**({"mode": "stochastic", "warm_up": 0.0, "upper_optimizer": ADAM} | options))
+
+
+# -- attacks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attacked(digits):
+    train, validation, _ = digits
+    goal = untargeted(train, validation, 30, seed=0)
+    model = softmax_regression()
+    return goal, model, attack(goal, train, model, recipe=EXACT, steps=120)
+
+
+def test_untargeted_attack_costs_a_victim_trained_anew_more_than_label_flipping(digits, attacked):
+    train, _, test = digits
+    goal, model, poison = attacked
+    clean = evaluate(None, train, test, model, recipe=EXACT).accuracy
+    flipped = evaluate(unmoved(goal), train, test, model, recipe=EXACT).accuracy
+    poisoned = evaluate(poison, train, test, model, recipe=EXACT).accuracy
+    assert clean > 0.85
+    assert poisoned < flipped - 0.08
+    assert float(poison.x.min()) >= 0
+    assert float(poison.x.max()) <= 1
+
+
+def test_attack_leaves_the_model_as_it_was_and_evaluation_knows_nothing_of_the_attack(digits, attacked):
+    train, _, test = digits
+    _, model, poison = attacked
+    assert all(bool((p == 0).all()) for p in model.parameters())
+    by_pair = evaluate((poison.x, poison.labels), train, test, softmax_regression(), recipe=EXACT)
+    assert by_pair.accuracy == evaluate(poison, train, test, model, recipe=EXACT).accuracy
+    right = sum(by_pair.by_class[c] * int((test[1] == c).sum()) for c in by_pair.by_class)
+    assert right / len(test[1]) == pytest.approx(by_pair.accuracy)
+
+
+def test_targeted_attack_makes_the_victim_take_one_class_for_another(digits):
+    train, validation, test = digits
+    goal = targeted(train, validation, 30, source=8, wanted=3, seed=0)
+    assert sorted(set(zip(train[1][goal.rows].tolist(), goal.labels.tolist(), strict=True))) == [(3, 8), (8, 3)]
+    assert bool((goal.y == 3).all())
+    assert len(goal.y) == int((validation[1] == 8).sum())
+    poison = attack(goal, train, softmax_regression(), recipe=EXACT, steps=150)
+    shares = [
+        evaluate(points, train, test, softmax_regression(), recipe=EXACT).share(test, 8, 3)
+        for points in (None, unmoved(goal), poison)
+    ]
+    assert shares[2] > shares[1] + 0.2
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ApproxGrad(lower_steps=3, linear_steps=3, warm_up=0.0, upper_optimizer=ADAM),
+        ReverseMode(lower_steps=10, warm_up=0.0, upper_optimizer=ADAM),
+    ],
+)
+def test_other_methods_attack_too_and_keep_the_l2_bound(digits, method):
+    train, validation, test = digits
+    goal = untargeted(train, validation, 30, seed=0)
+    poison = attack(goal, train, softmax_regression(), recipe=EXACT, steps=60, method=method, bound=Bound(1.5))
+    assert float(poison.l2.max()) <= 1.5
+    accuracies = [
+        evaluate(points, train, test, softmax_regression(), recipe=EXACT).accuracy for points in (unmoved(goal), poison)
+    ]
+    assert accuracies[1] < accuracies[0] - 0.01
+
+
+def test_direction_of_the_attack_is_that_of_the_retrained_objective(digits):
+    """A short run lowers the validation objective of a victim trained anew, which the attack never evaluates."""
+    train, validation, _ = digits
+    train, validation = ((x.double(), y) for x, y in (train, validation))
+    goal = untargeted(train, validation, 6, seed=1, objective=raised_loss)
+    model = softmax_regression().double()
+    poison = attack(
+        goal, train, model, recipe=EXACT, steps=30,
+        method=own(gamma=30.0, upper_optimizer=partial(torch.optim.Adam, lr=0.01)),
+    )  # fmt: skip
+    values = []
+    for points in (goal.base, poison.x):
+        x, y = torch.cat([train[0], points]), torch.cat([train[1], goal.labels])
+        victim = trained(model, x, y, EXACT)
+        values.append(raised_loss(victim(goal.x), goal.y).item())
+    assert values[1] < values[0]
+
+
+@pytest.mark.parametrize("white", [True, False])
+def test_lower_objective_is_that_of_the_victim_on_clean_rows_and_points(digits, white, monkeypatch):
+    train, validation, _ = digits
+    if not white:
+        monkeypatch.setattr(poisoning, "whitened", lambda *_: None)
+    recipe = Recipe(optimizer="lbfgs", steps=300, decay=0.2)
+    goal = untargeted(train, validation, 30, seed=0)
+    poison = attack(goal, train, softmax_regression(), recipe=recipe, steps=1)
+    victim = trained(softmax_regression(), *train, recipe)
+    x, y = torch.cat([train[0], goal.base]), torch.cat([train[1], goal.labels])
+    value = cross_entropy(victim(x), y) + decayed(victim, recipe.decay)
+    assert poison.solution.history["lower"][0] == pytest.approx(value.item(), rel=1e-4)
+    assert decayed(victim, recipe.decay).item() > 0.05 * value.item()
+
+
+def test_any_network_and_any_loss_can_be_the_victim(digits):
+    train, validation, test = digits
+    torch.manual_seed(0)
+    model = models.mlp(64, (32,), 10)
+    first = copy.deepcopy(model.state_dict())
+
+    def margin(scores, labels):
+        own = one_hot(labels, 10).bool()
+        return ((1 - scores[own][:, None] + scores[~own].reshape(-1, 9)).clamp(min=0) ** 2).mean(1)
+
+    recipe = Recipe(steps=300, rate=1e-2, decay=1e-3)
+    goal = untargeted(train, validation, 30, seed=0)
+    poison = attack(goal, train, model, recipe=recipe, loss=margin, steps=60)
+    assert all(torch.equal(a, b) for a, b in zip(first.values(), model.state_dict().values(), strict=True))
+    found = evaluate(poison, train, test, model, recipe=recipe, loss=margin)
+    assert found.accuracy < evaluate(None, train, test, model, recipe=recipe, loss=margin).accuracy
+    assert poison.settings["whitened"] is False
+
+
+def test_batches_give_an_attack_too(digits):
+    train, validation, _ = digits
+    goal = untargeted(train, validation, 9, seed=0)
+    poison = attack(goal, train, softmax_regression(), recipe=EXACT, steps=20, batch=50, method=own())
+    assert poison.settings["batch"] == 50
+    assert float(poison.l2.min()) > 0
+
+
+def test_same_seed_gives_the_same_points_and_a_stopped_attack_goes_on(digits, tmp_path):
+    train, validation, _ = digits
+    goal = untargeted(train, validation, 6, seed=0)
+    options = {"recipe": EXACT, "steps": 20}
+    whole = attack(goal, train, softmax_regression(), **options)
+
+    class Stop(Callback):
+        def log(self, run):
+            return run.step >= 10
+
+    attack(goal, train, softmax_regression(), checkpoint=tmp_path / "c", callbacks=[Stop()], **options)
+    resumed = attack(goal, train, softmax_regression(), checkpoint=tmp_path / "c", resume=True, **options)
+    assert torch.equal(whole.x, resumed.x)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_bounds_hold_exactly_in_what_is_returned(digits, norm):
+    train, validation, _ = digits
+    epsilon = {"l2": 0.7, "linf": 0.13}[norm]
+    goal = untargeted(train, validation, 12, seed=0)
+    poison = attack(goal, train, softmax_regression(), recipe=EXACT, steps=200, bound=Bound(epsilon, norm))
+    size = getattr(poison, norm)
+    assert float(size.max()) <= epsilon
+    assert float(size.max()) > 0.95 * epsilon  # and they are reached
+    assert torch.equal(size, norms(poison.x, goal.base, norm))
+    assert float(poison.x.min()) >= 0
+    assert float(poison.x.max()) <= 1
+    costs = poison.solution.multipliers["inequalities"]
+    assert len(costs) == (norm == "l2")
+    assert all(float(cost.max()) > 0 for cost in costs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(1e-3, 20), st.sampled_from(["l2", "linf"]))
+def test_settled_points_are_in_box_and_bound_for_any_perturbation(seed, epsilon, norm):
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.rand(4, 3, 5, generator=generator)
+    far = base + 10 * torch.randn(4, 3, 5, generator=generator)
+    found = Within(base, 0.0, 1.0, Bound(epsilon, norm)).settled(far)
+    assert float(norms(found, base, norm).max()) <= epsilon
+    assert float(found.min()) >= 0
+    assert float(found.max()) <= 1
+    inside = Within(base, 0.0, 1.0, Bound(epsilon, norm)).settled(base + 0)
+    assert torch.equal(inside, base)
+
+
+def test_bases_outside_of_the_box_are_refused():
+    with pytest.raises(DataError, match="must lie in the box from 0 to 1; they go from -1 to 1"):
+        Within(torch.tensor([[-1.0, 1.0]]), 0.0, 1.0)
+
+
+# -- the victim --------------------------------------------------------------------------------------------------------
+
+
+def test_whitened_classifier_is_the_same_one_and_its_inputs_are_white(digits):
+    (x, y), *_ = digits
+    model = trained(softmax_regression(), x, y, EXACT)
+    same = whitened(model, x, EXACT.decay)
+    assert isinstance(same, Whitened)
+    assert torch.allclose(same(x), model(x), atol=1e-4)
+    assert torch.allclose(same.on_mapped(same.mapped(x)), model(x), atol=1e-4)
+    assert decayed(same, 0.3).item() == pytest.approx(decayed(model, 0.3).item(), rel=1e-4)
+    scores, others, weight = same.together(same.mapped(x[:5]), x[5:9])
+    assert torch.allclose(torch.cat([scores, others]), model(x[:9]), atol=1e-4)
+    assert torch.allclose(weight.T, model[1].weight, atol=1e-4)
+
+    inputs = x.flatten(1)
+    moment = CURVATURE / len(x) * inputs.T @ inputs + EXACT.decay * torch.eye(64)
+    assert torch.allclose(same.P @ moment @ same.P, torch.eye(64), atol=1e-4)
+
+
+def test_networks_are_not_whitened(digits):
+    assert whitened(models.mlp(64, (8,), 10), digits[0][0], 0.1) is None
+
+
+def test_training_starts_from_the_first_weights_each_time(digits):
+    (x, y), *_ = digits
+    torch.manual_seed(0)
+    model = models.mlp(64, (16,), 10)
+    recipe = Recipe(steps=30, rate=1e-2)
+    first, second = trained(model, x, y, recipe), trained(model, x, y, recipe)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(next(first.parameters()), next(model.parameters()))
+
+
+def test_lbfgs_reaches_the_minimum_of_the_regularised_loss(digits):
+    (x, y), *_ = digits
+    found = trained(softmax_regression(), x, y, EXACT)
+    value = cross_entropy(found(x), y) + decayed(found, EXACT.decay)
+    slope = torch.autograd.grad(value, list(found.parameters()))
+    assert max(float(s.abs().max()) for s in slope) < 1e-5  # in float32
+
+
+def test_decay_is_of_weights_and_not_of_biases():
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 2.0)
+    nn.init.constant_(model.bias, 9.0)
+    assert decayed(model, 0.5).item() == pytest.approx(0.25 * 16)
+
+
+# -- clean labels ------------------------------------------------------------------------------------------------------
+
+
+class Map(nn.Module):
+    """A small fixed feature map, counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(64, 24, generator=generator) / 8
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.relu(x.flatten(1) @ self.weight)
+
+
+def test_clean_label_goal_takes_the_nearest_of_the_wanted_class(digits):
+    train, _, test = digits
+    features = Map()
+    target = test[0][0]
+    wanted = (int(test[1][0]) + 1) % 10
+    goal = clean_label(train, target, wanted, points=2, features=features)
+    apart = (features(train[0]) - features(target[None])).norm(dim=1)
+    apart[train[1] != wanted] = torch.inf
+    assert goal.rows.tolist() == apart.argsort()[:2].tolist()
+    assert goal.labels.tolist() == [wanted] * 2
+
+
+def test_clean_label_attack_draws_the_features_to_the_target_within_the_bound(digits):
+    train, _, test = digits
+    features = Map()
+    target = test[0][3]
+    wanted = (int(test[1][3]) + 1) % 10
+    goal = clean_label(train, target, wanted, features=features)
+    model = nn.Linear(24, 10)
+    calls = features.calls
+    poison = attack(
+        goal,
+        train,
+        model,
+        recipe=EXACT,
+        features=features,
+        bound=Bound(2.0),
+        steps=40,
+        method=own(lower_steps=3, lower_batches="shared"),
+    )
+    assert features.calls - calls < 40 + 20  # once a step, not for every lower one, and a few at both ends
+    before, after = ((features(x) - features(target[None])).norm().item() for x in (goal.base, poison.x))
+    assert after < 0.7 * before
+    assert float(poison.l2.max()) <= 2.0
+
+
+def test_feature_collision_draws_the_features_to_the_target_within_the_bound(digits):
+    train, _, test = digits
+    features, target = Map(), test[0][3]
+    goal = clean_label(train, target, (int(test[1][3]) + 1) % 10, features=features)
+    for bound in (None, Bound(0.5), Bound(0.1, "linf")):
+        poison = collide(goal, features=features, bound=bound, steps=200)
+        before, after = ((features(x) - features(target[None])).norm().item() for x in (goal.base, poison.x))
+        assert after < before
+        assert bound is None or float(getattr(poison, bound.norm).max()) <= bound.epsilon
+    with pytest.raises(OptionError, match="needs a goal with a target"):
+        collide(untargeted(train, train, 2))
+
+
+def test_feature_collision_takes_the_step_of_algorithm_1(digits):
+    train, _, test = digits
+    goal = clean_label(train, test[0][3], (int(test[1][3]) + 1) % 10)
+    poison = collide(goal, steps=1, rate=0.01, beta=0.1, box=(None, None))
+    base, target = goal.base, test[0][3][None]
+    moved = base - 0.01 * 2 * (base - target)
+    assert torch.allclose(poison.x, (moved + 0.001 * base) / 1.001, atol=1e-6)
+
+
+def test_denoiser_gives_poison_less_importance_than_clean_rows(digits, attacked):
+    train, validation, test = digits
+    _, _, poison = attacked
+    data = Labelled("d", "images", *train, tuple("0123456789"), [""] * 300, trusted=validation, test=test)
+    ground = prepare(data, softmax_regression())
+    assert noticed(ground, poison, softmax_regression(), steps=200) > 0.7
+
+
+def test_collision_is_squared_or_plain():
+    goal = Goal("clean-label", *[torch.zeros(1, 2)] * 5)
+    plain = dataclasses.replace(goal, squared=False)
+    z, wanted = torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)
+    assert float(goal.collision(z, wanted)) == pytest.approx(25)
+    assert float(plain.collision(z, wanted)) == pytest.approx(5)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_with_a_sentence(digits):
+    train, validation, test = digits
+    with pytest.raises(OptionError, match="points must be below the 300 examples of the training set"):
+        untargeted(train, validation, 300)
+    with pytest.raises(OptionError, match="source and wanted must be two classes; both are 3"):
+        targeted(train, validation, 10, source=3, wanted=3)
+    with pytest.raises(DataError, match="must have 200 examples of class 8 to begin from; it has"):
+        targeted(train, validation, 400, source=8, wanted=3)
+    with pytest.raises(OptionError, match="epsilon must be above 0; got 0"):
+        Bound(0)
+    with pytest.raises(OptionError, match="norm must be one of 'l2', 'linf'; got 'l1'"):
+        Bound(1, "l1")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"inputs of one shape; got \(64,\) and \(1, 8, 8\)"):
+        attack(untargeted(train, validation, 3), (train[0].flatten(1), train[1]), softmax_regression())
+    with pytest.raises(DataError, match="test must have at least one example"):
+        evaluate(None, train, (test[0][:0], test[1][:0]), softmax_regression())
+    with pytest.raises(OptionError, match="features must give one row for each input; got 2 rows for 300"):
+        mapped(lambda x: x.sum(0, keepdim=True), train[0], torch.device("cpu"))
+    with pytest.raises(OptionError, match="optimizer must be one of 'lbfgs', 'adam'; got 'sgd'"):
+        Recipe(optimizer="sgd")  # type: ignore[arg-type]
+
+
+def test_bisection_finds_the_smallest_value_with_few_questions():
+    for least in range(1, 18):
+        asked = []
+
+        def flips(value, least=least, asked=asked):
+            asked.append(value)
+            return value >= least
+
+        assert smallest(range(1, 17), flips) == (least if least <= 16 else None)
+        assert len(asked) <= 5
+    with pytest.raises(OptionError, match="values must rise"):
+        smallest([2, 1], lambda value: True)

@@ -143,7 +143,7 @@ class FoldedModel:
         bend = self.inside[..., None] * self.rows.bends(self.scores(self.v))  # (n, folds, outputs)
         top = bend.sum(0)
         ridge = (alpha / self.counts[:, None]).unsqueeze(1)  # (folds, 1, d)
-        factor = diagonal = None
+        factor, diagonal = None, torch.ones(())
         if bend[0].numel() * x.shape[1] ** 2 * (len(x) + x.shape[1] / 3) <= DENSE:
             blocks = torch.stack([x.T @ (b[:, None] * x) for b in bend.flatten(1).T]).view(*w.shape, x.shape[1])
             blocks += torch.diag_embed(ridge.expand(w.shape))

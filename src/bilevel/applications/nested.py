@@ -158,7 +158,9 @@ def descend(
     best = search.x.clone()
     try:
         for k in range(max_steps):
-            if not search.iterate(nested.phi):
+            # What a step can save, to first order: less than rounding tells would be searched for in vain.
+            promised = -torch.dot(search.gradient, search.direction()).item()
+            if promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(nested.phi):
                 converged = True
                 break
             best = search.x.clone()

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import BilevelError, OptionError
-from . import compare, demo, denoise, reproduce
+from . import compare, demo, denoise, reproduce, tune
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C outside of a command's own handling."""
@@ -22,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("denoise")(denoise.command)
+app.command("tune")(tune.command)
 app.command("demo")(demo.command)
 app.command("compare")(compare.command)
 app.add_typer(reproduce.app, name="reproduce")

@@ -37,7 +37,7 @@ def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any]) -> dict
     notes = list(found.notes)
     if better and found.test_loss > best.test_loss:
         notes.append(
-            "The tuned penalties do better on the held-out rows, and worse on the test set: they fit the held-out rows. "
+            "The tuned penalties do better on the held-out rows, and worse on the test set: they fit the former. "
             "More caution or more folds may help, or a single penalty."
         )
     return {
@@ -99,8 +99,8 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
         Card(
             "The path of the validation loss",
             losses("path", {"validation loss": found.curve}, label="Validation loss against step."),
-            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then those of the features; with "
-            "caution above 0, the path has its price in it.",
+            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then those of the features. "
+            "With caution above 0, the path has its price in it.",
         ),
         Card(
             "What a grid would have given",

@@ -114,7 +114,7 @@ def test_hypergradient_of_the_folds_is_that_of_differences(classes):
     model = FoldedModel(rows)
     u = torch.linspace(-1, 2, 6, dtype=torch.float64).requires_grad_()
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(u.exp(), v))
-    value, slope, _ = Nested(problem, u, model.v, lambda: model.inverse(u.detach().exp())).phi(u.detach().clone())
+    value, slope, _ = Nested(problem, u, model.v, lambda: model.second(u.detach().exp())).phi(u.detach().clone())
     assert value == pytest.approx(held_out_loss(rows, u.detach().exp()), rel=1e-9)
     for j in range(6):
         step = torch.zeros(6, dtype=torch.float64)
@@ -163,3 +163,23 @@ def test_folds_that_cannot_be_held_out_are_refused():
     fold = (y == 1).long()
     with pytest.raises(DataError, match="all of its rows in fold"):
         tune_linear(Rows(x, y.double(), fold, "logistic"))
+
+
+@pytest.mark.parametrize("classes", [0, 2, 3])
+def test_product_with_the_second_derivative_is_that_of_autograd(classes):
+    x, y = classes_of(3, 40, max(classes, 2))
+    outputs = 3 if classes == 3 else 1
+    rows = Rows(
+        x, y if classes == 3 else y.double(), torch.arange(40) % 2, "logistic" if classes else "squared", outputs
+    )
+    model, alpha = FoldedModel(rows), torch.logspace(-1, 1, 6, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for leaf in model.v.values():
+            leaf.copy_(torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype))
+    leaves = list(model.v.values())
+    d = [torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) for leaf in leaves]
+    slope = torch.autograd.grad(model.lower(alpha, model.v), leaves, create_graph=True)
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, leaves, d)])
+    found = model.second(alpha)[0](torch.cat([part.flatten() for part in d]))
+    torch.testing.assert_close(found, expected)

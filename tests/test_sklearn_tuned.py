@@ -48,7 +48,7 @@ def test_useless_features_are_penalised_more(folds):
     ridge = TunedRidge(folds=folds, caution=0, random_state=0).fit(X, y)
     assert np.median(ridge.alpha_[3:]) > 10 * np.median(ridge.alpha_[:3])
     assert ridge.valid_loss_ < ridge.single_valid_loss_
-    logistic = TunedLogisticRegression(folds=folds, caution=0, random_state=0).fit(X, (y > 0) + (y > 1))
+    logistic = TunedLogisticRegression(folds=folds, caution=0, random_state=0).fit(X, (y > 0).astype(int) + (y > 1))
     assert logistic.coef_.shape == (3, 12)
     assert np.median(logistic.alpha_[3:]) > 2 * np.median(logistic.alpha_[:3])
     assert logistic.valid_loss_ < logistic.single_valid_loss_

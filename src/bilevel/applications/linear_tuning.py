@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 from ..errors import DataError
 from ..problem import Problem
-from .nested import Descended, Nested, descend
+from .nested import Descended, Map, Nested, descend
 from .ranges import Range
 
 Loss = Literal["squared", "logistic"]
@@ -60,12 +60,9 @@ class Rows:
     def select(self, mask: Tensor) -> Rows:
         return Rows(self.x[mask], self.y[mask], self.fold[mask], self.loss, self.outputs)
 
-    def bends(self, scores: Tensor) -> Tensor:
-        """The second derivative of each loss in each of its scores."""
-        if self.loss == "squared":
-            return torch.ones_like(scores)
-        p = torch.sigmoid(scores) if self.outputs == 1 else scores.softmax(-1)
-        return p * (1 - p)
+    def chances(self, scores: Tensor) -> Tensor:
+        """The probabilities of the classes that have a score."""
+        return torch.sigmoid(scores) if self.outputs == 1 else scores.softmax(-1)
 
     def losses(self, scores: Tensor) -> Tensor:
         """Of scores (n, folds, outputs): (n, folds)."""
@@ -134,13 +131,15 @@ class FoldedModel:
         return (self.out * self.rows.losses(self.scores(v))).sum()
 
     @torch.no_grad()
-    def inverse(self, alpha: Tensor) -> Callable[[Tensor], Tensor]:
-        """Near the inverse of the lower level's second derivative at the present v.
+    def second(self, alpha: Tensor) -> tuple[Map, Map]:
+        """The product with the lower level's second derivative at the present v, and a map near its inverse.
 
-        Output by output exact where that takes no more than `DENSE` products of numbers, else its diagonal.
+        That is output by output exact where it takes no more than `DENSE` products of numbers, else of the diagonal.
         """
         w, x = self.v["weight"], self.x
-        bend = self.inside[..., None] * self.rows.bends(self.scores(self.v))  # (n, folds, outputs)
+        p = None if self.rows.loss == "squared" else self.rows.chances(self.scores(self.v))
+        bend = self.inside[..., None].expand(-1, -1, w.shape[1])  # (n, folds, outputs)
+        bend = bend if p is None else bend * p * (1 - p)
         top = bend.sum(0)
         ridge = (alpha / self.counts[:, None]).unsqueeze(1)  # (folds, 1, d)
         factor, diagonal = None, torch.ones(())
@@ -153,18 +152,28 @@ class FoldedModel:
             diagonal = (bend.flatten(1).T @ x.square()).view(w.shape) + ridge
             diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max()))
 
+        def product(vector: Tensor) -> Tensor:
+            first, last = torch.split(vector, [w.numel(), top.numel()])
+            part = first.view(w.shape)
+            moved = (x @ part.flatten(0, 1).T).view(bend.shape) + last.view(top.shape)
+            pull = bend * moved
+            if p is not None and w.shape[1] > 1:
+                pull = self.inside[..., None] * p * (moved - (p * moved).sum(-1, keepdim=True))
+            bent = (pull.flatten(1).T @ x).view(w.shape) + ridge * part
+            return torch.cat([bent.flatten(), pull.sum(0).flatten()])
+
         def near(vector: Tensor) -> Tensor:
             first, last = torch.split(vector, [w.numel(), top.numel()])
             part = first.view(w.shape)
             part = part / diagonal if factor is None else torch.cholesky_solve(part[..., None], factor)[..., 0]
             return torch.cat([part.flatten(), last / top.flatten().clamp(min=1e-12)])
 
-        return near
+        return product, near
 
 
 def tune_linear(
     rows: Rows, *, penalty: Literal["single", "per-feature"] = "per-feature", caution: float = 1.0, steps: int = 100,
-    tolerance: float = 1e-4, seconds: float | None = None, watch: Watch | None = None,
+    tolerance: float = 1e-4, seconds: float | None = None, watch: Watch | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> LinearTuned:  # fmt: skip
     """Tune the penalties on the held-out rows, and train on all rows with them.
 
@@ -172,16 +181,16 @@ def tune_linear(
     where all have taken `seconds`.
     """
     _refuse(rows)
-    began = time.perf_counter()
+    began = clock()
     model, d, held_out = FoldedModel(rows), rows.x.shape[1], int((rows.fold >= 0).sum())
 
     def stage(name: str, alpha: Callable[[Tensor], Tensor], t: Tensor, price: Callable[[Tensor], Any]) -> Descended:
         problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
         return descend(
             problem, t, model.v, max_steps=steps, tolerance=tolerance,
-            seconds=None if seconds is None else max(0.0, seconds - (time.perf_counter() - began)),
+            seconds=None if seconds is None else max(0.0, seconds - (clock() - began)),
             watch=watch and (lambda done, value: watch(name, done, value)),
-            inverse=lambda: model.inverse(alpha(t.detach())),
+            curvature=lambda: model.second(alpha(t.detach())), clock=clock,
         )  # fmt: skip
 
     unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
@@ -198,7 +207,7 @@ def tune_linear(
             return caution * size / held_out * (each.value(t).log() / WIDTH).square().sum() / 2
 
         u = each.free(torch.ones(d, dtype=rows.x.dtype)).requires_grad_()
-        before = time.perf_counter() - began
+        before = clock() - began
         found = stage("a penalty for each feature", lambda t: single * each.value(t), u, price)
         alpha, loss = single * each.value(u.detach()), model.upper(model.v).item()
         path, times = path + found.path, times + [before + s for s in found.seconds]
@@ -229,7 +238,7 @@ def held_out_loss(rows: Rows, alpha: Tensor) -> float:
 def _solve(model: FoldedModel, alpha: Tensor) -> None:
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(alpha, v))
     u = torch.zeros(1, dtype=alpha.dtype, requires_grad=True)
-    Nested(problem, u, model.v, lambda: model.inverse(alpha)).solve_lower()
+    Nested(problem, u, model.v, lambda: model.second(alpha)).solve_lower()
 
 
 def _refuse(rows: Rows) -> None:

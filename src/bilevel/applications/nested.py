@@ -31,8 +31,9 @@ LOWER_ACCURACY, ADJOINT_ACCURACY = 1e-7, 1e-6
 HALVINGS = 30
 Watch = Callable[[int, float], object]
 """Told the steps done, and the upper objective at its present value."""
-Inverse = Callable[[], Callable[[Tensor], Tensor]]
-"""At the present u and v: a map near the inverse of g_vv, by which the conjugate gradients are sped up."""
+Map = Callable[[Tensor], Tensor]
+Curvature = Callable[[], tuple[Map, Map]]
+"""At the present u and v: the product with g_vv, and a map near its inverse, which speeds up conjugate gradients."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Descended:
 class Nested:
     """A problem without data whose lower level is convex; u and v are moved in place."""
 
-    def __init__(self, problem: Problem, u: Any, v: Any, inverse: Inverse | None = None) -> None:
-        self.problem, self.inverse = problem, inverse
+    def __init__(self, problem: Problem, u: Any, v: Any, curvature: Curvature | None = None) -> None:
+        self.problem, self.curvature = problem, curvature
         self.u, self.v = Variable(u, "u"), Variable(v, "v")
         self.evaluations = 0
         self.first: float | None = None
@@ -99,7 +100,7 @@ class Nested:
 
     def _system(self, graph: list[Tensor], target: Tensor, accuracy: float) -> Tensor:
         """x of g_vv x = target by conjugate gradients, as far as g curves up."""
-        near = self.inverse() if self.inverse is not None else torch.clone
+        product, near = self._maps(graph) if self.curvature is None else self.curvature()
         x, r = torch.zeros_like(target), target.clone()
         p = near(r)
         square = torch.dot(r, p).item()
@@ -107,7 +108,7 @@ class Nested:
         for _ in range(PRODUCTS):
             if not torch.dot(r, r).item() > goal:
                 break
-            bent = flatten(gradient(graph, self.v.leaves, cotangent=self._parts(p), retain=True))
+            bent = product(p)
             bend = torch.dot(p, bent).item()
             if not bend > 0:
                 break
@@ -118,6 +119,12 @@ class Nested:
             square, before = torch.dot(r, turned).item(), square
             p = turned + (square / before) * p
         return x
+
+    def _maps(self, graph: list[Tensor]) -> tuple[Map, Map]:
+        def product(p: Tensor) -> Tensor:
+            return flatten(gradient(graph, self.v.leaves, cotangent=self._parts(p), retain=True))
+
+        return product, torch.clone
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         parts = torch.split(vector, [leaf.numel() for leaf in self.v.leaves])
@@ -140,20 +147,20 @@ class Nested:
 
 def descend(
     problem: Problem, u: Any, v: Any, *, max_steps: int, tolerance: float = 1e-5, seconds: float | None = None,
-    watch: Watch | None = None, inverse: Inverse | None = None,
+    watch: Watch | None = None, curvature: Curvature | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> Descended:  # fmt: skip
     """Minimise phi from the present u; leaves u and v at the least value found.
 
-    It ends where phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, after `seconds`,
-    or with Ctrl-C.
+    It ends where phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, after `seconds`
+    by the clock, or with Ctrl-C.
     """
-    nested, began = Nested(problem, u, v, inverse), time.perf_counter()
+    nested, began = Nested(problem, u, v, curvature), clock()
     search = LBFGS.start(nested.phi, flatten(nested.u.leaves), memory=50)
     if not search.value == search.value or not bool(torch.isfinite(search.gradient).all()):
         raise ProblemError("the validation loss is not finite at the start. Scale the inputs.")
     size = search.gradient.norm().item()
     search.metric = torch.full_like(search.x, 1.0 / max(size, 1e-12)) if size > 0 else None  # a first move of length 1
-    path, times = [search.value], [time.perf_counter() - began]
+    path, times = [search.value], [clock() - began]
     converged = interrupted = False
     best = search.x.clone()
     try:
@@ -165,7 +172,7 @@ def descend(
                 break
             best = search.x.clone()
             path.append(search.value)
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
             if watch is not None:
                 watch(k + 1, search.value)
             if len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1]):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md", "docs/denoising.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/denoising.md", "docs/tuning.md"]
 
 
 def blocks():

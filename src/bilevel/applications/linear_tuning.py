@@ -173,7 +173,8 @@ class FoldedModel:
 
 def tune_linear(
     rows: Rows, *, penalty: Literal["single", "per-feature"] = "per-feature", caution: float = 1.0, steps: int = 100,
-    tolerance: float = 1e-4, seconds: float | None = None, watch: Watch | None = None, clock: Callable[[], float] = time.perf_counter,
+    tolerance: float = 1e-4, seconds: float | None = None, watch: Watch | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> LinearTuned:  # fmt: skip
     """Tune the penalties on the held-out rows, and train on all rows with them.
 

@@ -74,8 +74,8 @@ def _claims(means: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             else f"The least validation loss is that of: {WAYS[best]}."
         )
     single = [means[way]["test_loss"] for way in ("single", "grid") if way in means]
-    for way, rival in (("per-feature", single), ("per-feature, caution 1", single),
-                       ("folds", [means["folds, single"]["test_loss"]] if "folds, single" in means else [])):  # fmt: skip
+    folded = [means["folds, single"]["test_loss"]] if "folds, single" in means else []
+    for way, rival in (("per-feature", single), ("per-feature, caution 1", single), ("folds", folded)):
         if way in means and rival:
             gap = means[way]["test_loss"] - min(rival)
             claims[f"{way}: test loss above the best single penalty's"] = gap
@@ -97,8 +97,8 @@ def _network(found: Kept) -> str:
 def _scale(found: Found) -> str:
     verdict = "within" if found["ratio"] <= TARGET else "above"
     return (
-        f"## A million hyper-parameters\n\nOne weight decay for each of {found['hyper_parameters']:,} weights of an MLP, "
-        f"{SCALE_STEPS} steps on batches of 100, in turn with as many steps of plain training with fixed decays, three "
+        f"## A million hyper-parameters\n\nOne weight decay for each of {found['hyper_parameters']:,} weights of an "
+        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, three "
         f"times; the least of each: {found['tuned_seconds']:.2f} s and {found['plain_seconds']:.2f} s, "
         f"{found['ratio']:.2f} times plain training, {verdict} the {TARGET:g} aimed at."
     )
@@ -115,8 +115,8 @@ Written by `bilevel reproduce tuning`. Losses are means of -log(probability of t
 the minimum with the penalties that a way ends with: the validation loss on the rows that penalties are chosen by, the
 test loss on others. Where there are several seeds: the mean (least to most).
 
-- **per feature**: one penalty for each feature, by gradient, to the least validation loss; **caution 1**: with the price
-  on penalties that differ (see [tuning](../tuning.md)).
+- **per feature**: one penalty for each feature, by gradient, to the least validation loss; **caution 1**: with the
+  price on penalties that differ (see [tuning](../tuning.md)).
 - **single, by gradient**; **LogisticRegressionCV**: scikit-learn's, 20 penalties on the same range and split.
 - **ApproxGrad**, **ReverseMode**: the implicit and the unrolled method of this library on the same penalties per
   feature, 10 and 20 lower steps, full batches, as many upper steps as the budget allows.

@@ -49,6 +49,8 @@ WAYS = {
 BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 15.0}
 """CPU seconds of one thread: the machine may be shared."""
 FOLDS = 5
+TRIAL_STEPS = 6
+"""Of a first run that tells how many steps a budget has."""
 METHODS: dict[str, Method] = {
     "implicit": ApproxGrad(lower_steps=10, linear_steps=10), "unrolled": ReverseMode(lower_steps=20)
 }  # fmt: skip
@@ -140,13 +142,15 @@ def _grid(rows: Rows) -> Tensor:
 
 
 class _Until(Callback):
-    """Stops a run at a time."""
+    """Stops a run at a moment, and notes when its steps ended."""
 
     def __init__(self, moment: float) -> None:
         self.moment = moment
+        self.times: list[float] = []
 
     def log(self, run: Run) -> bool | None:
-        return time.process_time() >= self.moment
+        self.times.append(time.process_time())
+        return self.times[-1] >= self.moment
 
 
 def _stepwise(rows: Rows, method: Method, budget: float, seed: int) -> Tensor:
@@ -156,18 +160,19 @@ def _stepwise(rows: Rows, method: Method, budget: float, seed: int) -> Tensor:
     pose = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(unit * every.value(u), v))
     start = every.free(torch.full((rows.x.shape[1],), START, dtype=torch.float64))
 
-    def attempt(steps: int, end: float) -> tuple[Tensor, float]:
+    def attempt(steps: int, until: _Until) -> Tensor:
         u = start.clone().requires_grad_()
         v = {name: torch.zeros_like(leaf).requires_grad_() for name, leaf in model.v.items()}
-        began = time.process_time()
-        solve(pose, method, u, v, max_steps=steps, callbacks=[_Until(end)], log_every=1, seed=seed, hypergradient=False)
-        return u.detach(), time.process_time() - began
+        solve(pose, method, u, v, max_steps=steps, callbacks=[until], log_every=1, seed=seed, hypergradient=False)
+        return u.detach()
 
-    began = time.process_time()
-    _, seconds = attempt(6, float("inf"))  # rates fall over the steps of a run: their number must fit the budget
-    steps = max(10, int((budget - seconds) / (seconds / 6)))
-    u, _ = attempt(steps, began + budget)
-    return unit * every.value(u)
+    # Rates fall over the steps of a run: their number must fit the budget.
+    began, trial = time.process_time(), _Until(float("inf"))
+    attempt(TRIAL_STEPS, trial)
+    spent = time.process_time() - began
+    each = (trial.times[-1] - trial.times[0]) / (TRIAL_STEPS - 1)
+    steps = max(10, int((budget - 2 * spent + TRIAL_STEPS * each) / each))
+    return unit * every.value(attempt(steps, _Until(began + budget)))
 
 
 # -- the network -------------------------------------------------------------------------------------------------------

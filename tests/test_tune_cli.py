@@ -140,5 +140,5 @@ def test_ctrl_c_ends_with_one_sentence(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Stopped by Ctrl-C" in err
+    assert "Stopped by Ctrl-C. Nothing but config.json was written." in err
     assert "Traceback" not in err

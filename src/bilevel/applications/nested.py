@@ -145,6 +145,10 @@ class Nested:
         return False
 
 
+class _LateError(Exception):
+    """The seconds of a descent are spent."""
+
+
 def descend(
     problem: Problem, u: Any, v: Any, *, max_steps: int, tolerance: float = 1e-5, seconds: float | None = None,
     watch: Watch | None = None, curvature: Curvature | None = None, clock: Callable[[], float] = time.perf_counter,
@@ -155,7 +159,13 @@ def descend(
     by the clock, or with Ctrl-C.
     """
     nested, began = Nested(problem, u, v, curvature), clock()
-    search = LBFGS.start(nested.phi, flatten(nested.u.leaves), memory=50)
+
+    def phi(x: Tensor) -> tuple[float, Tensor, None]:
+        if seconds is not None and nested.evaluations > 1 and clock() - began >= seconds:
+            raise _LateError  # a line search may take many evaluations
+        return nested.phi(x)
+
+    search = LBFGS.start(phi, flatten(nested.u.leaves), memory=50)
     if not search.value == search.value or not bool(torch.isfinite(search.gradient).all()):
         raise ProblemError("the validation loss is not finite at the start. Scale the inputs.")
     size = search.gradient.norm().item()
@@ -167,7 +177,7 @@ def descend(
         for k in range(max_steps):
             # What a step can save, to first order: less than rounding tells would be searched for in vain.
             promised = -torch.dot(search.gradient, search.direction()).item()
-            if promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(nested.phi):
+            if promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi):
                 converged = True
                 break
             best = search.x.clone()
@@ -180,6 +190,8 @@ def descend(
                 break
             if seconds is not None and times[-1] >= seconds:
                 break
+    except _LateError:
+        pass
     except KeyboardInterrupt:
         interrupted = True
     write(best, nested.u.leaves)

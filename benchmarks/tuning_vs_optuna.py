@@ -73,13 +73,15 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
 
     from bilevel.applications.caution import loss_of
     from bilevel.applications.linear_tuning import HIGH, LOW, FoldedModel, held_out_loss, trained, tune_linear
-    from bilevel.paper.tuning import BUDGETS
+    from bilevel.paper.tuning import BUDGETS, OURS
     from bilevel.paper.tuning_data import problem
 
     rows, test = problem(dataset, seed)
     d, began, trials = rows.x.shape[1], time.process_time(), None
     if way == "bilevel":
-        alpha = tune_linear(rows, caution=0.0, tolerance=1e-6, seconds=BUDGETS[dataset], clock=time.process_time).alpha
+        alpha = tune_linear(
+            rows, caution=0.0, tolerance=1e-6, seconds=OURS * BUDGETS[dataset], clock=time.process_time
+        ).alpha
     else:
         unit = float(FoldedModel(rows).curvature.mean()) * int((rows.fold < 0).sum())
         count = 1 if way == "optuna, single" else d

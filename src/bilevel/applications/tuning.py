@@ -78,16 +78,17 @@ def tune(
     callbacks: Sequence[Callback] = (),
     watch: Callable[[str, int, int], object] | None = None,
     engine: str = "auto",
+    log_every: int | None = None,
 ) -> Tuned:
     """Tune the hyper-parameters on `valid`, and train `model` in place on `train` with them.
 
     `hyper` names knobs: see `knobs`. Targets that are whole numbers are classes, and the loss is the cross-entropy; of
     others it is half of the squared error. `loss(values, model, batch)` replaces the part of the training loss that
     depends on data, and `valid_loss(values, model, batch)` the loss on `valid`. `mode` is `convex` for a single linear
-    layer on data of moderate size, and `minibatch` else. `method`, `batch`, `rate` and `callbacks` are for `minibatch`:
-    `rate` is that of the final training, None the one that the penalty method chose; `steps` those of the tuning, None
-    1,000, and 60 in `convex`; `final_steps` None as many as `steps`. `watch` is told the stage, the steps done in it,
-    and their number.
+    layer on data of moderate size, and `minibatch` else. `method`, `batch`, `rate`, `callbacks`, `engine` and
+    `log_every` are for `minibatch`, the last two as in `solve`: `rate` is that of the final training, None the one that
+    the penalty method chose. `steps` are those of the tuning, None 1,000, and 60 in `convex`; `final_steps` None as
+    many. `watch` is told the stage, the steps done in it, and their number.
     """
     began = time.perf_counter()
     like = next(model.parameters())
@@ -125,7 +126,7 @@ def tune(
     )
     solution = solve(
         objective.problem(), method or Penalty(), u, v, data, max_steps=count, seed=seed, hypergradient=False,
-        callbacks=callbacks, engine=engine,
+        callbacks=callbacks, engine=engine, log_every=log_every,
     )  # fmt: skip
     if solution.interrupted:
         raise KeyboardInterrupt

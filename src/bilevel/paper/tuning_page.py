@@ -98,8 +98,8 @@ def _scale(found: Found) -> str:
     verdict = "within" if found["ratio"] <= TARGET else "above"
     return (
         f"## A million hyper-parameters\n\nOne weight decay for each of {found['hyper_parameters']:,} weights of an "
-        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, three "
-        f"times; the least of each: {found['tuned_seconds']:.2f} s and {found['plain_seconds']:.2f} s, "
+        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, twice; "
+        f"the least CPU seconds of each: {found['tuned_seconds']:.2f} and {found['plain_seconds']:.2f}, "
         f"{found['ratio']:.2f} times plain training, {verdict} the {TARGET:g} aimed at."
     )
 

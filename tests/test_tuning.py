@@ -108,7 +108,7 @@ def test_knobs_make_the_training_loss_that_they_say():
 
 def test_weight_decay_has_one_value_for_what_it_is_per():
     model = mlp(5, (4,), 3)
-    parameters = parameters_of(model)
+    parameters = {name: p.detach() for name, p in parameters_of(model).items()}
     squares = [float((p**2).sum()) / 2 for p in parameters.values() if p.ndim == 2]
     total = sum(squares)
     assert float(WeightDecay().penalty(torch.tensor([2.0]), parameters)) == pytest.approx(2 * total, rel=1e-5)

@@ -170,6 +170,7 @@ def tuning(
     workers: Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")] = 1,
     out: OutOption = Path("runs/tuning"),
     page: PageOption = None,
+    no_run: NoRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Tuning: penalties of logistic regression beside other ways, a network, a million hyper-parameters (Eq. 2)."""
@@ -179,7 +180,10 @@ def tuning(
     wanted = _words("--parts", parts, study.PARTS)
     cells = study.cells(wanted, _words("--dataset", dataset, tuning_data.DATASETS), seeds)
     folders = _folders(out, page)
-    run = _run("tuning", cells, folders, study.run, min(workers, os.cpu_count() or 1))
+    if no_run:
+        run: Store | None = Store(_cells_folder(folders))
+    else:
+        run = _run("tuning", cells, folders, study.run, min(workers, os.cpu_count() or 1))
     if run is not None:
         found = [(cell.settings, result) for cell in study.cells(seeds=seeds) if (result := run.get(cell)) is not None]
         summary = tuning_page.write(found, folders[1].path)

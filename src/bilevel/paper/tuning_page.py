@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cells import Found, Settings
 from .markdown import table
-from .tuning import BUDGETS, SCALE_STEPS, WAYS
+from .tuning import BUDGETS, SCALE_STEPS, WAYS, cells
 from .tuning_data import DATASETS, SIZES
 
 Kept = Sequence[tuple[Settings, Found]]
@@ -33,12 +33,21 @@ def write(found: Kept, folder: Path) -> dict[str, Any]:
         parts.append(_network(network))
     if scale := [r for s, r in found if s["part"] == "scale"]:
         parts.append(_scale(scale[0]))
+    if missing := _missing(found):
+        parts.append("Not run yet, for one seed: " + "; ".join(missing) + ".")
     parts.append(AGAIN)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tuning.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     lines = ",\n".join(json.dumps([s, r]) for s, r in found)
     (folder / "tuning.json").write_text('{"cells": [\n' + lines + "\n]}\n", encoding="utf-8")
     return {"cells": len(found), "claims": claims}
+
+
+def _missing(found: Kept) -> list[str]:
+    """What a study of one seed has and this one has not."""
+    kept = [dict(settings) for settings, _ in found]
+    left = [cell.settings for cell in cells(seeds=1) if dict(cell.settings) not in kept]
+    return [", ".join(str(s[key]) for key in ("part", "dataset", "way") if key in s) for s in left]
 
 
 def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:

@@ -141,6 +141,7 @@ def test_caution_keeps_penalties_near_the_single_one():
     assert spreads[0] > 3 * spreads[1] > 9 * spreads[2]
 
 
+@pytest.mark.slow
 def test_rows_decide_the_caution():
     sparse, _, _ = sparse_rows(1)
     sparse = Rows(sparse.x[:, :50], sparse.y, sparse.fold % 2, "squared")

@@ -15,7 +15,7 @@ from bilevel.sklearn import DenoisingClassifier, TunedLogisticRegression, TunedR
 
 
 @parametrize_with_checks(
-    [TunedRidge(steps=10, caution=1.0, folds=3), TunedLogisticRegression(steps=10, caution=1.0, folds=3)]
+    [TunedRidge(steps=2, caution=1.0, folds=2), TunedLogisticRegression(steps=2, caution=1.0, folds=2)]
 )
 def test_scikit_learn_accepts_the_estimators(estimator, check):
     check(estimator)

@@ -195,7 +195,8 @@ INTRODUCTION = f"""# Tuning: bilevel and Optuna
 
 Written by `python benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with TPE, on the same data and trainings as
 [bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last evaluation
-of either may overrun; on the network it has {TRIALS} trials, each a training, whatever these take. Per feature it is left out above {MOST_FEATURES} features.
+of either may overrun; on the network it has {TRIALS} trials, each a training,
+whatever these take. Per feature it is left out above {MOST_FEATURES} features.
 bilevel tunes one penalty for each feature, without caution. Means over the seeds.
 """
 AGAIN = """

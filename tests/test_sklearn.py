@@ -331,7 +331,7 @@ def test_method_steps_batch_and_rate_reach_the_run(monkeypatch):
         given.update(options)
         return denoise(*data, **options)
 
-    monkeypatch.setattr("bilevel.sklearn.denoise", noted)
+    monkeypatch.setattr("bilevel.sklearn.denoising.denoise", noted)
     method = ValueGap(lower_steps=2)
     DenoisingClassifier(method=method, batch=7, rate=0.02, verbose=True, **TINY).fit(X, y, trusted=trusted)
     assert (given["method"], given["steps"], given["batch"], given["rate"]) == (method, 20, 7, 0.02)

@@ -21,3 +21,8 @@ def crop_and_flip(x: Tensor) -> Tensor:
     columns = torch.where(mirrored, columns.flip(1), columns)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def add_noise(x: Tensor, strength: Tensor) -> Tensor:
+    """Inputs with normal noise of this deviation: a change that can be differentiated in its strength."""
+    return x + strength * torch.randn_like(x)

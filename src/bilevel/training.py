@@ -30,8 +30,15 @@ Watch = Callable[[int], object]
 """Told how many steps are done."""
 DRAWS = 8
 """How often inputs are changed at random where the mean of the answers is asked for."""
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+"""(model, inputs, targets, weights) of a batch -> its loss."""
 SAVES = 10
 """How often a training is saved."""
+
+
+def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = cross_entropy(model(x), y, reduction="none")
+    return (w * losses).sum() / w.sum()
 
 
 class Trainer:
@@ -44,8 +51,10 @@ class Trainer:
         rate: float,
         augment: Augment | None,
         precision: Precision | None,
+        loss: Loss | None = None,
     ) -> None:
         self.model, self.tensors, self.augment, self.precision = model, tensors, augment, precision
+        self.loss = loss or weighted_cross_entropy
         self.v = Variable(model, "model")
         self.descent = Descent(self.v, adam(self.v, rate), "optimizer")
         self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
@@ -55,8 +64,7 @@ class Trainer:
         """Move by the gradient of the weighted mean of these examples' losses; `factor` scales the rate."""
         x, y, w = (tensor[index] for tensor in self.tensors)
         with reduced(self.precision, self.v.device):
-            losses = cross_entropy(self.model(self.augment(x) if self.augment else x), y, reduction="none")
-        loss = (w * losses).sum() / w.sum()
+            loss = self.loss(self.model, self.augment(x) if self.augment else x, y, w)
         self.descent.step(torch.autograd.grad(loss, self.v.leaves), (), factor)
         return loss.detach()
 
@@ -109,11 +117,13 @@ def fit(
     precision: Precision | None = None,
     watch: Watch | None = None,
     checkpoint: Path | None = None,
+    loss: Loss | None = None,
 ) -> None:
     """Train the model in place on (x, y). `y` holds class indices, or one row of probabilities for each example.
 
     Examples of weight zero are not drawn. The draws of this function and of the model come from `seed`; the global
-    generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state.
+    generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state. `loss` takes
+    the place of the weighted cross-entropy; what `y` holds is then for it to know.
     """
     device = next(model.parameters()).device
     w = torch.ones(len(x)) if weights is None else weights.float().cpu()
@@ -121,7 +131,7 @@ def fit(
     tensors = x.to(device), y.to(device), w.to(device)
     with seeded(seed, device) as generator:
         model.train()
-        trainer = Trainer(model, tensors, rate, augment, precision)
+        trainer = Trainer(model, tensors, rate, augment, precision, loss)
         factors = torch.linspace(1, 0, steps + 1, device=device)
         task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
         done = 0 if checkpoint is None else trainer.load(checkpoint, task)

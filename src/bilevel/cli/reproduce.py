@@ -255,6 +255,34 @@ def clean_label(
     _end("clean-label", message, summary, folders, json)
 
 
+@app.command("tuning")
+def tuning(
+    parts: Annotated[str | None, typer.Option(help="linear, network, scale, with commas. By default all.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="a9a, digits, text, with commas. By default all.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")] = 1,
+    out: OutOption = Path("runs/tuning"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Tuning: penalties of logistic regression beside other ways, a network, a million hyper-parameters (Eq. 2)."""
+    from ..paper import tuning as study
+    from ..paper import tuning_data, tuning_page
+
+    wanted = _words("--parts", parts, study.PARTS)
+    cells = study.cells(wanted, _words("--dataset", dataset, tuning_data.DATASETS), seeds)
+    folders = _folders(out, page)
+    if no_run:
+        run: Store | None = Store(_cells_folder(folders))
+    else:
+        run = _run("tuning", cells, folders, study.run, min(workers, os.cpu_count() or 1))
+    if run is not None:
+        found = [(cell.settings, result) for cell in study.cells(seeds=seeds) if (result := run.get(cell)) is not None]
+        summary = tuning_page.write(found, folders[1].path)
+        _end("tuning", f"The page shows {len(found)} cells.", summary, folders, json)
+
+
 def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
     from ..paper import denoising_speed as study
     from ..paper import denoising_speed_page

@@ -4,6 +4,7 @@ from .decisions import Applied, apply_decisions
 from .labelled import Kind, Labelled, Pair
 from .named import NAMES
 from .noise import corrupt
+from .numbers import load_numbers
 from .reading import load
 from .split import split_test, split_trusted
 
@@ -16,6 +17,7 @@ __all__ = [
     "apply_decisions",
     "corrupt",
     "load",
+    "load_numbers",
     "split_test",
     "split_trusted",
 ]

@@ -50,6 +50,7 @@ def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
             raise DataError(f"{where} must have whole numbers or fractions as x has, {x.dtype}; got {x_part.dtype}.")
         parts[part] = transform(x_part), indices(names_part, classes, f"{file}, y{suffix}")
     return Labelled(
+        features=() if x.ndim > 2 else feature_names(x),
         name=path.stem,
         kind="images" if x.ndim > 2 else "arrays",
         x=transform(x),
@@ -85,6 +86,12 @@ def read_npz(path: Path) -> Arrays:
 
 def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, list[str]]:
     """Checked inputs, (n,) made (n, 1), and the names of their labels."""
+    x, y = checked_part(arrays, suffix, path)
+    return x, names_of(y.tolist(), f"{path}, y{suffix}")
+
+
+def checked_part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Checked inputs, (n,) made (n, 1), and their labels as they are."""
     for name in (f"x{suffix}", f"y{suffix}"):
         if name not in arrays:
             raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is not there.")
@@ -106,7 +113,12 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, list[str
         raise DataError(
             f"{where} has {bad} values that are NaN or infinite, in {len(rows)} rows; the first is row {rows[0]}."
         )
-    return x[:, None] if x.ndim == 1 else x, names_of(y.tolist(), f"{path}, y{suffix}")
+    return x[:, None] if x.ndim == 1 else x, y
+
+
+def feature_names(x: np.ndarray) -> tuple[str, ...]:
+    """The numbers of the columns that vary: constant ones are left out of the inputs."""
+    return tuple(f"column {j}" for j in np.flatnonzero(Scale.of(x.astype(np.float64)).varies))
 
 
 def _columns(x: np.ndarray, where: str) -> tuple[Transform, tuple[str, ...]]:

@@ -60,6 +60,10 @@ class Numbers:
             raise UnusableError("is constant")
         return cls(typed.kind, median, scale, bool(missing.any()))
 
+    def names(self, column: str) -> list[str]:
+        """What the numbers that the column becomes are called."""
+        return [column] * int(self.scale.varies[0]) + [f"{column} is missing"] * self.marked
+
     def __call__(self, typed: Typed) -> np.ndarray:
         if typed.empty:
             typed = Typed(self.kind, np.full(len(typed.values), np.nan))
@@ -99,6 +103,13 @@ class Categories:
             places[None] = width
         return cls(places, width + bool(missing), other)
 
+    def names(self, column: str) -> list[str]:
+        """What the numbers that the column becomes are called."""
+        found = [f"{column} is another"] * self.width
+        for value, place in self.places.items():
+            found[place] = f"{column} is missing" if value is None else f"{column} = {value}"
+        return found
+
     def __call__(self, typed: Typed) -> np.ndarray:
         at = [self.places.get(name, self.other if name is not None else None) for name in typed.values]
         found = np.zeros((len(at), self.width), np.float32)
@@ -114,6 +125,11 @@ class Columns:
 
     rules: dict[str, Numbers | Categories]
     notes: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the columns of numbers are called."""
+        return tuple(name for column, rule in self.rules.items() for name in rule.names(column))
 
     @classmethod
     def of(cls, frame: Any, where: str) -> Columns:

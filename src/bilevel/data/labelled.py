@@ -46,6 +46,8 @@ class Labelled:
     """The columns of a table as they were read, for people to look at; one value for each row of x."""
     notes: tuple[str, ...] = ()
     """Sentences on what the reader did that a user should know, such as rows that were left out."""
+    features: tuple[str, ...] = ()
+    """What the columns of x are called; none for images."""
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Where each row of x stood in x as `load` gave it, which is how an export names it. Not given: 0, 1, 2, ..."""
 

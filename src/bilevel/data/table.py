@@ -55,6 +55,7 @@ def load_table(path: Path, label: str | None, further: dict[str, Path]) -> Label
         test=parts.get("test"),
         fields={name: frame[name].to_numpy() for name in frame.columns if name != label},
         notes=columns.notes,
+        features=columns.names,
     )
 
 

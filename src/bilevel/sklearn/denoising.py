@@ -21,15 +21,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from .applications.denoising import denoise
-from .callbacks import Progress
-from .data.scale import Scale
-from .errors import BilevelWarning, DataError, OptionError
-from .method import Method
-from .models import mlp
-from .options import in_range, true_or_false
-from .replay import seeded
-from .training import probabilities
+from ..applications.denoising import denoise
+from ..callbacks import Progress
+from ..data.scale import Scale
+from ..errors import BilevelWarning, DataError, OptionError
+from ..method import Method
+from ..models import mlp
+from ..options import in_range, true_or_false
+from ..replay import seeded
+from ..training import probabilities
 
 ModuleFactory = Callable[[int, int], nn.Module]
 """Called with the numbers in one input and the count of classes; returns the network at its first weights."""

@@ -1,0 +1,228 @@
+"""Hyper-parameters tuned, side by side with Optuna (TPE): docs/results/tuning-vs-optuna.md.
+
+    python benchmarks/tuning_vs_optuna.py setup      build/optuna-env with Optuna in it
+    python benchmarks/tuning_vs_optuna.py run        all runs that are not made yet
+    python benchmarks/tuning_vs_optuna.py run --only linear/digits network
+    python benchmarks/tuning_vs_optuna.py --write    the page, from the results so far
+
+Results go to `build/tuning_vs_optuna.jsonl` as they come, one JSON object a line; a run that is there already is not
+made again. Both sides have the same data, the same training and the same CPU seconds of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from environment import commit, in_environment
+from store import Store
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ROOT / "build" / "optuna-env"
+RESULTS = ROOT / "build" / "tuning_vs_optuna.jsonl"
+PAGE = ROOT / "docs" / "results" / "tuning-vs-optuna.md"
+TORCH, OPTUNA = "2.13.0", "4.5.0"
+SEEDS, TRIALS = 3, 50
+MOST_FEATURES = 500
+"""Features up to which TPE is given one penalty each: its time grows with their number, and 20,000 end no trial."""
+
+
+def setup() -> None:
+    """Make Optuna's own environment, in which the packages of this one are found, too: no second torch."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+    python = str(ENVIRONMENT / "bin" / "python")
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pins = ROOT / "build" / "optuna-constraints.txt"
+    pins.write_text(f"torch=={TORCH}\n")
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(pins), f"optuna=={OPTUNA}"], check=True)
+    subprocess.run([python, "-c", "import optuna, torch; print(optuna.__version__, torch.__version__)"], check=True)
+
+
+def best_of(
+    objective: Callable[[Any], float], seed: int, *, seconds: float | None = None, trials: int | None = None
+) -> Any:
+    """Optuna's study with TPE, until the CPU seconds or the trials are spent."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    began = time.process_time()
+
+    def stop(study: Any, trial: Any) -> None:
+        if seconds is not None and time.process_time() - began >= seconds:
+            study.stop()
+
+    study.optimize(objective, n_trials=trials, callbacks=[stop])
+    return study
+
+
+def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
+    """Penalties of logistic regression in the budget of `bilevel reproduce tuning`."""
+    import torch
+
+    from bilevel.applications.caution import loss_of
+    from bilevel.applications.linear_tuning import HIGH, LOW, FoldedModel, held_out_loss, trained, tune_linear
+    from bilevel.paper.tuning import BUDGETS, OURS
+    from bilevel.paper.tuning_data import problem
+
+    rows, test = problem(dataset, seed)
+    d, began, trials = rows.x.shape[1], time.process_time(), None
+    if way == "bilevel":
+        alpha = tune_linear(
+            rows, caution=0.0, tolerance=1e-6, seconds=OURS * BUDGETS[dataset], clock=time.process_time
+        ).alpha
+    else:
+        unit = float(FoldedModel(rows).curvature.mean()) * int((rows.fold < 0).sum())
+        count = 1 if way == "optuna, single" else d
+        if count > MOST_FEATURES:
+            return {"left_out": f"{count:,} penalties"}
+
+        def chosen(parameters: Any) -> Any:
+            values = [parameters(f"p{j}", LOW, HIGH) for j in range(count)]
+            return unit * torch.tensor(values, dtype=torch.float64).expand(d)
+
+        study = best_of(
+            lambda trial: held_out_loss(rows, chosen(lambda n, a, b: trial.suggest_float(n, a, b, log=True))), seed,
+            seconds=BUDGETS[dataset],
+        )  # fmt: skip
+        alpha, trials = chosen(lambda n, a, b: study.best_params[n]), len(study.trials)
+    seconds = time.process_time() - began
+    test_loss = loss_of(test, *trained(rows.select(rows.fold < 0), alpha))
+    return {"valid_loss": held_out_loss(rows, alpha), "test_loss": test_loss, "seconds": seconds, "trials": trials}
+
+
+def network(way: str, seed: int) -> dict[str, Any]:
+    """The network of `bilevel reproduce tuning`: Optuna has 50 trials, each a training, on the same knobs."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from bilevel.applications.tuning import train_with, tune
+    from bilevel.applications.tuning_loss import TrainingLoss
+    from bilevel.paper.tuning import NETWORK_RATE, NETWORK_STEPS, network_knobs, network_task, tempered
+    from bilevel.training import accuracy
+
+    model, train, valid, test = network_task(seed)
+    hyper, began = network_knobs(), time.process_time()
+    if way == "bilevel":
+        tune(model, train, valid, hyper, valid_loss=tempered, steps=NETWORK_STEPS, rate=NETWORK_RATE, seed=seed)
+        return {"test_accuracy": accuracy(model, test), "seconds": time.process_time() - began}
+    counts = {"decay": 4, "smoothing": 1, "classes": 10}
+    objective = TrainingLoss({name: hyper[name] for name in counts}, 10)
+    temperatures = torch.logspace(-1.3, 1.3, 60)
+
+    def values_of(parameters: Any) -> dict[str, Any]:
+        return {
+            name: torch.tensor([parameters(f"{name}{i}", hyper[name]) for i in range(count)])
+            for name, count in counts.items()
+        }
+
+    def trained(values: Any) -> Any:
+        fresh = network_task(seed)[0]
+        train_with(objective, values, fresh, train, steps=NETWORK_STEPS, batch=100, rate=NETWORK_RATE, seed=seed + 1)
+        return fresh
+
+    def trial_loss(trial: Any) -> float:
+        def suggest(name: str, knob: Any) -> float:
+            return trial.suggest_float(name, knob.low, knob.high, log=knob.scale == "log")
+
+        with torch.no_grad():
+            scores = trained(values_of(suggest))(valid[0])
+            return min(cross_entropy(scores / t, valid[1]).item() for t in temperatures)
+
+    study = best_of(trial_loss, seed, trials=TRIALS)
+    seconds = time.process_time() - began
+    best = trained(values_of(lambda name, _: study.best_params[name]))
+    return {"test_accuracy": accuracy(best, test), "seconds": seconds, "trials": TRIALS}
+
+
+WAYS = {"linear": ("bilevel", "optuna, single", "optuna, per feature"), "network": ("bilevel", "optuna")}
+
+
+def run(given: argparse.Namespace) -> None:
+    in_environment(ENVIRONMENT, given.source)
+    import torch
+
+    torch.set_num_threads(1)
+    store, tasks = Store(RESULTS), {}
+    for seed in range(SEEDS):
+        for dataset in ("digits", "a9a", "text"):
+            for way in WAYS["linear"]:
+                tasks[f"linear/{dataset}/{way}/{seed}"] = lambda d=dataset, w=way, s=seed: linear(d, w, s)
+        for way in WAYS["network"]:
+            tasks[f"network/{way}/{seed}"] = lambda w=way, s=seed: network(w, s)
+    for key, task in tasks.items():
+        if not given.only or any(key.startswith(word) for word in given.only):
+            store.make(key, lambda task=task: {**task(), "commit": commit(given.source)})
+
+
+def write() -> None:
+    results = Store(RESULTS).results
+    if not results:
+        sys.exit(f"There are no results yet. Make them with: python {sys.argv[0]} run")
+    lines = [INTRODUCTION, "| run | way | validation loss | test | trials | CPU seconds | seeds |", "| --- " * 7 + "|"]
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for key, value in results.items():
+        *run_, way, _ = key.split("/")
+        groups.setdefault(("/".join(run_), way), []).append(value)
+    for (name, way), made in sorted(groups.items()):
+        if "left_out" in made[0]:
+            lines.append(f"| {name} | {way} | left out: {made[0]['left_out']} | | | | |")
+            continue
+        valid = f"{mean(r['valid_loss'] for r in made):.4f}" if "valid_loss" in made[0] else ""
+        test = (
+            f"loss {mean(r['test_loss'] for r in made):.4f}" if "test_loss" in made[0]
+            else f"accuracy {100 * mean(r['test_accuracy'] for r in made):.2f}%"
+        )  # fmt: skip
+        trials = "" if made[0].get("trials") is None else f"{mean(r['trials'] for r in made):.0f}"
+        seconds = f"{mean(r['seconds'] for r in made):.1f}"
+        lines.append(f"| {name} | {way} | {valid} | {test} | {trials} | {seconds} | {len(made)} |")
+    PAGE.write_text("\n".join(lines) + "\n" + AGAIN)
+    PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+INTRODUCTION = f"""# Tuning: bilevel and Optuna
+
+Written by `python benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with TPE, on the same data and trainings as
+[bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last evaluation
+of either may overrun; on the network it has {TRIALS} trials, each a training,
+whatever these take. Per feature it is left out above {MOST_FEATURES} features.
+bilevel tunes one penalty for each feature, without caution. Means over the seeds.
+"""
+AGAIN = """
+To run it again: `python benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same with `run`, then
+with `--write`. All numbers are in [tuning-vs-optuna.json](tuning-vs-optuna.json).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="make no run; write the page")
+    verbs = parser.add_subparsers(dest="verb")
+    verbs.add_parser("setup", help="make build/optuna-env")
+    verb = verbs.add_parser("run")
+    verb.add_argument("--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it")
+    verb.add_argument("--only", nargs="+", help="runs whose name (part/data/way/seed) begins like this")
+    given = parser.parse_args()
+    if given.write:
+        write()
+    elif given.verb == "setup":
+        setup()
+    elif given.verb == "run":
+        run(given)
+    else:
+        parser.error("say setup, run or --write")
+
+
+if __name__ == "__main__":
+    main()

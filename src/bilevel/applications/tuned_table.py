@@ -1,0 +1,239 @@
+"""A labelled data set tuned: penalties of a linear model or of an MLP, beside a grid of single penalties.
+
+Where there is no test set, a fifth of the rows is held out from all training. Linear models are tuned on folds; of an
+MLP's rows a fifth is held out to tune on.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import models
+from ..callbacks import Callback
+from ..data import Labelled, Pair
+from ..errors import DataError, OptionError
+from ..replay import seeded
+from .caution import loss_of, tune_cautiously
+from .knobs import FeaturePenalty, Knob, WeightDecay, parameters_of
+from .linear_tuning import FoldedModel, Loss, Rows, held_out_loss, trained, tune_linear
+from .tuning import train_with, tune
+from .tuning_loss import TrainingLoss
+
+MODELS = ("logistic", "ridge", "mlp")
+PENALTIES = ("per-feature", "per-layer", "single")
+Kind = Literal["logistic", "ridge", "mlp"]
+Penalty = Literal["per-feature", "per-layer", "single"]
+HELD_OUT = 0.2
+GRID, NETWORK_GRID = 11, 5
+"""Penalties of the grid, and of that of a network."""
+DECADES = 5.0
+"""How far the grid reaches below and above the middle of the single penalty's range, in powers of ten."""
+Tell = Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A single penalty of the grid."""
+
+    penalty: float
+    valid_loss: float
+    test_loss: float
+
+
+@dataclass(frozen=True)
+class TunedTable:
+    """What was tuned on a data set; losses are means of -log(probability), or halves of mean squared errors."""
+
+    names: tuple[str, ...]
+    """What each penalty belongs to."""
+    penalties: Tensor
+    sizes: Tensor
+    """The size of the weights that each penalty acts on."""
+    valid_loss: float
+    test_loss: float
+    test_accuracy: float | None
+    curve: list[float]
+    grid: list[Point]
+    state: dict[str, Tensor]
+    """The weights of the trained model."""
+    caution: float | None
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Point:
+        """The best of the grid, by the rows that penalties are tuned on."""
+        return min(self.grid, key=lambda point: point.valid_loss)
+
+
+def tune_table(
+    data: Labelled, model: Kind, penalty: Penalty, *, folds: int = 5, caution: float | None = None,
+    steps: int | None = None, seed: int = 0, callbacks: Sequence[Callback] = (), tell: Tell = lambda *_: None,
+) -> TunedTable:  # fmt: skip
+    """Tune, train on all rows but the test ones, and try a grid of single penalties.
+
+    `folds` and `caution` are for linear models; None lets the rows decide the caution.
+    """
+    if model != "mlp" and penalty == "per-layer":
+        raise OptionError(f"penalty='per-layer' is for model='mlp'; {model} has one layer. Use 'per-feature'.")
+    notes = list(data.notes)
+    names = feature_names(data)
+    data = replace(
+        data, features=names, x=data.x.flatten(1), test=data.test and (data.test[0].flatten(1), data.test[1])
+    )
+    if data.test is None:
+        data = _with_test(data, seed)
+        notes.append(f"A fifth of the rows, {len(data.part('test')[1]):,}, is held out to measure the test loss.")
+    if model == "mlp":
+        return _network(data, penalty, steps, seed, notes, callbacks, tell)
+    return _linear(data, model, penalty, folds, caution, steps or 100, seed, notes, tell)
+
+
+def feature_names(data: Labelled) -> tuple[str, ...]:
+    """Of the numbers in one input; of an image, the places of its pixels."""
+    if data.features:
+        return data.features
+    if data.kind == "images":
+        _, channels, height, width = data.x.shape
+        return tuple(
+            f"row {i}, column {j}" + (f", channel {c}" if channels > 1 else "")
+            for c in range(channels) for i in range(height) for j in range(width)
+        )  # fmt: skip
+    return tuple(f"column {j}" for j in range(data.x.shape[1]))
+
+
+def _with_test(data: Labelled, seed: int) -> Labelled:
+    order = np.random.default_rng(seed).permutation(data.count)
+    count = max(1, round(HELD_OUT * data.count))
+    out, rest = torch.from_numpy(order[:count]), np.sort(order[count:])
+    return replace(data.select(rest), test=(data.x[out], data.y[out]))
+
+
+def _folds(data: Labelled, folds: int, seed: int) -> Tensor:
+    """The fold of each row; each class is spread over all folds."""
+    random, fold = np.random.default_rng(seed), np.empty(data.count, dtype=np.int64)
+    y = data.y.numpy() if data.classes else np.zeros(data.count)
+    for label in np.unique(y):
+        members = np.flatnonzero(y == label)
+        if len(members) < 2:
+            raise DataError(f"every class must have two rows to hold one out; {data.classes[int(label)]!r} has 1.")
+        fold[random.permutation(members)] = (np.arange(len(members)) + random.integers(folds)) % folds
+    return torch.from_numpy(fold)
+
+
+def _linear(
+    data: Labelled, model: Kind, penalty: Penalty, folds: int, caution: float | None, steps: int, seed: int,
+    notes: list[str], tell: Tell,
+) -> TunedTable:  # fmt: skip
+    began = time.perf_counter()
+    loss: Loss = "squared" if model == "ridge" else "logistic"
+    outputs = len(data.classes) if len(data.classes) > 2 else 1
+    center, spread = (float(data.y.mean()), float(data.y.std())) if model == "ridge" else (0.0, 1.0)
+
+    def rows_of(pair: Pair, fold: Tensor) -> Rows:
+        y = (pair[1].double() - center) / spread if outputs == 1 else pair[1]
+        return Rows(pair[0].double(), y, fold, loss, outputs)
+
+    rows, test = rows_of((data.x, data.y), _folds(data, folds, seed)), data.part("test")
+    others = rows_of(test, torch.full((len(test[1]),), -1))
+
+    def watch(stage: str, done: int, value: float) -> None:
+        tell(f"tuning {stage}", done, steps)
+
+    used: float | None = caution
+    if penalty == "single":
+        found = tune_linear(rows, penalty="single", steps=steps, watch=watch)
+    elif caution is None:
+        found, used = tune_cautiously(rows, seed=seed, steps=steps, watch=watch)
+        if used is None:
+            notes.append("A single penalty does better on rows that the tuning did not see, and is what is given here.")
+    else:
+        found = tune_linear(rows, caution=caution, steps=steps, watch=watch)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    unit = float(FoldedModel(rows).curvature.mean()) * data.count
+    grid = []
+    for k, alpha in enumerate(unit * np.logspace(-DECADES, DECADES, GRID)):
+        each = torch.full_like(found.alpha, alpha)
+        held = held_out_loss(rows, each)
+        grid.append(Point(float(alpha), spread**2 * held, spread**2 * loss_of(others, *trained(rows, each))))
+        tell("trying a grid", k + 1, GRID)
+    accuracy = None
+    if model == "logistic":
+        scores = others.x @ found.weight.T + found.bias
+        said = (scores[:, 0] > 0).long() if outputs == 1 else scores.argmax(1)
+        accuracy = float((said == test[1]).double().mean())
+    state = {"weight": spread * found.weight, "bias": center + spread * found.bias}
+    return TunedTable(
+        names=data.features, penalties=found.alpha, sizes=state["weight"].norm(dim=0),
+        valid_loss=spread**2 * found.valid_loss, test_loss=spread**2 * loss_of(others, found.weight, found.bias),
+        test_accuracy=accuracy, curve=[spread**2 * value for value in found.path], grid=grid, state=state,
+        caution=used if penalty != "single" else None, seconds=time.perf_counter() - began, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _network(
+    data: Labelled, penalty: Penalty, steps: int | None, seed: int, notes: list[str], callbacks: Sequence[Callback],
+    tell: Tell,
+) -> TunedTable:  # fmt: skip
+    began = time.perf_counter()
+    classes = len(data.classes) or None
+    dtype = torch.float32
+    y = data.y if classes else data.y.to(dtype)
+    order = torch.randperm(data.count, generator=torch.Generator().manual_seed(seed))
+    count = max(1, round(HELD_OUT * data.count))
+    out, rest = order[:count], order[count:]
+    train, valid = (data.x[rest], y[rest]), (data.x[out], y[out])
+    test_x, test_y = data.part("test")
+    test = test_x, test_y if classes else test_y.to(dtype)
+    with seeded(seed):
+        network = models.mlp(data.x.shape[1], (128,), classes or 1)
+    first = copy.deepcopy(network)
+    knob: Knob = FeaturePenalty(high=10.0) if penalty == "per-feature" else WeightDecay(
+        per="layer" if penalty == "per-layer" else "model"
+    )  # fmt: skip
+    found = tune(
+        network, train, valid, {"penalty": knob}, steps=steps, seed=seed, callbacks=callbacks, mode="minibatch",
+        watch=tell,
+    )  # fmt: skip
+    single = WeightDecay()
+    objective, grid = TrainingLoss({"penalty": single}, classes), []
+    used = found.settings
+    for k, decay in enumerate(np.logspace(np.log10(single.low), np.log10(single.high), NETWORK_GRID)):
+        rival = copy.deepcopy(first)
+        value = {"penalty": torch.tensor([decay], dtype=dtype)}
+        train_with(objective, value, rival, train, steps=used["final_steps"], batch=used["batch"], rate=used["rate"],
+                   seed=seed + 1)  # fmt: skip
+        grid.append(
+            Point(float(decay), objective.measured(value, rival, valid), objective.measured(value, rival, test))
+        )
+        tell("trying a grid", k + 1, NETWORK_GRID)
+    parameters = parameters_of(network)
+    if isinstance(knob, WeightDecay):
+        names = tuple(f"layer {name}" if penalty == "per-layer" else "all weights" for name in knob.groups(parameters))
+        matrices = [p.detach().norm() for p in parameters.values() if p.ndim > 1]
+        sizes = torch.stack(matrices) if len(names) > 1 else torch.stack(matrices).norm()[None]
+    else:
+        names = data.features
+        sizes = next(p for p in parameters.values() if p.ndim == 2).detach().norm(dim=0)
+    accuracy = None
+    if classes:
+        with torch.no_grad():
+            accuracy = float((network(test[0]).argmax(1) == test[1]).double().mean())
+    return TunedTable(
+        names=names, penalties=found.values["penalty"], sizes=sizes, valid_loss=found.valid_loss,
+        test_loss=objective.measured({}, network, test), test_accuracy=accuracy, curve=found.curve, grid=grid,
+        state=_plain(network), caution=None, seconds=time.perf_counter() - began, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _plain(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in network.state_dict().items()}

@@ -1,0 +1,133 @@
+"""The folder of a tuning: its result, its files, and its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from .. import __version__
+from ..applications.tuned_table import TunedTable
+from ..data import Labelled
+from ..report import Card, Report, render
+from ..report import Table as ReportTable
+from ..report.figures import losses
+from ..report.tuning_figures import bars, grid
+from .folder import Folder
+
+FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
+HEADINGS = ("Penalties", "Validation loss", "Test loss")
+
+
+def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any]) -> dict[str, Any]:
+    best = found.best
+    count = len(found.names)
+    better = found.valid_loss < best.valid_loss
+    what = "1 penalty" if count == 1 else f"{count:,} penalties"
+    message = (
+        f"Tuned {what}: the validation loss is {found.valid_loss:.4g}, and {best.valid_loss:.4g} with the best of "
+        f"{len(found.grid)} single penalties; the test loss is {found.test_loss:.4g}, and {best.test_loss:.4g} with it."
+    )
+    notes = list(found.notes)
+    if better and found.test_loss > best.test_loss:
+        notes.append(
+            "The tuned penalties do better on the held-out rows, and worse on the test set: they fit the former. "
+            "More caution or more folds may help, or a single penalty."
+        )
+    return {
+        "command": "tune", "method": "convex" if asked["model"] != "mlp" else "penalty", "status": "done",
+        "message": message, "seed": asked["seed"], "seconds": round(found.seconds, 3), "model": asked["model"],
+        "penalty": asked["penalty"], "penalties": count, "valid_loss": found.valid_loss, "test_loss": found.test_loss,
+        "test_accuracy": found.test_accuracy, "caution": found.caution,
+        "grid": [vars(point) for point in found.grid], "best_single": vars(best), "rows": data.count,
+        "steps": len(found.curve), "notes": notes,
+    }  # fmt: skip
+
+
+def write(folder: Folder, data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Path:
+    """Write all files, the result last; returns the path of the page."""
+    rows = sorted(zip(found.names, found.penalties.tolist(), found.sizes.tolist(), strict=True), key=lambda row: row[1])
+    folder.write_csv(
+        "penalties.csv", ("name", "penalty", "weight"),
+        ({"name": name, "penalty": f"{p:.6g}", "weight": f"{w:.6g}"} for name, p, w in rows),
+    )  # fmt: skip
+    folder.write_csv(
+        "history.csv", ("step", "valid_loss"),
+        ({"step": k, "valid_loss": f"{value:.9g}"} for k, value in enumerate(found.curve)),
+    )  # fmt: skip
+    about = {
+        "model": str(result["model"]),
+        "classes": json.dumps(data.classes),
+        "inputs": json.dumps(found.names[:1000]),
+    }
+    temporary = folder.path / ".model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in found.state.items()}, str(temporary), metadata=about)
+    temporary.replace(folder.path / "model.safetensors")
+    page = folder.write("report.html", render(_report(data, found, result)))
+    folder.write_json("result.json", result)
+    return page
+
+
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    best = result["best_single"]
+    return [
+        (f"tuned, {result['penalty']}", f"{result['valid_loss']:.4g}", f"{result['test_loss']:.4g}"),
+        (
+            f"the best single one of a grid, {best['penalty']:.3g}",
+            f"{best['valid_loss']:.4g}",
+            f"{best['test_loss']:.4g}",
+        ),
+    ]
+
+
+def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Report:
+    measured = "mean of -log(probability of the class)" if data.classes else "half of the mean squared error"
+    order = found.penalties.argsort().tolist()
+    ends = ", ".join(found.names[i] for i in order[:3])
+    cards = [
+        Card(
+            "The penalties, sorted",
+            bars("penalties", found.names, found.penalties.tolist(), label=f"Penalties; the least penalised: {ends}."),
+            note="A small penalty lets a feature speak; a large one silences it. All are in penalties.csv.",
+        ),
+        Card(
+            "The path of the validation loss",
+            losses("path", {"validation loss": found.curve}, label="Validation loss against step."),
+            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then those of the features. "
+            "With caution above 0, the path has its price in it.",
+        ),
+        Card(
+            "What a grid would have given",
+            grid("grid", [(p.penalty, p.valid_loss) for p in found.grid], found.valid_loss,
+                 label="Validation loss against a single penalty; the tuned penalties' as a dashed line."),
+        ),
+    ]  # fmt: skip
+    accuracy = result["test_accuracy"]
+    return Report(
+        title=f"Penalties of {data.name}", outcome=result["message"],
+        good=result["test_loss"] <= result["best_single"]["test_loss"],
+        table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)), cards=cards,
+        settings=[
+            ("Rows", f"{result['rows']:,}"), ("Model", result["model"]), ("Penalty", result["penalty"]),
+            ("Penalties", f"{result['penalties']:,}"), ("Seed", str(result["seed"])),
+            *([("Test accuracy", f"{100 * accuracy:.1f}%")] if accuracy is not None else []),
+            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+        ],
+        notes=result["notes"],
+    )  # fmt: skip
+
+
+def show(result: Mapping[str, Any]) -> None:
+    console, table = Console(), Table(*HEADINGS)
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(table)
+    if result["test_accuracy"] is not None:
+        console.print(f"Right on {100 * result['test_accuracy']:.1f}% of the test set.")
+    console.print(result["message"], soft_wrap=True)

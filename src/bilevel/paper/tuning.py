@@ -1,0 +1,264 @@
+"""The tuning study: penalties of logistic regression beside other ways to choose them, a network, and a million.
+
+Every way ends with penalties; their validation and test losses are those of the model trained on the training rows with
+them, to the minimum. All ways but the grid stop at the budget of their data set.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import models
+from ..applications.caution import loss_of
+from ..applications.knobs import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
+from ..applications.linear_tuning import HIGH, LOW, START, FoldedModel, Rows, held_out_loss, trained, tune_linear
+from ..applications.ranges import Range
+from ..applications.tuning import train_with, tune
+from ..applications.tuning_loss import Batch, TrainingLoss
+from ..callbacks import Callback, Run
+from ..cells import Cell, Found, Settings
+from ..data import corrupt
+from ..method import Method
+from ..methods.approx_grad import ApproxGrad
+from ..methods.reverse_mode import ReverseMode
+from ..problem import Problem
+from ..replay import seeded
+from ..solve import solve
+from ..training import accuracy
+from .tuning_data import DATASETS, problem
+
+PARTS = ("linear", "network", "scale")
+WAYS = {
+    "per-feature": "per feature",
+    "per-feature, caution 1": "per feature, caution 1",
+    "single": "single, by gradient",
+    "grid": "LogisticRegressionCV",
+    "implicit": "per feature, ApproxGrad",
+    "unrolled": "per feature, ReverseMode",
+    "folds": "per feature, 5 folds, caution 1",
+    "folds, single": "single, 5 folds",
+}
+BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
+"""CPU seconds of one thread: the machine may be shared."""
+OURS = 0.5
+"""The share of a budget after which `tune_linear` begins no evaluation: its last one and the training come after."""
+FOLDS = 5
+TRIAL_STEPS = 6
+"""Of a first run that tells how many steps a budget has."""
+METHODS: dict[str, Method] = {
+    "implicit": ApproxGrad(lower_steps=10, linear_steps=10), "unrolled": ReverseMode(lower_steps=20)
+}  # fmt: skip
+TRAIN, VALID, NOISE, HIDDEN = 5000, 1000, 0.3, 100
+NETWORK_STEPS, NETWORK_RATE = 2000, 1e-3
+MILLION = 1260
+"""Hidden units of the network with a million weights."""
+SCALE_STEPS = 60
+
+
+def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seeds: int = 3) -> list[Cell]:
+    found: list[Settings] = []
+    if "linear" in parts:
+        found += [
+            {"part": "linear", "dataset": name, "way": way, "seed": seed}
+            for seed in range(seeds) for name in datasets for way in WAYS
+        ]  # fmt: skip
+    if "network" in parts:
+        found += [
+            {"part": "network", "way": way, "steps": NETWORK_STEPS, "seed": seed}
+            for seed in range(seeds) for way in ("tuned", "default")
+        ]  # fmt: skip
+    if "scale" in parts:
+        found.append({"part": "scale", "hidden": MILLION, "steps": SCALE_STEPS})
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def run(settings: Settings) -> Found | None:
+    """Run a cell; None where Ctrl-C came."""
+    try:
+        if settings["part"] == "linear":
+            return _linear(settings["dataset"], settings["way"], settings["seed"])
+        if settings["part"] == "network":
+            return _network(settings["way"], settings["steps"], settings["seed"])
+        return _scale(settings["hidden"], settings["steps"])
+    except KeyboardInterrupt:
+        return None
+
+
+# -- linear models -----------------------------------------------------------------------------------------------------
+
+
+def _linear(dataset: str, way: str, seed: int) -> Found:
+    rows, test = problem(dataset, seed)
+    budget, began = BUDGETS[dataset], time.process_time()
+    if way.startswith("folds"):
+        return _folded(rows, test, "single" if way.endswith("single") else "per-feature", seed, budget)
+    if way.startswith("per-feature"):
+        caution = 1.0 if way.endswith("1") else 0.0
+        alpha = tune_linear(rows, caution=caution, tolerance=1e-6, seconds=OURS * budget, clock=time.process_time).alpha
+    elif way == "single":
+        alpha = tune_linear(
+            rows, penalty="single", tolerance=1e-6, seconds=OURS * budget, clock=time.process_time
+        ).alpha
+    elif way == "grid":
+        alpha = _grid(rows)
+    else:
+        alpha = _stepwise(rows, METHODS[way], budget, seed)
+    seconds = time.process_time() - began
+    train = rows.select(rows.fold < 0)
+    return {
+        "valid_loss": held_out_loss(rows, alpha), "test_loss": loss_of(test, *trained(train, alpha)),
+        "seconds": round(seconds, 2), "features": rows.x.shape[1],
+    }  # fmt: skip
+
+
+def _folded(rows: Rows, test: Rows, penalty: Any, seed: int, budget: float) -> Found:
+    """Tuned on folds of the training and validation rows together, and trained on all of them."""
+    fold = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows.y)) % FOLDS)
+    began = time.process_time()
+    given = Rows(rows.x, rows.y, fold, rows.loss, rows.outputs)
+    found = tune_linear(given, penalty=penalty, tolerance=1e-6, seconds=OURS * budget, clock=time.process_time)
+    return {
+        "valid_loss": found.valid_loss, "test_loss": loss_of(test, found.weight, found.bias),
+        "seconds": round(time.process_time() - began, 2), "features": rows.x.shape[1],
+    }  # fmt: skip
+
+
+def _grid(rows: Rows) -> Tensor:
+    """scikit-learn's grid of twenty penalties, chosen by the log-loss of the validation rows."""
+    from sklearn.linear_model import LogisticRegressionCV
+    from sklearn.model_selection import PredefinedSplit
+
+    unit = float(FoldedModel(rows).curvature.mean()) * int((rows.fold < 0).sum())
+    model = LogisticRegressionCV(
+        Cs=1 / (unit * np.logspace(np.log10(LOW), np.log10(HIGH), 20)), cv=PredefinedSplit(rows.fold.numpy()),
+        scoring="neg_log_loss", max_iter=1000, refit=True, l1_ratios=(0.0,), use_legacy_attributes=False,
+    )  # fmt: skip
+    model.fit(rows.x.numpy(), rows.y.long().numpy())
+    return torch.full((rows.x.shape[1],), 1 / float(np.ravel(model.C_)[0]), dtype=torch.float64)
+
+
+class _Until(Callback):
+    """Stops a run at a moment, and notes when its steps ended."""
+
+    def __init__(self, moment: float) -> None:
+        self.moment, self.began = moment, 0.0
+        self.times: list[float] = []
+
+    def start(self, run: Run) -> None:
+        self.began = time.process_time()
+
+    def log(self, run: Run) -> bool | None:
+        self.times.append(time.process_time())
+        return self.times[-1] >= self.moment
+
+
+def _stepwise(rows: Rows, method: Method, budget: float, seed: int) -> Tensor:
+    """Another method of this library on the same penalties, with as many steps as the budget lets it take."""
+    model = FoldedModel(rows)
+    unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
+    pose = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(unit * every.value(u), v))
+    start = every.free(torch.full((rows.x.shape[1],), START, dtype=torch.float64))
+
+    def attempt(steps: int, until: _Until) -> Tensor:
+        u = start.clone().requires_grad_()
+        v = {name: torch.zeros_like(leaf).requires_grad_() for name, leaf in model.v.items()}
+        solve(pose, method, u, v, max_steps=steps, callbacks=[until], log_every=1, seed=seed, hypergradient=False)
+        return u.detach()
+
+    # Rates fall over the steps of a run: their number must fit the budget.
+    began, trial = time.process_time(), _Until(float("inf"))
+    attempt(TRIAL_STEPS, trial)
+    spent = time.process_time() - began
+    each = (trial.times[-1] - trial.times[0]) / (TRIAL_STEPS - 1)
+    steps = max(10, int((budget - 2 * spent + TRIAL_STEPS * each) / each))
+    return unit * every.value(attempt(steps, _Until(began + budget)))
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def network_task(seed: int) -> tuple[Any, Any, Any, Any]:
+    """The network at its first weights, training, validation and test examples of MNIST."""
+    from .denoising_runs import loaded
+
+    data = loaded("mnist")
+    order = np.random.default_rng(seed).permutation(data.count)
+    train, valid = data.select(order[:TRAIN]), data.select(order[TRAIN : TRAIN + VALID])
+    with seeded(seed):
+        network = models.mlp(784, (HIDDEN,), 10)
+    return network, (train.x, corrupt(train.y, NOISE, 10, seed)), (valid.x, valid.y), data.part("test")
+
+
+def network_knobs() -> dict[str, Knob]:
+    """The temperature is of the validation loss: probabilities learnt from noisy labels are not those of right ones."""
+    return {
+        "decay": WeightDecay(per="tensor", biases=True, low=1e-6, high=1.0, start=1e-3), "smoothing": LabelSmoothing(),
+        "classes": ClassWeights(), "temperature": Free(low=0.05, high=20.0, start=1.0),
+    }  # fmt: skip
+
+
+def tempered(value: Any, model: Any, batch: Batch) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]) / value["temperature"], batch[1])
+
+
+def _network(way: str, steps: int, seed: int) -> Found:
+    network, train, valid, test = network_task(seed)
+    hyper, began = network_knobs(), time.process_time()
+    if way == "tuned":
+        found = tune(
+            network,
+            train,
+            valid,
+            hyper,
+            valid_loss=tempered,
+            steps=steps,
+            final_steps=steps,
+            rate=NETWORK_RATE,
+            seed=seed,
+        )
+        value = {name: tensor.tolist() for name, tensor in found.values.items()}
+    else:
+        value = {"decay": [1e-4] * 4, "smoothing": [0.0], "classes": [1.0] * 10, "temperature": [1.0]}
+        tensors = {name: torch.tensor(numbers) for name, numbers in value.items()}
+        objective = TrainingLoss(hyper, 10, None, tempered)
+        train_with(objective, tensors, network, train, steps=steps, batch=100, rate=NETWORK_RATE, seed=seed + 1)
+    seconds = time.process_time() - began
+    return {
+        "test_accuracy": accuracy(network, test), "valid_accuracy": accuracy(network, valid),
+        "seconds": round(seconds, 2), "values": value,
+    }  # fmt: skip
+
+
+def _scale(hidden: int, steps: int) -> Found:
+    """CPU seconds of as many steps of tuning and of plain training, in turn, each twice; the least of each counts."""
+    _, train, valid, _ = network_task(0)
+    with seeded(0):
+        network = models.mlp(784, (hidden,), 10)
+    knob = WeightDecay(per="weight")
+    hyper: dict[str, Knob] = {"decay": knob}
+    objective, plain, tuned, count = TrainingLoss(hyper, 10), [], [], 0
+    for _ in range(2):
+        model, clock = copy.deepcopy(network), time.process_time()
+        train_with(objective, _decays(knob, model), model, train, steps=steps, batch=100, rate=NETWORK_RATE, seed=0)
+        plain.append(time.process_time() - clock)
+        watch = _Until(float("inf"))
+        found = tune(copy.deepcopy(network), train, valid, hyper, steps=steps, final_steps=1, rate=NETWORK_RATE,
+                     callbacks=[watch], log_every=steps)  # fmt: skip
+        tuned.append(watch.times[-1] - watch.began)
+        count = found.settings["hyper_parameters"]
+    return {
+        "hyper_parameters": count, "plain_seconds": min(plain), "tuned_seconds": min(tuned),
+        "ratio": min(tuned) / min(plain),
+    }  # fmt: skip
+
+
+def _decays(knob: WeightDecay, model: Any) -> dict[str, Tensor]:
+    count = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    return {"decay": torch.full((count,), knob.start)}

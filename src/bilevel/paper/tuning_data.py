@@ -1,0 +1,60 @@
+"""The three classification problems of the tuning study: training, validation and test rows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..applications.linear_tuning import Rows
+from ..errors import DataError
+
+DATASETS = ("a9a", "digits", "text")
+SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
+"""Training and validation rows; all others are the test's."""
+WORDS, TEXTS = 20_000, 4000
+
+
+def problem(name: str, seed: int) -> tuple[Rows, Rows]:
+    """Training rows (fold -1) with validation rows (fold 0), and test rows."""
+    x, y, test = _source(name, seed)
+    train, valid = SIZES[name]
+    order = np.random.default_rng(seed).permutation(len(y) if test is None else test)
+    first = order[: train + valid]
+    rest = order[train + valid :] if test is None else np.arange(test, len(y))
+    fold = np.r_[np.full(train, -1), np.zeros(valid, dtype=int)]
+    return _rows(x[first], y[first], fold), _rows(x[rest], y[rest], np.full(len(rest), -1))
+
+
+def _rows(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> Rows:
+    many = int(y.max()) > 1
+    labels = torch.from_numpy(y).long() if many else torch.from_numpy(y).double()
+    return Rows(
+        torch.from_numpy(x).double(), labels, torch.from_numpy(fold), "logistic", int(y.max()) + 1 if many else 1
+    )
+
+
+def _source(name: str, seed: int) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Inputs, labels, and from which row on they are the test's; None: no row is yet."""
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        return x / 16, y, None
+    if name == "text":
+        from sklearn.datasets import make_multilabel_classification
+        from sklearn.feature_extraction.text import TfidfTransformer
+
+        x, labels = make_multilabel_classification(
+            n_samples=TEXTS, n_features=WORDS, n_classes=5, n_labels=2, length=100, sparse=True, random_state=seed
+        )
+        return TfidfTransformer().fit_transform(x).toarray(), labels[:, 0], None
+    path = Path(os.environ.get("BILEVEL_DATA", "data")) / "tabular" / "a9a.npz"
+    if not path.exists():
+        raise DataError(f"a9a needs {path}, with X_train, y_train, X_test and y_test. Set BILEVEL_DATA to its folder.")
+    with np.load(path) as file:
+        x = np.concatenate([file["X_train"], file["X_test"]]).astype(np.float64)
+        y = (np.concatenate([file["y_train"], file["y_test"]]) > 0).astype(np.int64)
+        return x, y, len(file["y_train"])

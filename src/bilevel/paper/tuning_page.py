@@ -1,0 +1,146 @@
+"""The page of the tuning study, and its numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from ..cells import Found, Settings
+from .markdown import table
+from .tuning import BUDGETS, SCALE_STEPS, WAYS, cells
+from .tuning_data import DATASETS, SIZES
+
+Kept = Sequence[tuple[Settings, Found]]
+TITLES = {"a9a": "a9a", "digits": "digits", "text": "20,000-dimensional text"}
+TARGET = 3.5
+"""The largest ratio of tuning to plain training that is aimed at."""
+
+
+def write(found: Kept, folder: Path) -> dict[str, Any]:
+    """Write tuning.md and tuning.json; returns what the command prints."""
+    parts = [INTRODUCTION]
+    linear = [(s, r) for s, r in found if s["part"] == "linear"]
+    claims: dict[str, Any] = {}
+    for name in DATASETS:
+        own = [(s, r) for s, r in linear if s["dataset"] == name]
+        if own:
+            text, claims[name] = _linear(name, own)
+            parts.append(text)
+    if network := [(s, r) for s, r in found if s["part"] == "network"]:
+        parts.append(_network(network))
+    if scale := [r for s, r in found if s["part"] == "scale"]:
+        parts.append(_scale(scale[0]))
+    if missing := _missing(found):
+        parts.append("Not run yet, for one seed: " + "; ".join(missing) + ".")
+    parts.append(AGAIN)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tuning.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps([s, r]) for s, r in found)
+    (folder / "tuning.json").write_text('{"cells": [\n' + lines + "\n]}\n", encoding="utf-8")
+    return {"cells": len(found), "claims": claims}
+
+
+def _missing(found: Kept) -> list[str]:
+    """What a study of one seed has and this one has not."""
+    kept = [dict(settings) for settings, _ in found]
+    left = [cell.settings for cell in cells(seeds=1) if dict(cell.settings) not in kept]
+    return [", ".join(str(s[key]) for key in ("part", "dataset", "way") if key in s) for s in left]
+
+
+def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:
+    rows, means = [], {}
+    for way, title in WAYS.items():
+        runs = [r for s, r in found if s["way"] == way]
+        if not runs:
+            continue
+        means[way] = {key: mean(r[key] for r in runs) for key in ("valid_loss", "test_loss", "seconds")}
+        numbers = [_spread([r[key] for r in runs]) for key in ("valid_loss", "test_loss")]
+        rows.append([title, *numbers, f"{means[way]['seconds']:.1f}"])
+    seeds = len({s["seed"] for s, _ in found})
+    train, valid = SIZES[name]
+    intro = (
+        f"## {TITLES[name]}\n\n{train:,} training and {valid:,} validation rows, {found[0][1]['features']:,} features; "
+        f"{seeds} seed{'s' * (seeds > 1)}. Budget: {BUDGETS[name]:g} CPU seconds for each way but the grid, which ends "
+        "by itself."
+    )
+    said, claims = _claims(means)
+    return "\n\n".join([intro, table(["penalties", "validation loss", "test loss", "CPU seconds"], rows), said]), claims
+
+
+def _claims(means: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Whether per-feature tuning has the least validation loss, and a test loss that is not worse than a single's."""
+    split = [way for way in means if not way.startswith("folds")]
+    lines, claims = [], {}
+    if "per-feature" in means and len(split) > 1:
+        best = min(split, key=lambda way: means[way]["valid_loss"])
+        claims["least_validation_loss"] = best == "per-feature"
+        lines.append(
+            "Per-feature tuning has the least validation loss of all ways on this split."
+            if best == "per-feature"
+            else f"The least validation loss is that of: {WAYS[best]}."
+        )
+    single = [means[way]["test_loss"] for way in ("single", "grid") if way in means]
+    folded = [means["folds, single"]["test_loss"]] if "folds, single" in means else []
+    for way, rival in (("per-feature", single), ("per-feature, caution 1", single), ("folds", folded)):
+        if way in means and rival:
+            gap = means[way]["test_loss"] - min(rival)
+            claims[f"{way}: test loss above the best single penalty's"] = gap
+            word = "above" if gap > 0 else "below"
+            lines.append(f"Test loss, {WAYS[way]}: {abs(gap):.4f} {word} that of the best single penalty.")
+    return "\n".join(f"- {line}" for line in lines), claims
+
+
+def _network(found: Kept) -> str:
+    rows = []
+    for way in ("tuned", "default"):
+        runs = [r for s, r in found if s["way"] == way]
+        if runs:
+            accuracies = [100 * r["test_accuracy"] for r in runs]
+            rows.append([way, _spread(accuracies, 2), f"{mean(r['seconds'] for r in runs):.1f}"])
+    return "\n\n".join([NETWORK, table(["hyper-parameters", "test accuracy, percent", "CPU seconds"], rows)])
+
+
+def _scale(found: Found) -> str:
+    verdict = "within" if found["ratio"] <= TARGET else "above"
+    return (
+        f"## A million hyper-parameters\n\nOne weight decay for each of {found['hyper_parameters']:,} weights of an "
+        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, twice; "
+        f"the least CPU seconds of each: {found['tuned_seconds']:.2f} and {found['plain_seconds']:.2f}, "
+        f"{found['ratio']:.2f} times plain training, {verdict} the {TARGET:g} aimed at."
+    )
+
+
+def _spread(values: Sequence[float], digits: int = 4) -> str:
+    text = f"{mean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+INTRODUCTION = """# Tuning: penalties by gradient
+
+Written by `bilevel reproduce tuning`. Losses are means of -log(probability of the class), each of the model trained to
+the minimum with the penalties that a way ends with: the validation loss on the rows that penalties are chosen by, the
+test loss on others. Where there are several seeds: the mean (least to most).
+
+- **per feature**: one penalty for each feature, by gradient, to the least validation loss; **caution 1**: with the
+  price on penalties that differ (see [tuning](../tuning.md)).
+- **single, by gradient**; **LogisticRegressionCV**: scikit-learn's, 20 penalties on the same range and split.
+- **ApproxGrad**, **ReverseMode**: the implicit and the unrolled method of this library on the same penalties per
+  feature, 10 and 20 lower steps, full batches, as many upper steps as the budget allows.
+- **5 folds**: tuned on folds of the training and validation rows together, trained on all of them: to be compared with
+  each other alone, as they have seen more rows."""
+
+NETWORK = """## A small network on MNIST
+
+An MLP 784-100-10, 5,000 training images with 30% wrong labels, 1,000 validation images with right ones. Tuned: one
+weight decay for each of four tensors, label smoothing, one weight for each class, and the temperature of the validation
+loss. Default: decay 1e-4, no smoothing, equal weights. Both are then trained for the same steps."""
+
+AGAIN = """## To run it again
+
+    BILEVEL_DATA=folder OMP_NUM_THREADS=1 bilevel reproduce tuning --page docs/results
+
+Finished cells in `--out` are not run again. All numbers are in [tuning.json](tuning.json). Beside Optuna:
+`benchmarks/tuning_vs_optuna.py`."""

@@ -1,0 +1,92 @@
+"""What the tuned linear estimators share: their options, the folds, and the tuning itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from sklearn.model_selection import KFold, ShuffleSplit, StratifiedKFold, StratifiedShuffleSplit
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from ..applications.caution import tune_cautiously
+from ..applications.linear_tuning import Loss, Rows, tune_linear
+from ..errors import OptionError
+from ..options import in_range, one_of
+from .denoising import _plain
+
+AUTO = "auto"
+
+
+class Tuned:
+    """The part of an estimator that tunes the penalties of a linear model."""
+
+    penalty: str
+    caution: float | str
+    folds: float
+    steps: int
+    tol: float
+    random_state: Any
+    n_features_in_: int
+    coef_: np.ndarray
+    intercept_: Any
+
+    def _tune(self, X: np.ndarray, y: np.ndarray, loss: Loss, classes: int) -> None:
+        """Tune on what the folds hold out; sets all attributes but the coefficients' shape."""
+        caution, steps, tol = _plain(self.caution), _plain(self.steps), _plain(self.tol)
+        one_of("penalty", self.penalty, ("per-feature", "single"))
+        in_range("steps", steps, least=1, whole=True)
+        in_range("tol", tol, above=0)
+        if isinstance(caution, str):
+            one_of("caution", caution, (AUTO,))
+        else:
+            in_range("caution", caution, least=0)
+        random = check_random_state(self.random_state)
+        fold = self._fold(X, y, classes, int(random.randint(2**31 - 1)))
+        kind = torch.int64 if classes > 2 else torch.float64
+        rows = Rows(
+            torch.from_numpy(np.array(X, order="C")), torch.from_numpy(np.array(y)).to(kind),
+            torch.from_numpy(fold), loss, classes if classes > 2 else 1,
+        )  # fmt: skip
+        options: dict[str, Any] = {"steps": steps, "tolerance": tol}
+        self.caution_ = None if self.penalty == "single" or caution == AUTO else float(caution)
+        if self.penalty == "per-feature" and caution == AUTO:
+            found, self.caution_ = tune_cautiously(rows, seed=int(random.randint(2**31 - 1)), **options)
+        elif self.penalty == "per-feature":
+            found = tune_linear(rows, caution=float(caution), **options)
+        else:
+            found = tune_linear(rows, penalty="single", **options)
+        if found.interrupted:
+            raise KeyboardInterrupt
+        self.alpha_ = found.alpha.numpy()
+        self.single_alpha_ = found.single
+        self.valid_loss_, self.single_valid_loss_ = found.valid_loss, found.single_loss
+        self.path_ = np.array(found.path)
+        self.n_iter_ = len(found.path)
+        self.coef_, self.intercept_ = found.weight.numpy(), found.bias.numpy()
+
+    def _fold(self, X: np.ndarray, y: np.ndarray, classes: int, seed: int) -> np.ndarray:
+        """The fold that holds each row out; -1 for none. With few rows of a class, fewer folds."""
+        folds = _plain(self.folds)
+        fold = np.full(len(y), -1, dtype=np.int64)
+        if isinstance(folds, float) and not isinstance(folds, bool) and 0 < folds < 1:
+            one = StratifiedShuffleSplit if classes else ShuffleSplit
+            fold[next(one(1, test_size=folds, random_state=seed).split(X, y))[1]] = 0
+            return fold
+        in_range("folds", folds, least=2, whole=True)
+        most = int(np.bincount(y.astype(np.int64)).min()) if classes else len(y)
+        if most < 2:
+            what = "rows of each class" if classes else "rows"
+            raise OptionError(f"folds need at least 2 {what}; got n_samples = {len(y)}, of the rarest {most}.")
+        many = StratifiedKFold if classes else KFold
+        for k, (_, out) in enumerate(many(min(folds, most), shuffle=True, random_state=seed).split(X, y)):
+            fold[out] = k
+        return fold
+
+    def _scores(self, X: ArrayLike) -> np.ndarray:
+        check_is_fitted(self, "coef_")
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        scores: np.ndarray = X @ np.atleast_2d(self.coef_).T + self.intercept_
+        return scores

@@ -1,0 +1,190 @@
+"""Penalties of linear models against closed forms, scikit-learn, and data whose informative features are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from sklearn.linear_model import LogisticRegression, Ridge
+from torch import Tensor
+
+from bilevel import DataError
+from bilevel.applications.caution import tune_cautiously
+from bilevel.applications.linear_tuning import FoldedModel, Rows, held_out_loss, trained, tune_linear
+from bilevel.applications.nested import Nested
+from bilevel.problem import Problem
+
+INFORMATIVE, NOISE = 10, 90
+
+
+def sparse_rows(seed: int, rows: int = 200, test: int = 2000) -> tuple[Rows, Tensor, Tensor]:
+    """10 informative and 90 noise features, five folds; and test rows."""
+    draw = np.random.default_rng(seed)
+    w = np.zeros(INFORMATIVE + NOISE)
+    w[:INFORMATIVE] = draw.normal(size=INFORMATIVE) + np.sign(draw.normal(size=INFORMATIVE))
+    x = draw.normal(size=(rows + test, len(w)))
+    y = x @ w + draw.normal(size=len(x))
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    return Rows(x[:rows], y[:rows], torch.arange(rows) % 5, "squared"), x[rows:], y[rows:]
+
+
+def classes_of(seed: int, rows: int, classes: int, features: int = 6) -> tuple[Tensor, Tensor]:
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(rows, features))
+    scores = x @ draw.normal(size=(features, classes)) + draw.gumbel(size=(rows, classes))
+    return torch.from_numpy(x), torch.from_numpy(scores.argmax(1))
+
+
+def closed_form_loss(rows: Rows, alpha: float) -> float:
+    """The held-out squared error of ridge regression, halved, by the normal equations; the bias is not penalised."""
+    total = 0.0
+    for k in range(rows.folds):
+        out = rows.fold == k
+        x, y = rows.x[~out], rows.y[~out]
+        mean, level = x.mean(0), y.mean()
+        x = x - mean
+        w = torch.linalg.solve(x.T @ x + alpha * torch.eye(x.shape[1], dtype=x.dtype), x.T @ (y - level))
+        total += float(((level + (rows.x[out] - mean) @ w - rows.y[out]) ** 2).sum()) / 2
+    return total / int((rows.fold >= 0).sum())
+
+
+@pytest.mark.parametrize("folds", ["split", "five folds"])
+def test_single_ridge_penalty_minimises_the_closed_form_curve(folds):
+    for seed in range(3):
+        rows, _, _ = sparse_rows(seed)
+        if folds == "split":
+            rows = Rows(rows.x, rows.y, torch.where(torch.arange(200) < 120, -1, 0), "squared")
+        found = tune_linear(rows, penalty="single", tolerance=1e-9)
+        best = minimize_scalar(
+            lambda log, rows=rows: closed_form_loss(rows, np.exp(log)), bounds=(-5, 10), method="bounded",
+            options={"xatol": 1e-6},
+        )  # fmt: skip
+        assert found.single == pytest.approx(np.exp(best.x), rel=0.01)
+        assert found.valid_loss == pytest.approx(best.fun, rel=1e-6)
+        assert bool((found.alpha == found.single).all())
+
+
+def sparse_seed(seed: int) -> tuple[float, float, float]:
+    """How much more the median noise feature is penalised, the test error, and that of the best single penalty."""
+    rows, x, y = sparse_rows(seed)
+    found = tune_linear(rows, caution=0)
+    ratio = float(found.alpha[INFORMATIVE:].median() / found.alpha[:INFORMATIVE].median())
+    error = float(((x @ found.weight[0] + found.bias - y) ** 2).mean())
+    singles = []
+    for alpha in np.logspace(-1, 4, 25):  # the best of these by the test rows themselves
+        weight, bias = trained(rows, torch.full((100,), alpha, dtype=torch.float64))
+        singles.append(float(((x @ weight[0] + bias - y) ** 2).mean()))
+    return ratio, error, min(singles)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_features_are_penalised_a_hundred_times_more_and_the_test_error_is_below_any_single_penalty(seed):
+    ratio, error, single = sparse_seed(seed)
+    assert ratio >= 100
+    assert error < single
+
+
+@pytest.mark.slow
+def test_noise_features_on_twenty_seeds():
+    found = [sparse_seed(seed) for seed in range(20)]
+    assert all(ratio >= 100 for ratio, _, _ in found)
+    assert sum(error < single for _, error, single in found) >= 19  # of 200 rows; all but seed 18
+
+
+def test_weights_are_those_of_scikit_learn_at_the_same_single_penalty():
+    rows, _, _ = sparse_rows(0)
+    weight, bias = trained(rows, torch.full((100,), 7.0, dtype=torch.float64))
+    ridge = Ridge(alpha=7.0).fit(rows.x.numpy(), rows.y.numpy())
+    np.testing.assert_allclose(weight[0], ridge.coef_, atol=1e-6)
+    np.testing.assert_allclose(bias[0], ridge.intercept_, atol=1e-6)
+    for classes in (2, 3):
+        x, y = classes_of(1, 150, classes)
+        given = Rows(
+            x, y.double() if classes == 2 else y, torch.arange(150) % 3, "logistic", max(1, classes * (classes > 2))
+        )
+        weight, bias = trained(given, torch.full((6,), 2.0, dtype=torch.float64))
+        theirs = LogisticRegression(C=0.5, tol=1e-10, max_iter=1000).fit(x.numpy(), y.numpy())
+        np.testing.assert_allclose(weight, theirs.coef_, atol=1e-5)
+        if classes == 2:
+            np.testing.assert_allclose(bias, theirs.intercept_, atol=1e-5)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_hypergradient_of_the_folds_is_that_of_differences(classes):
+    x, y = classes_of(2, 90, classes)
+    rows = Rows(x, y.double() if classes == 2 else y, torch.arange(90) % 3, "logistic", 1 if classes == 2 else 3)
+    model = FoldedModel(rows)
+    u = torch.linspace(-1, 2, 6, dtype=torch.float64).requires_grad_()
+    problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(u.exp(), v))
+    value, slope, _ = Nested(problem, u, model.v, lambda: model.second(u.detach().exp())).phi(u.detach().clone())
+    assert value == pytest.approx(held_out_loss(rows, u.detach().exp()), rel=1e-9)
+    for j in range(6):
+        step = torch.zeros(6, dtype=torch.float64)
+        step[j] = 1e-3
+        ends = [held_out_loss(rows, (u.detach() + sign * step).exp()) for sign in (1, -1)]
+        assert slope[j].item() == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=1e-3, abs=1e-7)
+
+
+def test_diagonal_and_dense_inverses_lead_to_the_same_weights(monkeypatch):
+    rows, _, _ = sparse_rows(1)
+    alpha = torch.logspace(-1, 3, 100, dtype=torch.float64)
+    dense = trained(rows, alpha)[0]
+    monkeypatch.setattr("bilevel.applications.linear_tuning.DENSE", 0)
+    np.testing.assert_allclose(trained(rows, alpha)[0], dense, atol=1e-5)
+
+
+def test_caution_keeps_penalties_near_the_single_one():
+    rows, _, _ = sparse_rows(1)
+    rows = Rows(rows.x[:, :20], rows.y, torch.where(torch.arange(200) < 100, -1, 0), "squared")
+    spreads = [float(tune_linear(rows, caution=c).alpha.log().std()) for c in (0.0, 1.0, 100.0)]
+    assert spreads[0] > 3 * spreads[1] > 9 * spreads[2]
+
+
+@pytest.mark.slow
+def test_rows_decide_the_caution():
+    sparse, _, _ = sparse_rows(1)
+    sparse = Rows(sparse.x[:, :50], sparse.y, sparse.fold % 2, "squared")
+    _, caution = tune_cautiously(sparse, tolerance=1e-3)
+    assert caution == 0.0
+    draw = np.random.default_rng(0)
+    x = torch.from_numpy(draw.normal(size=(120, 40)))
+    y = x @ torch.from_numpy(draw.choice([-1.0, 1.0], 40)) + 8 * torch.from_numpy(draw.normal(size=120))
+    _, caution = tune_cautiously(Rows(x, y, torch.arange(120) % 2, "squared"), tolerance=1e-3)
+    assert caution != 0.0
+
+
+def test_a_budget_of_seconds_ends_the_tuning():
+    rows, _, _ = sparse_rows(0)
+    found = tune_linear(rows, seconds=0.0)
+    assert len(found.path) <= 4
+    assert not found.converged
+
+
+def test_folds_that_cannot_be_held_out_are_refused():
+    x, y = classes_of(0, 30, 2)
+    with pytest.raises(DataError, match="leave some"):
+        tune_linear(Rows(x, y.double(), torch.zeros(30), "logistic"))
+    fold = (y == 1).long()
+    with pytest.raises(DataError, match="all of its rows in fold"):
+        tune_linear(Rows(x, y.double(), fold, "logistic"))
+
+
+@pytest.mark.parametrize("classes", [0, 2, 3])
+def test_product_with_the_second_derivative_is_that_of_autograd(classes):
+    x, y = classes_of(3, 40, max(classes, 2))
+    outputs = 3 if classes == 3 else 1
+    rows = Rows(
+        x, y if classes == 3 else y.double(), torch.arange(40) % 2, "logistic" if classes else "squared", outputs
+    )
+    model, alpha = FoldedModel(rows), torch.logspace(-1, 1, 6, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for leaf in model.v.values():
+            leaf.copy_(torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype))
+    leaves = list(model.v.values())
+    d = [torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) for leaf in leaves]
+    slope = torch.autograd.grad(model.lower(alpha, model.v), leaves, create_graph=True)
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, leaves, d)])
+    found = model.second(alpha)[0](torch.cat([part.flatten() for part in d]))
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,87 @@
+"""TunedRidge and TunedLogisticRegression: scikit-learn's checks, its numbers at a single penalty, useless features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from bilevel import DataError, OptionError
+from bilevel.sklearn import DenoisingClassifier, TunedLogisticRegression, TunedRidge
+
+
+@parametrize_with_checks(
+    [TunedRidge(steps=2, caution=1.0, folds=2), TunedLogisticRegression(steps=2, caution=1.0, folds=2)]
+)
+def test_scikit_learn_accepts_the_estimators(estimator, check):
+    check(estimator)
+
+
+def sparse(rows=150, features=12, useful=3, seed=0):
+    draw = np.random.default_rng(seed)
+    X = draw.normal(size=(rows, features))
+    return X, X[:, :useful].sum(1) + 0.7 * draw.normal(size=rows)
+
+
+def test_a_single_penalty_is_that_of_scikit_learn():
+    X, y = sparse()
+    ours = TunedRidge(penalty="single", random_state=0).fit(X, 100 * y + 7)
+    theirs = Ridge(alpha=ours.alpha_[0]).fit(X, 100 * y + 7)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(ours.predict(X), theirs.predict(X), rtol=1e-4, atol=1e-3)
+    assert len(set(ours.alpha_)) == 1
+    labels = np.where(y > 0, "yes", "no")
+    ours = TunedLogisticRegression(penalty="single", random_state=0).fit(X, labels)
+    theirs = LogisticRegression(C=1 / ours.alpha_[0], tol=1e-10, max_iter=1000).fit(X, labels)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, atol=1e-3)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-3)
+    assert (ours.predict(X) == theirs.predict(X)).all()
+
+
+@pytest.mark.parametrize("folds", [4, 0.3])
+def test_useless_features_are_penalised_more(folds):
+    X, y = sparse()
+    ridge = TunedRidge(folds=folds, caution=0, random_state=0).fit(X, y)
+    assert np.median(ridge.alpha_[3:]) > 10 * np.median(ridge.alpha_[:3])
+    assert ridge.valid_loss_ < ridge.single_valid_loss_
+    logistic = TunedLogisticRegression(folds=folds, caution=0, random_state=0).fit(X, (y > 0).astype(int) + (y > 1))
+    assert logistic.coef_.shape == (3, 12)
+    assert np.median(logistic.alpha_[3:]) > 2 * np.median(logistic.alpha_[:3])
+    assert logistic.valid_loss_ < logistic.single_valid_loss_
+
+
+def test_rows_decide_the_caution_and_the_same_seed_gives_the_same_bits():
+    X, y = sparse(rows=80)
+    fits = [TunedRidge(folds=3, steps=30, random_state=3).fit(X, y) for _ in range(2)]
+    assert fits[0].caution_ in (None, 0.0, 1.0)
+    np.testing.assert_array_equal(fits[0].alpha_, fits[1].alpha_)
+    np.testing.assert_array_equal(fits[0].coef_, fits[1].coef_)
+
+
+def test_they_work_in_pipelines_and_cross_validation():
+    X, y = sparse(rows=90)
+    pipe = make_pipeline(StandardScaler(), TunedRidge(caution=1.0, folds=3, random_state=0))
+    assert cross_val_score(pipe, X * np.logspace(-3, 3, 12), y, cv=3).mean() > 0.6
+    assert DenoisingClassifier.__module__.startswith("bilevel.sklearn")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"penalty": "some"}, "penalty"), ({"folds": 1}, "folds"), ({"folds": 1.5}, "folds"),
+        ({"caution": -1}, "caution"), ({"caution": "much"}, "caution"), ({"steps": 0}, "steps"), ({"tol": 0.0}, "tol"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_by_name(options, message):
+    X, y = sparse(rows=30)
+    with pytest.raises(OptionError, match=message):
+        TunedRidge(**options).fit(X, y)
+
+
+def test_one_class_is_refused():
+    with pytest.raises(DataError, match="two classes"):
+        TunedLogisticRegression().fit(np.eye(4), np.ones(4))

@@ -1,0 +1,235 @@
+"""`tune`: each knob does what it says, values stay in their range, known answers are found, misuse is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch import nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from bilevel import DataError, OptionError, Penalty
+from bilevel.applications.knobs import (
+    Augmentation,
+    ClassWeights,
+    FeaturePenalty,
+    Free,
+    LabelSmoothing,
+    LossMix,
+    SourceWeights,
+    WeightDecay,
+    parameters_of,
+)
+from bilevel.applications.ranges import Range
+from bilevel.applications.tuning import tune
+from bilevel.applications.tuning_loss import TrainingLoss
+from bilevel.augmentation import add_noise
+from bilevel.models import mlp
+
+DOUBLE = torch.float64
+
+
+def regression(seed=0, rows=120, features=20, noise=2.0, useful=None):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features, generator=draw, dtype=DOUBLE)
+    w = torch.zeros(features, dtype=DOUBLE)
+    w[: useful or features] = 1.0
+    return x, x @ w + noise * torch.randn(rows, generator=draw, dtype=DOUBLE)
+
+
+def classes(seed=0, rows=150, features=5, count=3):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features, generator=draw)
+    y = (x @ torch.randn(features, count, generator=torch.Generator().manual_seed(99))).argmax(1)
+    return x, y
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [Range(1e-6, 1e2), Range(0.0, 0.5, "linear"), Range(-3.0, 3.0, "linear")])
+def test_a_range_is_kept_for_any_free_number_and_gives_back_what_it_was_given(given):
+    value = given.value(torch.tensor([-1e6, -3.0, 0.0, 3.0, 1e6], dtype=DOUBLE))
+    assert bool(((value >= given.low - 1e-12) & (value <= given.high + 1e-12)).all())
+    assert bool((value.diff() > 0).all())
+    inside = given.value(torch.linspace(-5, 5, 11, dtype=DOUBLE))
+    torch.testing.assert_close(given.value(given.free(inside)), inside)
+
+
+def test_a_value_at_the_end_of_its_range_can_still_move():
+    t = Range(0.0, 0.5, "linear").free(torch.zeros(1, dtype=DOUBLE)).requires_grad_()
+    value = Range(0.0, 0.5, "linear").value(t)
+    assert float(torch.autograd.grad(value, t)[0]) > 0
+    assert float(value.detach()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((0.0, 1.0), "above 0"),
+        ((2.0, 1.0), "below high"),
+        ((1.0, float("inf")), "finite"),
+        ((1.0, 2.0, "cubic"), "scale"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        Range(*options)
+
+
+# -- what each knob does to the training loss --------------------------------------------------------------------------
+
+
+def test_knobs_make_the_training_loss_that_they_say():
+    torch.manual_seed(0)
+    model, (x, y) = mlp(5, (4,), 3), classes()
+    source = torch.arange(len(y)) % 2
+    hyper = {
+        "decay": WeightDecay(per="tensor", biases=True), "feature": FeaturePenalty(), "smooth": LabelSmoothing(),
+        "class": ClassWeights(), "source": SourceWeights(),
+    }  # fmt: skip
+    value = {
+        "decay": torch.tensor([1.0, 2.0, 3.0, 4.0]), "feature": torch.arange(1.0, 6.0), "smooth": torch.tensor([0.3]),
+        "class": torch.tensor([1.0, 2.0, 3.0]), "source": torch.tensor([1.0, 5.0]),
+    }  # fmt: skip
+    found = TrainingLoss(hyper, 3)(value, model, (x, y, source))
+    target = 0.7 * one_hot(y, 3) + 0.1
+    w = value["class"][y] * value["source"][source]
+    expected = (w * cross_entropy(model(x), target, reduction="none")).sum() / w.sum()
+    for c, p in zip((1, 2, 3, 4), model.parameters(), strict=True):
+        expected = expected + c * (p**2).sum() / 2
+    first = next(model.parameters())
+    expected = expected + (torch.arange(1.0, 6.0) * first**2).sum() / 2
+    torch.testing.assert_close(found, expected)
+
+
+def test_weight_decay_has_one_value_for_what_it_is_per():
+    model = mlp(5, (4,), 3)
+    parameters = {name: p.detach() for name, p in parameters_of(model).items()}
+    squares = [float((p**2).sum()) / 2 for p in parameters.values() if p.ndim == 2]
+    total = sum(squares)
+    assert float(WeightDecay().penalty(torch.tensor([2.0]), parameters)) == pytest.approx(2 * total, rel=1e-5)
+    two = torch.tensor([2.0, 5.0])
+    for per in ("layer", "tensor"):
+        expected = 2 * squares[0] + 5 * squares[1]
+        assert float(WeightDecay(per=per).penalty(two, parameters)) == pytest.approx(expected, rel=1e-5)
+    each = WeightDecay(per="weight").penalty(torch.arange(32.0), parameters)
+    flat = torch.cat([p.flatten() for p in parameters.values() if p.ndim == 2])
+    assert float(each) == pytest.approx(float((torch.arange(32.0) * flat**2).sum() / 2), rel=1e-5)
+
+
+def test_group_lasso_is_the_norm_of_each_group_and_has_a_derivative_at_zero():
+    weight = torch.zeros(2, 4, dtype=DOUBLE, requires_grad=True)
+    knob = FeaturePenalty(groups=[0, 0, 1, 1], kind="group-lasso")
+    assert torch.isfinite(
+        torch.autograd.grad(knob.penalty(torch.ones(2, dtype=DOUBLE), {"w": weight}), weight)[0]
+    ).all()
+    weight = torch.randn(2, 4, dtype=DOUBLE)
+    expected = 2 * weight[:, :2].norm() + 3 * weight[:, 2:].norm()
+    found = knob.penalty(torch.tensor([2.0, 3.0], dtype=DOUBLE), {"w": weight})
+    assert float(found) == pytest.approx(float(expected), rel=5e-3)
+
+
+def test_mixed_losses_have_shares_that_sum_to_one():
+    knob = LossMix(mixed=(lambda s, y: torch.ones(len(y)), lambda s, y: 5 * torch.ones(len(y))))
+    found = knob.losses(torch.tensor([1.0, 3.0]), torch.zeros(4, 2), torch.zeros(4))
+    torch.testing.assert_close(found, torch.full((4,), 4.0))
+
+
+# -- known answers -----------------------------------------------------------------------------------------------------
+
+
+def test_one_penalty_of_ridge_regression_is_that_of_the_closed_form_curve():
+    (x, y), (a, b) = regression(0, rows=40, noise=5.0), regression(1, rows=40, noise=5.0)
+    model = nn.Linear(20, 1, bias=False).double()
+    found = tune(model, (x, y), (a, b), {"decay": WeightDecay(low=1e-4, high=1e3, start=1.0)})
+    assert found.mode == "convex"
+
+    def curve(log):
+        w = torch.linalg.solve(x.T @ x / 40 + np.exp(log) * torch.eye(20, dtype=DOUBLE), x.T @ y / 40)
+        return float(((a @ w - b) ** 2).mean()) / 2
+
+    best = minimize_scalar(curve, bounds=(-9, 6), method="bounded", options={"xatol": 1e-8})
+    assert float(found.values["decay"]) == pytest.approx(np.exp(best.x), rel=0.01)
+    assert found.valid_loss == pytest.approx(best.fun, rel=1e-6)
+    assert found.curve[-1] < found.curve[0]
+
+
+def test_useless_features_get_the_larger_penalties_with_and_without_minibatches():
+    (x, y), (a, b) = (regression(seed, rows=200, useful=3, noise=1.0) for seed in (0, 1))
+    for mode, steps in (("convex", 40), ("minibatch", 600)):
+        model = nn.Linear(20, 1).double()
+        found = tune(model, (x, y), (a, b), {"p": FeaturePenalty()}, mode=mode, steps=steps, seed=0)
+        penalty = found.values["p"].log()
+        assert float(penalty[3:].median() - penalty[:3].median()) > 1, mode
+
+
+def test_minibatch_tuning_finds_that_one_source_has_wrong_labels():
+    x, y = classes(rows=400)
+    source = torch.arange(400) % 2
+    wrong = torch.where(source == 1, (y + 1) % 3, y)
+    torch.manual_seed(0)
+    model = mlp(5, (16,), 3)
+    first = copy.deepcopy(model.state_dict())
+    found = tune(model, (x, wrong, source), classes(7), {"source": SourceWeights()}, steps=300, seed=0)
+    assert float(found.values["source"][0] / found.values["source"][1]) > 3
+    assert any(not torch.equal(first[name], value) for name, value in model.state_dict().items())
+    assert len(found.curve) == 300
+    again = mlp(5, (16,), 3)
+    again.load_state_dict(first)
+    other = tune(again, (x, wrong, source), classes(7), {"source": SourceWeights()}, steps=300, seed=0)
+    assert torch.equal(found.values["source"], other.values["source"])
+    assert found.valid_loss == other.valid_loss
+
+
+def test_a_loss_of_ones_own_reads_a_free_tensor():
+    (x, y), (a, b) = regression(0, useful=2), regression(1, useful=2)
+    model = nn.Linear(20, 1).double()
+
+    def loss(value, model, batch):
+        residual = model(batch[0])[:, 0] - batch[1]
+        return (residual**2).mean() / 2 + (value["own"] * model.weight**2).sum()
+
+    found = tune(model, (x, y), (a, b), {"own": Free(low=1e-3, high=10.0, start=0.1, size=(20,))}, loss=loss, steps=200)
+    assert found.values["own"].shape == (20,)
+    assert float(found.values["own"][2:].median()) > float(found.values["own"][:2].max())
+
+
+def test_the_strength_of_an_augmentation_moves():
+    x, y = classes(rows=60)
+    model = mlp(5, (8,), 3)
+    knob = Augmentation(transform=add_noise, high=2.0, start=1.0)
+    found = tune(model, (x, y), classes(3), {"noise": knob}, steps=200, seed=0)
+    assert found.mode == "minibatch"
+    assert 0 <= float(found.values["noise"]) < 0.9  # classes without noise: less is better
+
+
+# -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_refused_with_a_sentence_that_names_it():
+    x, y = classes()
+    model, valid = mlp(5, (4,), 3), classes(1)
+    for change, error, message in (
+        ({"hyper": {}}, OptionError, "at least one knob"),
+        ({"hyper": {"a": 1.0}}, OptionError, r"hyper\['a'\]"),
+        ({"hyper": {"a": SourceWeights()}}, OptionError, "sources"),
+        ({"hyper": {"a": FeaturePenalty(groups=[0, 1])}}, OptionError, "groups"),
+        ({"train": (x, y + 1)}, DataError, "0 to 2"),
+        ({"train": (x, y[:5])}, DataError, "one target"),
+        ({"train": (x * float("nan"), y)}, DataError, "finite"),
+        ({"valid": (x[:, :3], y)}, DataError, "one shape"),
+        ({"valid": (x, y.float())}, DataError, "both"),
+        ({"mode": "convex", "method": Penalty()}, OptionError, "method"),
+        ({"steps": 0}, OptionError, "steps"),
+    ):
+        options = {"train": (x, y), "valid": valid, "hyper": {"a": WeightDecay()}} | change
+        with pytest.raises(error, match=message):
+            tune(model, **options)
+    with pytest.raises(OptionError, match="start"):
+        WeightDecay(start=5.0)
+    with pytest.raises(OptionError, match="per"):
+        WeightDecay(per="neuron")

@@ -18,6 +18,7 @@ from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..method import Setting, State
 from ..options import described, factory, in_range, one_of, true_or_false
+from .constrained import Constrained
 from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
@@ -199,7 +200,8 @@ class Penalty:
                 raise OptionError(
                     "curvature='gram' is not used in deterministic mode. Leave it out, or pass mode='stochastic'."
                 )
-            return Lagrangian(self.filled(mode), setting)
+            run = Constrained if setting.problem.constrained_below else Lagrangian
+            return run(self.filled(mode), setting)
         own = EPISODES if setting.problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.filled(mode, own)
         if self.curvature == "gram":

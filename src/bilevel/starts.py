@@ -1,0 +1,104 @@
+"""Several starting points: where they lie, and which of their ends is the best.
+
+The first is the point that was passed. The others are uniform in a `Box` with finite bounds on both sides; elsewhere
+normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .autodiff import Derivatives
+from .problem import Variable
+from .projections import Box
+from .solution import Candidate, Solution
+
+NEAR = 1e-6
+"""The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
+SAME = 1e-4
+"""Ends whose u and v differ by less, relative to their size, are one candidate."""
+TIE = 1e-7
+
+
+@torch.no_grad()
+def scatter(variable: Variable, generator: torch.Generator) -> None:
+    """Move a variable to another starting point."""
+    named = list(zip(variable.names, variable.leaves, strict=True))
+    named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
+    for name, leaf in named:
+        bounds = variable.projection(name)
+        if isinstance(bounds, Box) and bounds.low is not None and bounds.high is not None:
+            low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (bounds.low, bounds.high))
+            if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+                share = torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+                leaf.copy_(low + share * (high - low))
+                continue
+        deviation = 1 + leaf.square().mean().sqrt()
+        leaf.add_(deviation * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device))
+    variable.project(rows=True)
+
+
+def copied(variable: Variable) -> list[Tensor]:
+    """All tensors of a variable, copied."""
+    return [x.detach().clone() for x in variable.tensors().values()]
+
+
+@torch.no_grad()
+def place(values: Sequence[Tensor], variable: Variable) -> None:
+    """Write what `copied` returned back into the variable."""
+    for tensor, value in zip(variable.tensors().values(), values, strict=True):
+        tensor.copy_(value)
+
+
+def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
+    """The end of a run, at the present u and v."""
+    with torch.no_grad():
+        upper, lower = d.prepare([(None, None)], graph=False)[0]
+        f, g = d.upper(upper).item(), d.lower(lower).item()
+    return Candidate(
+        copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start
+    )
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Feasible ones first, then lower solutions, then by f; near ties by accuracy."""
+
+    def key(c: Candidate) -> tuple[bool, bool, float]:
+        certificate = c.certificate
+        feasible = certificate.infeasibility <= NEAR
+        solved = certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
+        return not feasible, not solved, c.upper
+
+    order = sorted(candidates, key=key)
+    first = order[0]
+    tied = [
+        c for c in order
+        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= TIE * (1 + abs(first.upper))
+    ]  # fmt: skip
+    best = min(tied, key=lambda c: c.certificate.worst)
+    return [best, *(c for c in order if c is not best)]
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that are where a better one is."""
+    kept: list[Candidate] = []
+    for c in candidates:
+        z = _flat(c)
+        if all((z - _flat(other)).norm() > SAME * (1 + z.norm()) for other in kept):
+            kept.append(c)
+    return kept
+
+
+def _flat(c: Candidate) -> Tensor:
+    return torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+
+
+def chosen(solutions: Sequence[Solution], candidates: Sequence[Candidate]) -> Solution:
+    """The solution of the best candidate, with the distinct candidates."""
+    order = ranked(candidates)
+    best = next(s for s, c in zip(solutions, candidates, strict=True) if c is order[0])
+    return replace(best, candidates=distinct(order), interrupted=any(s.interrupted for s in solutions))

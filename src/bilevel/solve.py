@@ -31,7 +31,7 @@ from .problem import Problem, Variable
 from .replay import seeded
 from .solution import Candidate, Certificate, History, Solution, Status
 from .sources import Sources
-from .starts import candidate, chosen, copied, place, scatter
+from .starts import candidate, chosen, copied, drawn, place
 
 
 def solve(
@@ -153,15 +153,15 @@ def _several(order: _Order, folder: Path | None, seed: int | None, count: int) -
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())
     both = order.upper, order.lower
-    first = [copied(variable) for variable in both]
     draws = torch.Generator().manual_seed(seed)
+    points = [(copied(both[0]), copied(both[1]))]
+    with _unchanged_on_error(*both):
+        points += [(draw.u, draw.v) for draw in drawn(order.problem, *both, count - 1, draws)]
     solutions: list[Solution] = []
     ends: list[Candidate] = []
-    for k in range(count):
-        for variable, value in zip(both, first, strict=True):
+    for k, point in enumerate(points):
+        for variable, value in zip(both, point, strict=True):
             place(value, variable)
-            if k:
-                scatter(variable, draws)
         solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
         solutions.append(solution)
         ends.append(candidate(solution, Derivatives(order.problem, *both), k))

@@ -1,22 +1,33 @@
 """Several starting points: where they lie, and which of their ends is the best.
 
-The first is the point that was passed. The others are uniform in a `Box` with finite bounds on both sides; elsewhere
-normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected.
+The first is the point that was passed. The others are drawn: uniform in a `Box` with finite bounds on both sides;
+elsewhere normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected. Four times
+as many as are needed are drawn, and at each the lower problem is solved, which shows f: of two starts, one is the best
+of those that are left (the most feasible, then the least f), the other the next one drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .autodiff import Derivatives
-from .problem import Variable
+from .kkt import KKT
+from .lower_constrained import minimise_constrained
+from .lower_level import minimise
+from .prices import violation
+from .problem import Problem, Variable
 from .projections import Box
+from .scales import lower_curvature
 from .solution import Candidate, Solution
 
+POOL = 4
+ROUGH = 1e-4
+"""The tolerance of the lower solutions at points that are only looked at."""
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
 SAME = 1e-4
@@ -40,6 +51,55 @@ def scatter(variable: Variable, generator: torch.Generator) -> None:
         deviation = 1 + leaf.square().mean().sqrt()
         leaf.add_(deviation * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device))
     variable.project(rows=True)
+
+
+@dataclass(eq=False)
+class Draw:
+    """A starting point, the lower problem solved there."""
+
+    u: list[Tensor]
+    v: list[Tensor]
+    upper: float
+    violation: float
+
+
+def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
+    """`count` starting points around the present one, which stays."""
+    first = copied(u), copied(v)
+    pool = []
+    for _ in range(POOL * count):
+        place(first[0], u)
+        place(first[1], v)
+        scatter(u, generator)
+        scatter(v, generator)
+        if (draw := _solved(problem, u, v)) is not None:
+            pool.append(draw)
+    place(first[0], u)
+    place(first[1], v)
+    ranks = sorted(pool, key=lambda d: (round(d.violation, 3), d.upper))
+    out: list[Draw] = []
+    while pool and len(out) < count:
+        out.append(ranks[0] if len(out) % 2 == 0 else pool[0])
+        ranks.remove(out[-1])
+        pool.remove(out[-1])
+    return out
+
+
+def _solved(problem: Problem, u: Variable, v: Variable) -> Draw | None:
+    """The present point with v at a lower solution; None where the objectives are not finite there."""
+    d = Derivatives(problem, u, v)
+    if problem.constrained_below:
+        batch = d.prepare([(None, None)], graph=False)[0][1]
+        kkt = KKT(problem, u, v, batch)
+        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+        minimise_constrained(d, kkt, ROUGH)
+    else:
+        minimise(d, ROUGH)
+    with torch.no_grad():
+        batch = d.prepare([(None, None)], graph=False)[0][0]
+        f, h = d.upper(batch).item(), d.constraints(batch)
+        outside = violation(h, len(problem.equalities)).item() if h else 0.0
+    return Draw(copied(u), copied(v), f, outside) if math.isfinite(f) and math.isfinite(outside) else None
 
 
 def copied(variable: Variable) -> list[Tensor]:

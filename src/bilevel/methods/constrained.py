@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SMOOTH_GOAL = 1e-4
 """How far the smooth rounds go, relative to the sizes of the problem."""
 SMOOTH_ROUNDS = 25
+STEADY = 100.0
+"""How much higher the first prices are in the starts that leave out the smooth rounds: they stay near their start."""
 PIECES = 30
 """Most pieces of one run."""
 
@@ -56,7 +58,7 @@ class Constrained(Lagrangian):
         point = minimise_constrained(d, self.kkt, self.goal)
         self.kkt.measure(self._batches(graph=False)[0][1], lower_curvature(d, self.setting.generator))
         self.kkt.write(point.alpha, point.beta)
-        self.exact_goal = 0.1 * self.goal
+        self.exact_goal = min(self.goal, 0.1 * (self.tolerance or 1.0))
         if self.setting.start % 2:
             self._piece()
         else:
@@ -78,6 +80,12 @@ class Constrained(Lagrangian):
 
     def _set_problem(self) -> None:
         self.problem = self.derivatives.problem = self.kkt.problem()
+
+    def _measure(self) -> None:
+        super()._measure()
+        if self.setting.start % 2:
+            for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
+                price.mul_(STEADY)
 
     def _sizes(self) -> Scales:
         """As measured; what `bilevel.kkt` adds is of size one by its units, also where its derivative vanishes."""

@@ -22,8 +22,14 @@ from .vectors import gradient
 
 ROUNDS = 20
 ITERATIONS = 50
+VAIN = 4
+"""Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
 REACHES = (0.1, 0.5, 1.0, 3.0)
 """How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
+
+
+NONE = 1e-3
+"""The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
 
 
 @dataclass
@@ -72,6 +78,7 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
     best, epsilon = math.inf, 0.1
     x, far = flatten(d.v.leaves), 1e6 * size
     slope = outside = math.inf
+    vain = 0
     for _ in range(ROUNDS):
         search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
         for _ in range(ITERATIONS):
@@ -97,7 +104,10 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
             break
         if outside > max(best / 4, goal * size):
             rho = min(10 * rho, 1e8)
-        best, epsilon = outside, epsilon / 10
+        vain = 0 if outside <= best / 2 else vain + 1
+        if vain >= VAIN:  # no point meets the constraints, or none nearer by in this precision
+            break
+        best, epsilon = min(best, outside), epsilon / 10
     with torch.no_grad():
         g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
     return LowerPoint(g.item(), x, alpha, beta, violation_of(kkt, c, e), slope)
@@ -137,6 +147,9 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
             write(held + sign * direction, d.v.leaves)
             found = minimise_constrained(d, kkt, tolerance)
             starts += 1
+            if reach == 0 and found.violation > NONE * size:
+                write(held, d.v.leaves)
+                return Resolved(0.0, None, starts)
             # A point outside by x is as low as g may fall by x times its multipliers.
             own = sum(m.abs().sum().item() for m in (*found.alpha, *found.beta))
             allowed = margin + 2 * own * largest * found.violation

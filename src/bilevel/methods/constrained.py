@@ -2,7 +2,6 @@
 
     v solves the lower problem first, which gives the first multipliers; t = 0.1 (1 + |v|)
     smooth rounds on F with phi_t; t /= 10 in each that met its epsilon, until it is 1e-4 (1 + |v|)
-        (every other of several starts leaves them out: they pass over solutions that pieces alone would end at)
     piece: rounds on F with the active constraints held, to the last digits; at its end the next piece, if f falls there
     at the end: solve the lower problem again from several points; if g falls, cut there and go on
 
@@ -21,17 +20,20 @@ from ..lower_constrained import Resolved, minimise_constrained, resolve
 from ..lower_level import write
 from ..method import Setting
 from ..scales import Scales, lower_curvature
-from ..vectors import norm
-from .lagrangian import Lagrangian
+from ..vectors import gradient, norm
+from .lagrangian import Lagrangian, default_tolerance
 
 if TYPE_CHECKING:
     from .penalty import Penalty
 
+TOLERANCE = 1e-7
+"""By default, relative. Prices of several kinds at once leave fewer digits than without lower constraints."""
 SMOOTH_GOAL = 1e-4
 """How far the smooth rounds go, relative to the sizes of the problem."""
 SMOOTH_ROUNDS = 25
-STEADY = 100.0
-"""How much higher the first prices are in the starts that leave out the smooth rounds: they stay near their start."""
+PRICES = (1.0, 100.0, 0.1, 100.0)
+"""What the first prices are multiplied by, in turn over several starts: high ones keep a run near its start, low ones
+let it pass over what lies between. Every other start leaves out the smooth rounds, too."""
 PIECES = 30
 """Most pieces of one run."""
 
@@ -39,8 +41,14 @@ PIECES = 30
 class Constrained(Lagrangian):
     """A run with lower constraints. Each gradient of F evaluates f and g once, and each lower inequality twice."""
 
+    patience = 8
+    shortest = 1e-6
+
     def __init__(self, options: Penalty, setting: Setting) -> None:
         setting.u.make_dense()
+        if setting.tolerance is None:
+            dtypes = [leaf.dtype for leaf in (*setting.u.leaves, *setting.v.leaves)]
+            setting = replace(setting, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
         d = setting.problem.prepare
         batch = None if d is None else d(setting.u.value, None)
         self.kkt = KKT(setting.problem, setting.u, setting.v, batch)
@@ -83,16 +91,22 @@ class Constrained(Lagrangian):
 
     def _measure(self) -> None:
         super()._measure()
-        if self.setting.start % 2:
-            for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
-                price.mul_(STEADY)
+        factor = PRICES[self.setting.start % len(PRICES)]
+        for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
+            price.mul_(factor)
 
     def _sizes(self) -> Scales:
         """As measured; what `bilevel.kkt` adds is of size one by its units, also where its derivative vanishes."""
         scales = super()._sizes()
         upper = self._upper()
         sizes = [size if i in upper else max(size, 1.0) for i, size in enumerate(scales.jacobians)]
-        return replace(scales, jacobians=sizes)
+        d = self.derivatives
+        leaves = [*self.kkt.plain_u.leaves, *self.v.leaves]
+        slope = norm(gradient(d.upper(self._batches(graph=True)[0][0]), leaves)).item()
+        # Objectives may be linear here: f then changes by its slope over the size of z, and the slope of g by `bend`
+        # with a multiplier in the unit of v.
+        bend = max(scales.f, slope / self._reach())
+        return replace(scales, f=bend, g=max(scales.g, self.kkt.bend), jacobians=sizes)
 
     def _upper(self) -> list[int]:
         """The positions of the upper level's constraints among all."""
@@ -103,7 +117,11 @@ class Constrained(Lagrangian):
     def scales(self) -> tuple[float, float, float]:
         scale, lower, _ = super().scales()
         sizes = self._constraint_scales()
-        return scale, lower, min((sizes[i] for i in self._upper()), default=1 + norm(self.leaves).item())
+        return scale, lower, min((sizes[i] for i in self._upper()), default=self._reach())
+
+    def _reach(self) -> float:
+        """That of u and v: multipliers of the lower level need not be bounded."""
+        return 1 + norm([*self.kkt.plain_u.leaves, *self.v.leaves]).item()
 
     # -- phases --------------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,9 @@ class Lagrangian:
     mode = "deterministic"
     engine = "eager"
     draws = 0
+    patience = STALLS
+    shortest = 0.0
+    """A step of this length along its direction, or less, counts as none."""
 
     def __init__(self, options: Penalty, setting: Setting) -> None:
         self.options, self.setting = options, setting
@@ -185,7 +188,7 @@ class Lagrangian:
         self.origin, self.taken = self.search.x.clone(), 0
 
     def step(self, k: int) -> Tensor:
-        moved = self.search.iterate(self._penalised)
+        moved = self.search.iterate(self._penalised) and self.search.length > self.shortest
         self.taken += 1
         limit = 100 * (1 + self.origin.norm().item())
         if moved and not (self.search.x - self.origin).norm().item() <= limit:
@@ -210,8 +213,8 @@ class Lagrangian:
         if measure < 0.9 * self.lowest:
             self.lowest, self.stalls = measure, 0
         else:
-            self.stalls += 1 if moved or self.taken > 1 else STALLS // 3
-        vain = self.stalls >= STALLS or max(self.raises[:-1], default=0) >= RAISES
+            self.stalls += 1 if moved or self.taken > 1 else self.patience // 3
+        vain = self.stalls >= self.patience or max(self.raises[:-1], default=0) >= RAISES
         if measure <= self.goal or vain or self._over():
             self._check_end()
             return
@@ -263,11 +266,15 @@ class Lagrangian:
 
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
-        reach = 1 + norm(self.leaves).item()
+        reach = self._reach()
         return [j * reach for j in self.sizes.jacobians] + [reach]
 
+    def _reach(self) -> float:
+        """The size of z that measures are relative to."""
+        return 1 + norm(self.leaves).item()
+
     def scales(self) -> tuple[float, float, float]:
-        reach = 1 + norm(self.leaves).item()
+        reach = self._reach()
         return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:

@@ -128,7 +128,7 @@ class KKT:
             equalities.append(self._complementarity(i))
             if self.active is not None:
                 inequalities.append(self._signs(i))
-        inequalities += [self._cut(w) for w in self._better]
+        inequalities += [self._cut(w, 1 + flat.norm().item()) for w, flat in zip(self._better, self.cuts, strict=True)]
         return replace(
             source, lower=self._lagrangian, equalities=equalities, inequalities=inequalities,
             lower_equalities=(), lower_inequalities=(),
@@ -163,14 +163,15 @@ class KKT:
 
         return signs
 
-    def _cut(self, w: Any) -> Objective:
+    def _cut(self, w: Any, size: float) -> Objective:
+        scale = self.bend * size
+
         def cut(u: Any, v: Any, batch: Any) -> Tensor:
             here = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
             there, c, d = self.parts(batch, w)
             # Met, too, where w is no point of the lower level.
             outside = [(x / size).amax() for x, size in zip(c, self.sizes_c, strict=True)]
             outside += [(x / size).abs().amax() for x, size in zip(d, self.sizes_d, strict=True)]
-            scale = self.bend * (1 + norm(self.v.leaves).detach())
             gap = (here - there) / scale
             return torch.minimum(gap, 1e-6 - torch.stack(outside).amax()) if outside else gap
 

@@ -247,7 +247,7 @@ def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
     assert type(states[1]) is Constrained
 
 
-# -- endings ------------------------------------------------------------------------------------------------------------
+# -- endings ----------------------------------------------------------------------------------------------------------
 
 
 def test_constraints_that_do_not_bind_leave_the_solution_where_it_is(quadratic):
@@ -414,8 +414,8 @@ def test_lower_constraints_are_refused_beside_a_projection_and_trials(quadratic)
 def test_starts_and_the_pessimistic_reading_need_a_problem_without_data(quadratic):
     with pytest.raises(OptionError, match="starts needs a problem without data"):
         solve(quadratic.problem, Penalty(), *quadratic.start(), quadratic.data(), max_steps=1, seed=0, starts=2)
+    pessimistic = Penalty(reading="pessimistic")
     with pytest.raises(OptionError, match="reading='pessimistic' cannot be used with data"):
-        pessimistic = Penalty(reading="pessimistic")
         solve(quadratic.problem, pessimistic, *quadratic.start(), quadratic.data(), max_steps=1, seed=0)
     with pytest.raises(OptionError, match="reading must be"):
         Penalty(reading="hopeful")

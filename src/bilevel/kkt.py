@@ -4,8 +4,9 @@ With c <= 0 the lower inequalities, d = 0 the lower equalities, and L = g + <alp
 
     s = grad_v L = 0,   d = 0,   phi_t(a, b) = a + b - sqrt(a^2 + b^2 + 2 t^2) = 0   (Fischer-Burmeister, smoothed)
 
-alpha and beta are variables beside u, L stands in the place of g, and d and phi_t are equalities as any other: F and its
-derivatives stay what they are. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as beta / k.
+alpha and beta are variables beside u, L stands in the place of g, and d and phi_t are equalities as any other: F and
+its derivatives stay what they are. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as has
+beta / k.
 phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once it is small, pieces take the place of phi_t:
 
     active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
@@ -51,12 +52,13 @@ class KKT:
         self.source, self.v, self.plain_u = problem, v, u
         with torch.no_grad():
             _, c, d = self.parts(batch)
-        new = {"dtype": v.dtype, "device": v.device}
-        self.a = [torch.zeros(x.shape, requires_grad=True, **new) for x in c]  # type: ignore[arg-type]
-        self.b = [torch.zeros(x.shape, requires_grad=True, **new) for x in d]  # type: ignore[arg-type]
+        self.a, self.b = (
+            [torch.zeros(x.shape, dtype=v.dtype, device=v.device, requires_grad=True) for x in values]
+            for values in (c, d)
+        )
         self.sizes_c, self.sizes_d = [torch.ones_like(x) for x in c], [torch.ones_like(x) for x in d]
         self.bend = 1.0
-        self.t = torch.ones((), **new)  # type: ignore[call-overload]
+        self.t = torch.ones((), dtype=v.dtype, device=v.device)
         self.active: list[Tensor] | None = None
         self.cuts: list[Tensor] = []
         self.gap: float | None = None
@@ -150,7 +152,8 @@ class KKT:
             a, b = self.a[i], self._slack(i, batch)
             if self.active is not None:
                 return torch.where(self.active[i], b, a)
-            return a + b - torch.sqrt(a * a + b * b + 2 * self.t**2)
+            residual: Tensor = a + b - torch.sqrt(a * a + b * b + 2 * self.t**2)
+            return residual
 
         return smooth
 

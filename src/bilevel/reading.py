@@ -152,7 +152,7 @@ def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> 
         lower=lambda _, __, batch: torch.stack([problem.lower(u.value, w, batch).reshape(()) for w in values]).sum(),
         equalities=over(problem.equalities),
         inequalities=[
-            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit  # type: ignore[misc]
+            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit
             for w in values
         ] + over(problem.inequalities),
         lower_equalities=over(problem.lower_equalities), lower_inequalities=over(problem.lower_inequalities),

@@ -85,8 +85,10 @@ def solve(
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
     folder = None if checkpoint is None else Path(checkpoint)
-    order = _Order(problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
-                   precision, accumulate, hypergradient)  # fmt: skip
+    order = _Order(
+        problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
+        precision, accumulate, hypergradient,
+    )  # fmt: skip
     if starts == 1:
         return order.run(folder, seed)
     if data is not None or problem.trials is not None:

@@ -119,9 +119,7 @@ def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
     with torch.no_grad():
         upper, lower = d.prepare([(None, None)], graph=False)[0]
         f, g = d.upper(upper).item(), d.lower(lower).item()
-    return Candidate(
-        copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start
-    )
+    return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -130,7 +128,9 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     def key(c: Candidate) -> tuple[bool, bool, float]:
         certificate = c.certificate
         feasible = certificate.infeasibility <= NEAR
-        solved = certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
+        solved = (
+            certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
+        )
         return not feasible, not solved, c.upper
 
     order = sorted(candidates, key=key)

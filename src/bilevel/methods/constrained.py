@@ -206,4 +206,3 @@ class Constrained(Lagrangian):
         super().load_state_dict(state)
         self._set_problem()
         write(self.search.x, self.leaves)
-

@@ -71,9 +71,7 @@ class Case:
             box = Box(*(None if x is None else torch.as_tensor(x, dtype=torch.float64) for x in (self.low, self.high)))
         return Problem(
             upper=lambda u, v, _: self.f(u, v), lower=lambda u, v, _: self.g(u, v),
-            inequalities=() if self.h is None else _stacked(self.h),
-            lower_inequalities=() if self.c is None else _stacked(self.c),
-            lower_equalities=() if self.d is None else _stacked(self.d),
+            inequalities=_stacked(self.h), lower_inequalities=_stacked(self.c), lower_equalities=_stacked(self.d),
             project_upper=box,
         )  # fmt: skip
 
@@ -85,8 +83,8 @@ def _leaf(x: Sequence[float]) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, requires_grad=True)
 
 
-def _stacked(many: Many) -> Callable[[Any, Any, Any], Tensor]:
-    return lambda u, v, _: torch.stack([x.reshape(()) for x in many(u, v)])
+def _stacked(many: Many | None) -> list[Callable[[Any, Any, Any], Tensor]]:
+    return [] if many is None else [lambda u, v, _: torch.stack([x.reshape(()) for x in many(u, v)])]
 
 
 def cases() -> list[Case]:
@@ -178,7 +176,7 @@ def resolved(case: Case, u: Tensor, v: Tensor, seed: int = 0) -> tuple[float, np
 
         return values, slopes
 
-    constraints = []
+    constraints: list[dict[str, Any]] = []
     for function, kind, sign in ((case.c, "ineq", -1.0), (case.d, "eq", 1.0)):
         if function is not None:
             values, slopes = many(function, sign)
@@ -203,8 +201,8 @@ def resolved(case: Case, u: Tensor, v: Tensor, seed: int = 0) -> tuple[float, np
 
 
 def run(case: Case, method: Method, *, starts: int = 8, max_steps: int = 2000, seed: int = 0) -> tuple[Solution, float]:
-    """(solution, seconds) of a case from its starting point."""
+    """(solution, seconds of processor time) of a case from its starting point."""
     u, v = case.start()
-    began = time.perf_counter()
+    began = time.process_time()
     solution = solve(case.problem(), method, u, v, max_steps=max_steps, starts=starts, seed=seed)
-    return solution, time.perf_counter() - began
+    return solution, time.process_time() - began

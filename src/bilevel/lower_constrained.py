@@ -22,6 +22,8 @@ from .vectors import gradient
 
 ROUNDS = 20
 ITERATIONS = 50
+EVALUATIONS = 600
+"""Most evaluations of one minimisation: where g is flat the line searches are long."""
 VAIN = 4
 """Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
 REACHES = (0.1, 0.5, 1.0, 3.0)
@@ -74,7 +76,8 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
                 g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
             return g.item(), flatten(gradient(g, d.v.leaves)), None
 
-    goal = max(1e-2 * tolerance, 1e-12)
+    goal = max(0.1 * tolerance, 1e-10)
+    most = d.lower_evaluations + EVALUATIONS
     best, epsilon = math.inf, 0.1
     x, far = flatten(d.v.leaves), 1e6 * size
     slope = outside = math.inf
@@ -85,7 +88,7 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
             slope = search.gradient.norm().item()
             if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(value):
                 break
-            if not search.x.norm().item() <= far:  # no minimum this way
+            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # far: no minimum this way
                 break
         x = search.x
         size = 1 + x.norm().item()
@@ -105,7 +108,9 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
         if outside > max(best / 4, goal * size):
             rho = min(10 * rho, 1e8)
         vain = 0 if outside <= best / 2 else vain + 1
-        if vain >= VAIN:  # no point meets the constraints, or none nearer by in this precision
+        if (
+            vain >= VAIN or d.lower_evaluations >= most
+        ):  # no point meets the constraints, or none nearer by in this precision
             break
         best, epsilon = min(best, outside), epsilon / 10
     with torch.no_grad():

@@ -23,12 +23,15 @@ import torch
 from torch import Tensor
 
 from .autodiff import Derivatives
+from .check import variables
 from .errors import OptionError
 from .kkt import KKT
 from .lower_constrained import minimise_constrained
 from .lower_level import flatten, minimise, write
 from .problem import Objective, Problem, Projection, Variable
 from .scales import lower_curvature, measure
+from .solution import Solution
+from .starts import candidate, copied, place
 from .vectors import gradient, norm
 
 ROUNDS = 6
@@ -167,6 +170,46 @@ def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> 
     gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
     moved = [leaf for variable in variables for leaf in variable.leaves]
     return Copies(rewritten, [*u.leaves, t], moved, variables, uppers, gamma, STEADY * size)
+
+
+def worst_case(order: Any, seed: int | None, start: int) -> Solution:
+    """Rounds of runs with copies of v, one for each lower solution that was found.
+
+    `order` is what `solve` was asked for. u and v are left at the end, v at the worst of the kept lower solutions;
+    `Solution.candidates` lists them, the worst first.
+    """
+    problem, u, v = order.problem, order.upper, order.lower
+    refuse(problem, u)
+    seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    generator = torch.Generator().manual_seed(seed)
+    first = copied(u), copied(v)
+    solution: Solution | None = None
+    kept: list[Tensor] = []
+    try:
+        for _ in range(ROUNDS):
+            points = lower_solutions(problem, u, v, generator, kept)
+            if solution is not None and (solution.interrupted or same(points, kept)):
+                break
+            made = copies(problem, u, v, points)
+            both = variables(made.problem, made.u, made.v)
+            method = inner(order.method, made)
+            round_ = replace(
+                order, problem=made.problem, method=method, upper=both[0], lower=both[1],
+                tolerance=order.tolerance or TOLERANCE,
+            )  # fmt: skip
+            solution = round_.once(None, seed, 1)  # a start that stays near where it is
+            kept = made.points()
+    except BaseException:
+        place(first[0], u)
+        place(first[1], v)
+        raise
+    if solution is None:
+        raise OptionError("reading='pessimistic' needs a lower problem with a solution; none was found.")
+    ends = []
+    for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
+        place([x.detach() for x in made.variables[k].tensors().values()], v)
+        ends.append(candidate(solution, Derivatives(problem, u, v), start))
+    return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
 
 
 def inner(method: Any, made: Copies) -> Any:

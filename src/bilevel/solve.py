@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from . import checkpoint as store
-from . import reading as pessimistic
 from .autodiff import Derivatives
 from .callbacks import Callback, Run
 from .certificate import certify
@@ -29,10 +28,11 @@ from .fingerprint import compare, fingerprint
 from .method import RECORD, Method, Setting, State
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
+from .reading import worst_case
 from .replay import seeded
-from .solution import Candidate, Certificate, History, Solution, Status
+from .solution import Certificate, History, Solution, Status
 from .sources import Sources
-from .starts import candidate, chosen, copied, drawn, place
+from .starts import several
 
 
 def solve(
@@ -96,7 +96,7 @@ def solve(
             f"starts needs a problem without data and without trials, whose runs come one after another; got "
             f"starts={starts}. With data, make the starts trials of one problem: Problem(..., trials={starts})."
         )
-    return _several(order, folder, seed, starts)
+    return several(order, folder, seed, starts)
 
 
 @dataclass(frozen=True)
@@ -122,42 +122,13 @@ class _Order:
     def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution:
         """One run from the present u and v, in the reading that the method has."""
         if getattr(self.method, "reading", "optimistic") == "pessimistic":
-            return self._pessimistic(folder, seed, start)
-        return self._once(folder, seed, start)
+            if self.data is not None or folder is not None:
+                given = "data" if self.data is not None else "checkpoint"
+                raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
+            return worst_case(self, seed, start)
+        return self.once(folder, seed, start)
 
-    def _pessimistic(self, folder: Path | None, seed: int | None, start: int) -> Solution:
-        """Rounds of runs with copies of v, one for each lower solution that was found; see `bilevel.reading`."""
-        if self.data is not None or folder is not None:
-            given = "data" if self.data is not None else "checkpoint"
-            raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
-        pessimistic.refuse(self.problem, self.upper)
-        seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
-        generator = torch.Generator().manual_seed(seed)
-        solution, kept = None, list[Tensor]()
-        first_evaluation(Derivatives(self.problem, self.upper, self.lower), Sources(None, seed, self.lower.device))
-        with _unchanged_on_error(self.upper, self.lower):
-            for _ in range(pessimistic.ROUNDS):
-                points = pessimistic.lower_solutions(self.problem, self.upper, self.lower, generator, kept)
-                if solution is not None and (solution.interrupted or pessimistic.same(points, kept)):
-                    break
-                made = pessimistic.copies(self.problem, self.upper, self.lower, points)
-                both = variables(made.problem, made.u, made.v)
-                method = pessimistic.inner(self.method, made)
-                inner = replace(
-                    self, problem=made.problem, method=method, upper=both[0], lower=both[1],
-                    tolerance=self.tolerance or pessimistic.TOLERANCE,
-                )  # fmt: skip
-                solution = inner._once(None, seed, 1)  # a start that stays near where it is
-                kept = made.points()
-        if solution is None:
-            raise OptionError("reading='pessimistic' needs a lower problem with a solution; none was found.")
-        ends = []
-        for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
-            place([x.detach() for x in made.variables[k].tensors().values()], self.lower)
-            ends.append(candidate(solution, Derivatives(self.problem, self.upper, self.lower), start))
-        return replace(solution, u=self.upper.value, v=self.lower.value, candidates=ends[::-1])
-
-    def _once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
+    def once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
         """One run from the present u and v."""
         problem, upper, lower = self.problem, self.upper, self.lower
         saved = _open(folder, self.resume)
@@ -187,31 +158,6 @@ class _Order:
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
-
-
-def _several(order: _Order, folder: Path | None, seed: int | None, count: int) -> Solution:
-    """One run from each of `count` starting points; u and v are left at the best end."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    both = order.upper, order.lower
-    draws = torch.Generator().manual_seed(seed)
-    points = [(copied(both[0]), copied(both[1]))]
-    with _unchanged_on_error(*both):
-        points += [(draw.u, draw.v) for draw in drawn(order.problem, *both, count - 1, draws)]
-    solutions: list[Solution] = []
-    ends: list[Candidate] = []
-    for k, point in enumerate(points):
-        for variable, value in zip(both, point, strict=True):
-            place(value, variable)
-        solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
-        solutions.append(solution)
-        ends.append(candidate(solution, Derivatives(order.problem, *both), k))
-        if solution.interrupted:
-            break
-    best = chosen(solutions, ends)
-    for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
-        place(value, variable)
-    return best
 
 
 class _Loop:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,15 +69,16 @@ def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: tor
     """`count` starting points around the present one, which stays."""
     first = copied(u), copied(v)
     pool = []
-    for _ in range(POOL * count):
-        place(first[0], u)
-        place(first[1], v)
-        scatter(u, generator)
-        scatter(v, generator)
-        if (draw := _solved(problem, u, v)) is not None:
-            pool.append(draw)
-    place(first[0], u)
-    place(first[1], v)
+    try:
+        for _ in range(POOL * count):
+            for variable, value in zip((u, v), first, strict=True):
+                place(value, variable)
+                scatter(variable, generator)
+            if (draw := _solved(problem, u, v)) is not None:
+                pool.append(draw)
+    finally:
+        for variable, value in zip((u, v), first, strict=True):
+            place(value, variable)
     ranks = sorted(pool, key=lambda d: (round(d.violation, 3), d.upper))
     out: list[Draw] = []
     while pool and len(out) < count:
@@ -100,6 +103,41 @@ def _solved(problem: Problem, u: Variable, v: Variable) -> Draw | None:
         f, h = d.upper(batch).item(), d.constraints(batch)
         outside = violation(h, len(problem.equalities)).item() if h else 0.0
     return Draw(copied(u), copied(v), f, outside) if math.isfinite(f) and math.isfinite(outside) else None
+
+
+class Runs(Protocol):
+    """What `solve` was asked for: its problem and variables, and how to run from where they are."""
+
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def upper(self) -> Variable: ...
+    @property
+    def lower(self) -> Variable: ...
+    def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution: ...
+
+
+def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
+    """One run from each of `count` starting points; u and v are left at the best end."""
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    both = order.upper, order.lower
+    points = [(copied(both[0]), copied(both[1]))]
+    points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
+    solutions: list[Solution] = []
+    ends: list[Candidate] = []
+    for k, point in enumerate(points):
+        for variable, value in zip(both, point, strict=True):
+            place(value, variable)
+        solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
+        solutions.append(solution)
+        ends.append(candidate(solution, Derivatives(order.problem, *both), k))
+        if solution.interrupted:
+            break
+    best = chosen(solutions, ends)
+    for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
+        place(value, variable)
+    return best
 
 
 def copied(variable: Variable) -> list[Tensor]:

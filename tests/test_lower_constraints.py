@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -320,6 +320,33 @@ def test_upper_bounds_and_lower_constraints_work_together():
     assert len(values) == len({round(value, 4) for value in values})
 
 
+class Pieces(Penalty):
+    """Without the smooth rounds, as every other of several starts."""
+
+    def init(self, setting):
+        return super().init(replace(setting, start=1))
+
+
+def test_piece_is_left_for_its_neighbour_where_f_falls_there():
+    """v = max(u, 0). From u = -1, where v = 0 is held, f falls to u = 0, and from there on along v = u to 3/2."""
+    problem = Problem(
+        lambda u, v, _: torch.sum((v - 1) ** 2 + (u - 2) ** 2),
+        lambda u, v, _: torch.sum((v - u) ** 2) / 2,
+        lower_inequalities=lambda u, v, _: -v,
+    )
+    u, v = leaf(-1.0), leaf(0.0)
+    solution = solve(problem, Pieces(), u, v, max_steps=500, seed=0)
+    assert solution.status is Status.CONVERGED
+    assert (u.item(), v.item()) == pytest.approx((1.5, 1.5), abs=1e-6)
+    # And back: with f least at u = -2, v is held at 0 again.
+    back = Problem(lambda u, v, _: torch.sum((v - 1) ** 2 / 9 + (u + 2) ** 2), problem.lower,
+                   lower_inequalities=problem.lower_inequalities)  # fmt: skip
+    u, v = leaf(1.0), leaf(1.0)
+    solution = solve(back, Pieces(), u, v, max_steps=500, seed=0)
+    assert (u.item(), v.item()) == pytest.approx((-2.0, 0.0), abs=1e-6)
+    assert solution.multipliers["lower_inequalities"][0].item() == pytest.approx(2.0, abs=1e-5)
+
+
 # -- several starts, and what they are for -----------------------------------------------------------------------------
 
 
@@ -358,6 +385,19 @@ def test_first_start_is_the_run_without_starts():
     first = next(c for c in solution.candidates if c.start == 0)
     assert torch.equal(first.u[0], alone[0].detach())
     assert torch.equal(first.v[0], alone[1].detach())
+
+
+def test_starts_resume_from_the_folders_of_their_runs(tmp_path):
+    with pytest.raises(OptionError, match="seed must be given"):
+        solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=500, starts=2, checkpoint=tmp_path)
+    ends = []
+    for resume in (False, True):
+        u, v = leaf(0.7), leaf(0.8)
+        options = {"max_steps": 500, "starts": 2, "seed": 0, "checkpoint": tmp_path, "resume": resume}
+        solution = solve(two_minimisers(), Penalty(), u, v, **options)
+        ends.append((u.item(), v.item(), [c.upper for c in solution.candidates]))
+    assert ends[0] == ends[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1"}
 
 
 # -- resuming and refusals ---------------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ def solve(
             f"starts needs a problem without data and without trials, whose runs come one after another; got "
             f"starts={starts}. With data, make the starts trials of one problem: Problem(..., trials={starts})."
         )
+    if folder is not None and seed is None:
+        raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
     return several(order, folder, seed, starts)
 
 
@@ -348,7 +350,7 @@ class _Loop:
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
                 f"from step {saved['step']} on.",
                 BilevelWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         self._write(saved)
         self.state.load_state_dict(saved["method"])

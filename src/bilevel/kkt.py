@@ -19,6 +19,7 @@ from a point that a better one, w, was found for.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -99,9 +100,31 @@ class KKT:
         g, c, d = self.parts(batch)
         slope = norm(gradient(g, self.v.leaves)).item()
         self.bend = max(curvature, slope / (1 + norm(self.v.leaves).item()), TINY)
+        nearby = self._secant(batch)
+        if self.bend < 1e-3 * nearby:  # g is flat just here
+            self.bend = nearby
         _, c, d = self.parts(batch)
         self.sizes_c = [self._row_sizes(x) for x in c]
         self.sizes_d = [self._row_sizes(x) for x in d]
+
+    def _secant(self, batch: Any) -> float:
+        """How much the slope of g changes over a tenth of the size of v, relative to that; 0 where it is not finite."""
+        held = [leaf.detach().clone() for leaf in self.v.leaves]
+        step = 0.1 * (1 + norm(held).item()) / sum(leaf.numel() for leaf in held) ** 0.5
+        first = gradient(self.parts(batch)[0], self.v.leaves)
+        found = 0.0
+        for sign in (1, -1):
+            with torch.no_grad():
+                for leaf, value in zip(self.v.leaves, held, strict=True):
+                    leaf.copy_(value + sign * step)
+            moved = gradient(self.parts(batch)[0], self.v.leaves)
+            change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
+            size = step * sum(leaf.numel() for leaf in held) ** 0.5
+            found = max(found, change / size if math.isfinite(change) else 0.0)
+        with torch.no_grad():
+            for leaf, value in zip(self.v.leaves, held, strict=True):
+                leaf.copy_(value)
+        return found
 
     def _row_sizes(self, h: Tensor) -> Tensor:
         """|grad h_i| of each number of a constraint, in v, and a thousandth of that in u where it is larger."""

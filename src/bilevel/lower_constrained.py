@@ -127,6 +127,8 @@ class Resolved:
     better: LowerPoint | None
     """A lower point whose g is less by more than the accuracy explains."""
     starts: int
+    met: int = 0
+    """How many of these ended at a point that meets the lower constraints."""
 
 
 def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
@@ -144,7 +146,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
     g = at.item()
     noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
     margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
-    best, lowest, starts = None, g, 0
+    best, lowest, starts, met = None, g, 0, 0
     for reach in (0.0, *REACHES):
         direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
         direction *= reach * size / direction.norm()
@@ -155,10 +157,11 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
             if reach == 0 and found.violation > NONE * size:
                 write(held, d.v.leaves)
                 return Resolved(0.0, None, starts)
+            met += found.violation <= 1e-6 * size
             # A point outside by x is as low as g may fall by x times its multipliers.
             own = sum(m.abs().sum().item() for m in (*found.alpha, *found.beta))
             allowed = margin + 2 * own * largest * found.violation
             if found.violation <= 1e-6 * size and found.value < lowest - (allowed if best is None else 0.0):
                 best, lowest = found, found.value
     write(held, d.v.leaves)
-    return Resolved(max(0.0, g - lowest), best, starts)
+    return Resolved(max(0.0, g - lowest), best, starts, met)

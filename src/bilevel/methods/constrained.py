@@ -191,7 +191,9 @@ class Constrained(Lagrangian):
         if self.kkt.active is None:
             self._piece()
             self._measure()
-        return super().finish()
+        found = super().finish()
+        # Where the lower problem could not be solved again, nothing says that v solves it.
+        return False if self.resolved is not None and not self.resolved.met else found
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -24,6 +24,8 @@ ROUNDS = 20
 ITERATIONS = 50
 EVALUATIONS = 600
 """Most evaluations of one minimisation: where g is flat the line searches are long."""
+LARGEST = 1e-4
+"""The most that g may be less by, relative to its size, and still be explained by the accuracy."""
 VAIN = 4
 """Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
 REACHES = (0.1, 0.5, 1.0, 3.0)
@@ -160,7 +162,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
             met += found.violation <= 1e-6 * size
             # A point outside by x is as low as g may fall by x times its multipliers.
             own = sum(m.abs().sum().item() for m in (*found.alpha, *found.beta))
-            allowed = margin + 2 * own * largest * found.violation
+            allowed = min(margin + 2 * own * largest * found.violation, LARGEST * (abs(g) + kkt.bend * size))
             if found.violation <= 1e-6 * size and found.value < lowest - (allowed if best is None else 0.0):
                 best, lowest = found, found.value
     write(held, d.v.leaves)

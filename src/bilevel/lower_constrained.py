@@ -162,7 +162,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
             met += found.violation <= 1e-6 * size
             # A point outside by x is as low as g may fall by x times its multipliers.
             own = sum(m.abs().sum().item() for m in (*found.alpha, *found.beta))
-            allowed = min(margin + 2 * own * largest * found.violation, LARGEST * (abs(g) + kkt.bend * size))
+            allowed = min(margin + 2 * own * largest * found.violation, LARGEST * (abs(g) + abs(found.value)) + 1e-7)
             if found.violation <= 1e-6 * size and found.value < lowest - (allowed if best is None else 0.0):
                 best, lowest = found, found.value
     write(held, d.v.leaves)

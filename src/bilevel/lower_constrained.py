@@ -26,12 +26,12 @@ EVALUATIONS = 600
 """Most evaluations of one minimisation: where g is flat the line searches are long."""
 LARGEST = 1e-4
 """The most that g may be less by, relative to its size, and still be explained by the accuracy."""
+MOST = 1e8
+"""The largest price of a lower constraint, in the unit of g's curvature."""
 VAIN = 4
 """Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
 REACHES = (0.1, 0.5, 1.0, 3.0)
 """How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
-
-
 NONE = 1e-3
 """The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
 
@@ -85,6 +85,7 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
     slope = outside = math.inf
     vain = 0
     for _ in range(ROUNDS):
+        origin = x
         search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
         for _ in range(ITERATIONS):
             slope = search.gradient.norm().item()
@@ -93,6 +94,10 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
             if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # far: no minimum this way
                 break
         x = search.x
+        if not x.norm().item() <= far and rho < MOST:  # g falls faster than the price rises
+            x, rho = origin, 100 * rho
+            write(x, d.v.leaves)
+            continue
         size = 1 + x.norm().item()
         write(x, d.v.leaves)
         slope = search.gradient.norm().item()
@@ -108,11 +113,10 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoi
         if (outside <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
             break
         if outside > max(best / 4, goal * size):
-            rho = min(10 * rho, 1e8)
+            rho = min(10 * rho, MOST)
         vain = 0 if outside <= best / 2 else vain + 1
-        if (
-            vain >= VAIN or d.lower_evaluations >= most
-        ):  # no point meets the constraints, or none nearer by in this precision
+        # No point meets the constraints, or none nearer by in this precision.
+        if vain >= VAIN or d.lower_evaluations >= most:
             break
         best, epsilon = min(best, outside), epsilon / 10
     with torch.no_grad():

@@ -429,7 +429,7 @@ def test_presets_refuse_bad_options_too(preset):
     ("name", "value"),
     [
         ("max_steps", 0), ("max_steps", 2.5), ("tolerance", 0.0), ("tolerance", -1.0), ("tolerance", math.nan),
-        ("every", 0), ("log_every", 0), ("accumulate", 0), ("engine", "graph"), ("precision", "bf16"), ("starts", 2),
+        ("every", 0), ("log_every", 0), ("accumulate", 0), ("engine", "graph"), ("precision", "bf16"), ("starts", 0),
         ("seed", -1), ("seed", 1.5), ("resume", True), ("every", 5),
     ],
 )  # fmt: skip

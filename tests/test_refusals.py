@@ -21,9 +21,10 @@ from bilevel import (
 
 
 @pytest.mark.parametrize("name", ["lower_equalities", "lower_inequalities"])
-def test_lower_constraints_are_refused_with_a_clear_sentence(quadratic, name):
-    with pytest.raises(ProblemError, match=f"{name} is not supported yet. Use project_lower"):
-        Problem(quadratic.upper, quadratic.lower, **{name: [lambda u, v, batch: v]})
+def test_lower_constraints_are_refused_in_stochastic_mode_with_a_clear_sentence(quadratic, name):
+    problem = Problem(quadratic.upper, quadratic.lower, **{name: [lambda u, v, batch: v]})
+    with pytest.raises(OptionError, match=f"{name}.* Use project_lower"):
+        solve(problem, Penalty(mode="stochastic"), *quadratic.start(), max_steps=1, seed=0)
 
 
 @pytest.mark.parametrize("name", ["upper", "lower"])

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from .prices import Gradients, Prices, added, paid
 from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
 from .vectors import dot, gradient, norm, spread, summed
+
+if TYPE_CHECKING:
+    from .kkt import KKT
 
 Curvature = Literal["auto", "exact", "gram", "difference"]
 
@@ -55,6 +58,8 @@ class Derivatives:
         self.tapes: list[list[tuple[Tensor, Tensor]]] = []
         self.gram_layers = 0
         """Linear layers in Gram form, in the last evaluation of F"""
+        self.kkt: KKT | None = None
+        """What the lower level's constraints were turned into; `problem` is then without them"""
         self._proved = False  # whether an exact evaluation has gone through
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -95,6 +100,10 @@ class Derivatives:
 
     def constraints(self, batch: Any) -> list[Tensor]:
         functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
+        return [self._call(function, batch) for function in functions]
+
+    def lower_constraints(self, batch: Any) -> list[Tensor]:
+        functions: list[Objective] = [*self.problem.lower_equalities, *self.problem.lower_inequalities]
         return [self._call(function, batch) for function in functions]
 
     def _call(self, function: Objective, batch: Any) -> Any:

@@ -68,24 +68,27 @@ def _measure(
         total[:count] = [a + b for a, b in zip(total[:count], direct, strict=True)]
     slope_u = total[count:]
     error = None
-    if not d.v.projected and (hypergradient or (hypergradient is None and d.v.size <= SMALL)):
+    if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and d.v.size <= SMALL)):
         error = _hypergradient_error(d, lower, slopes, slope_u)
     if d.u.projected:
         moved = d.u.project_leaves([x.detach() - y for x, y in zip(d.u.leaves, slope_u, strict=True)])
         slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
+    own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
     scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(), stationarity_v=norm(total[:count]).item(),
-        lower_residual=norm(residual).item(), violation=violation(values, equal).item() if values else 0.0,
+        lower_residual=norm(residual).item(), violation=violation(own[0], own[2]).item() if own[0] else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
         damping=_damping(state.lam(), prices.gamma),
         batches=max(len(upper), len(lower)) if sources else 0, full_data=full,
+        **(d.kkt.measures(d.prepare([(None, None)], graph=False)[0][1]) if d.kkt else {}),
     )  # fmt: skip
     paid = [n + spread(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
-    return certificate, {"nu": paid, "equalities": pulls[:equal], "inequalities": pulls[equal:]}
+    multipliers = {"nu": paid, "equalities": own[1][: own[2]], "inequalities": own[1][own[2] :]}
+    return certificate, multipliers | (d.kkt.multipliers() if d.kkt else {})
 
 
 def _damping(lam: Tensor, gamma: Tensor) -> float:

@@ -130,12 +130,16 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
             g = d.lower(pair[1])
         with _explained(d, "a constraint", pair[0]):
             h = d.constraints(pair[0])
+        with _explained(d, "a lower constraint", pair[1]):
+            below = d.lower_constraints(pair[1])
         with _explained(d, "upper", pair[0]):
             f = d.upper(pair[0])
-        for i, value in enumerate(h):
+        named = [(f"constraint {i}", x) for i, x in enumerate(h)]
+        named += [(f"lower constraint {i}", x) for i, x in enumerate(below)]
+        for name, value in named:
             if isinstance(value, Tensor) and value.numel() == 0:
-                raise ProblemError(f"constraint {i} must return at least one number; got shape {tuple(value.shape)}.")
-        for name, value in (("upper", f), ("lower", g), *((f"constraint {i}", x) for i, x in enumerate(h))):
+                raise ProblemError(f"{name} must return at least one number; got shape {tuple(value.shape)}.")
+        for name, value in (("upper", f), ("lower", g), *named):
             if not isinstance(value, Tensor):
                 raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
             if not bool(torch.isfinite(value).all()):
@@ -160,7 +164,7 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
                 "upper must depend on u or v; it has no gradient in either. Use them as they are passed in, and do not "
                 "detach them, convert them with .item(), or compute under torch.no_grad()."
             )
-        coupled = any(_reaches(x, wrt[count:]) for x in (g, *h))
+        coupled = any(_reaches(x, wrt[count:]) for x in (g, *h, *below))
         return f.detach(), g.detach(), _reaches(f, wrt[:count]), coupled
 
 

@@ -27,7 +27,8 @@ def fingerprint(
         return {key: f"{tuple(t.shape)} {t.dtype}" for key, t in variable.tensors().items()}
 
     sets = [problem.project_upper, problem.project_lower, problem.prepare, problem.start_lower]
-    functions = [problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *sets]
+    below = [*problem.lower_equalities, *problem.lower_inequalities]
+    functions = [problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *below, *sets]
     lengths = [len(source) if isinstance(source, Sized) else "?" for source in data or ()]
     return {
         "objectives": [_name(function) for function in functions if function is not None],

@@ -40,6 +40,8 @@ class Setting:
     """What the user's functions are evaluated in: None, that of the variables, or `bf16` (see `bilevel.precision`)."""
     engine: str = "auto"
     """What runs the steps: see `bilevel.engine`."""
+    start: int = 0
+    """Which of several starts this is."""
 
 
 class State(Protocol):

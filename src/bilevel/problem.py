@@ -1,6 +1,7 @@
 """Problem and the variable types. This module never differentiates.
 
-min_u f(u, v*)   subject to   v* = argmin_v g(u, v),   equalities(u, v*) = 0,   inequalities(u, v*) <= 0
+min_u f(u, v*)   subject to   equalities(u, v*) = 0,   inequalities(u, v*) <= 0,
+    v* = argmin_v g(u, v)   subject to   lower_equalities(u, v) = 0,   lower_inequalities(u, v) <= 0
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Problem:
     """A bilevel problem: two objectives, and optionally constraints, projections and episodes.
 
     `upper` (f) and `lower` (g) return one number each. Constraint functions return a tensor of any shape and receive
-    the upper batch; `inequalities` mean <= 0. A projection maps a tensor to the nearest point of a convex set; it is
+    the upper batch; `inequalities` mean <= 0. Those of the lower level are part of v's own problem, and for problems
+    without data. A projection maps a tensor to the nearest point of a convex set; it is
     applied to each tensor of the variable, or, given as a dict, to the tensors it names.
 
     `prepare(u, batches)` returns what depends on u alone for a pair (upper batch, lower batch); `upper`, `lower` and
@@ -61,18 +63,25 @@ class Problem:
                 if not callable(function):
                     raise ProblemError(f"{name} must hold functions (u, v, batch) -> Tensor; got {function!r}.")
             object.__setattr__(self, name, functions)
-            if name.startswith("lower_") and functions:
+            if name.startswith("lower_") and functions and self.project_lower is not None:
                 raise ProblemError(
-                    f"{name} is not supported yet. Use project_lower where the lower variable lives in a set with a "
-                    "known projection (Box, Ball, Simplex), or add the constraint to lower as a penalty."
+                    f"{name} cannot be used with project_lower. State the set of v as lower inequalities, too."
                 )
         if self.trials is not None:
             self._refuse_trials(self.trials)
 
+    @property
+    def constrained_below(self) -> bool:
+        """Whether the lower level has constraints."""
+        return bool(self.lower_equalities or self.lower_inequalities)
+
     def _refuse_trials(self, trials: object) -> None:
         if not isinstance(trials, int) or isinstance(trials, bool) or trials < 1:
             raise ProblemError(f"trials must be a whole number of at least 1; got {trials!r}.")
-        for name in ("equalities", "inequalities", "project_upper", "project_lower", "prepare", "start_lower"):
+        for name in (
+            "equalities", "inequalities", "lower_equalities", "lower_inequalities", "project_upper", "project_lower",
+            "prepare", "start_lower",
+        ):  # fmt: skip
             if getattr(self, name):
                 raise ProblemError(f"trials cannot be used with {name}. Leave trials out, and solve them one by one.")
 

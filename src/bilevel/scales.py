@@ -30,33 +30,45 @@ class Scales:
     """|J_h| of each constraint; a lower bound, exact for a constraint of one number"""
 
 
+def lower_curvature(d: Derivatives, generator: torch.Generator) -> float:
+    """|g_vv| at the present u and v."""
+    still = d.prepare([(None, None)], graph=False)
+    return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+
+
+def _power(
+    product: Callable[[Sequence[Tensor]], list[Tensor]], like: Sequence[Tensor], generator: torch.Generator
+) -> float:
+    """The largest |eigenvalue| of a symmetric map."""
+    x, size = [_random(t, generator) for t in like], 0.0
+    for _ in range(POWER_ITERATIONS):
+        length = norm(x)
+        if not length.item() > 0:
+            return 0.0
+        x = product([t / length for t in x])
+        size = norm(x).item()
+    return size
+
+
 def measure(d: Derivatives, generator: torch.Generator) -> Scales:
     """Measure a problem without data at the present u and v."""
 
     def random(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
-
-    def power(product: Callable[[Sequence[Tensor]], list[Tensor]], like: Sequence[Tensor]) -> float:
-        """The largest |eigenvalue| of a symmetric map."""
-        x, size = [random(t) for t in like], 0.0
-        for _ in range(POWER_ITERATIONS):
-            length = norm(x)
-            if not length.item() > 0:
-                return 0.0
-            x = product([t / length for t in x])
-            size = norm(x).item()
-        return size
+        return _random(like, generator)
 
     leaves, count = [*d.u.leaves, *d.v.leaves], len(d.v.leaves)
-    still = d.prepare([(None, None)], graph=False)
-    bend_g = power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves)
+    bend_g = lower_curvature(d, generator)
     cross = 0.0
     for _ in range(SAMPLES):
         x = [random(leaf) for leaf in d.v.leaves]
         product = d.hessian_product(d.prepare([(None, None)], graph=True), x, with_u=True)[count:]
         cross = max(cross, (norm(product) / norm(x)).item() * math.sqrt(max(1.0, d.v.size / d.u.size)))
     slope = norm(_upper_slope(d, leaves)).item()
-    bend_f = power(lambda x: _upper_product(d, leaves, x), leaves)
+    bend_f = _power(lambda x: _upper_product(d, leaves, x), leaves, generator)
     bend_f = max(bend_f, 1e-3 * slope / (1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()), TINY)
     jacobians = [TINY] * (len(d.problem.equalities) + len(d.problem.inequalities))
     for _ in range(SAMPLES):

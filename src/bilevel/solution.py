@@ -119,6 +119,16 @@ class Certificate:
     """The size of the constraint functions, against which the violation is judged."""
     lower_minimiser: bool | None = None
     """Whether a second minimisation of g, started nearby, found nothing lower; None where it was not tried."""
+    lower_violation: float = 0.0
+    """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
+    complementarity: float = 0.0
+    """The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see `bilevel.kkt`)."""
+    lower_unit: float = 1.0
+    """1 + |v|, against which these two are judged."""
+    lower_gap: float | None = None
+    """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
+    points; None without lower constraints, or where it was not tried."""
+    lower_starts: int = 0
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
@@ -137,12 +147,32 @@ class Certificate:
     @property
     def worst(self) -> float:
         """The largest of the relative measures: what `solve` compares with its tolerance."""
-        measures = (self.stationarity / self.scale, self.lower_residual / self.lower_scale,
-                    self.violation / self.violation_scale)  # fmt: skip
+        measures = (self.stationarity / self.scale, self.lower_residual / self.lower_scale, self.infeasibility)
         return math.nan if any(math.isnan(m) for m in measures) else max(measures)
+
+    @property
+    def infeasibility(self) -> float:
+        """The largest violation at either level, complementarity included, each relative to its scale."""
+        below = max(self.lower_violation, self.complementarity) / self.lower_unit
+        return max(self.violation / self.violation_scale, below)
 
     def passes(self, tolerance: float) -> bool:
         return self.worst <= tolerance and self.lower_minimiser is not False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Where one of several starts ended. u and v are copies, a tensor for each of the variable's tensors."""
+
+    u: list[Tensor]
+    v: list[Tensor]
+    upper: float
+    lower: float
+    status: Status
+    certificate: Certificate
+    multipliers: dict[str, list[Tensor]]
+    start: int
+    """The first start that ended there; 0 is the point that was passed."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +190,9 @@ class Solution:
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
     """What each condition costs at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
-    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>."""
+    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. Where
+    the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0), those of
+    grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
     adjoint: list[Tensor]
     """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
@@ -169,7 +201,8 @@ class Solution:
     """The share of the run's time spent waiting for data."""
     interrupted: bool = False
     """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
-    candidates: list[Any] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+    """With `starts`, the distinct ends of all runs, the best first."""
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from .fingerprint import compare, fingerprint
 from .method import RECORD, Method, Setting, State
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
+from .reading import worst_case
 from .replay import seeded
 from .solution import Certificate, History, Solution, Status
 from .sources import Sources
+from .starts import several
 
 
 def solve(
@@ -64,6 +67,10 @@ def solve(
     the certificate is measured in full precision all the same. `hypergradient=True` has the certificate solve for the
     exact hypergradient, which it does by itself only where v is small. `seed=None` takes a seed from torch's global
     generator.
+
+    `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`), each with
+    `max_steps`, and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates` lists the
+    distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
@@ -78,29 +85,81 @@ def solve(
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
     folder = None if checkpoint is None else Path(checkpoint)
-    saved = _open(folder, resume)
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
-    sources = Sources(data, seed, lower.device)
-    identity = fingerprint(problem, method, upper, lower, data, accumulate, seed) | {"precision": precision}
-    if saved is not None:
-        compare(saved["fingerprint"], identity, folder)
-    if accumulate > 1 and not sources:
-        raise OptionError(f"accumulate needs data: without it every gradient is exact; got accumulate={accumulate}.")
-    with seeded(seed, lower.device) as generator:
-        setting = Setting(
-            problem, upper, lower, sources, max_steps, tolerance, accumulate, generator, precision, engine
+    order = _Order(
+        problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
+        precision, accumulate, hypergradient,
+    )  # fmt: skip
+    if starts == 1:
+        return order.run(folder, seed)
+    if data is not None or problem.trials is not None:
+        raise OptionError(
+            f"starts needs a problem without data and without trials, whose runs come one after another; got "
+            f"starts={starts}. With data, make the starts trials of one problem: Problem(..., trials={starts})."
         )
-        first_evaluation(Derivatives(problem, upper, lower, precision=precision), sources)
-        try:
-            with _unchanged_on_error(upper, lower):
-                state = method.init(setting)
-                loop = _Loop(setting, state, callbacks, folder, every, log_every, seed, identity)
-                if saved is not None:
-                    loop.restore(saved)
-            return loop.run(hypergradient)
-        finally:
-            upper.release()
+    if folder is not None and seed is None:
+        raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
+    return several(order, folder, seed, starts)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What `solve` was asked for, checked."""
+
+    problem: Problem
+    method: Method
+    upper: Variable
+    lower: Variable
+    data: object
+    max_steps: int
+    tolerance: float | None
+    callbacks: Sequence[Callback]
+    every: int | None
+    resume: bool
+    log_every: int | None
+    engine: str
+    precision: Precision | None
+    accumulate: int
+    hypergradient: bool | None
+
+    def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution:
+        """One run from the present u and v, in the reading that the method has."""
+        if getattr(self.method, "reading", "optimistic") == "pessimistic":
+            if self.data is not None or folder is not None:
+                given = "data" if self.data is not None else "checkpoint"
+                raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
+            return worst_case(self, seed, start)
+        return self.once(folder, seed, start)
+
+    def once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
+        """One run from the present u and v."""
+        problem, upper, lower = self.problem, self.upper, self.lower
+        saved = _open(folder, self.resume)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
+        sources = Sources(self.data, seed, lower.device)
+        identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
+        identity |= {"precision": self.precision}
+        if saved is not None:
+            compare(saved["fingerprint"], identity, folder)
+        if self.accumulate > 1 and not sources:
+            raise OptionError(
+                f"accumulate needs data: without it every gradient is exact; got accumulate={self.accumulate}."
+            )
+        with seeded(seed, lower.device) as generator:
+            setting = Setting(
+                problem, upper, lower, sources, self.max_steps, self.tolerance, self.accumulate, generator,
+                self.precision, self.engine, start,
+            )  # fmt: skip
+            first_evaluation(Derivatives(problem, upper, lower, precision=self.precision), sources)
+            try:
+                with _unchanged_on_error(upper, lower):
+                    state = self.method.init(setting)
+                    loop = _Loop(setting, state, self.callbacks, folder, self.every, self.log_every, seed, identity)
+                    if saved is not None:
+                        loop.restore(saved)
+                return loop.run(self.hypergradient)
+            finally:
+                upper.release()
 
 
 class _Loop:
@@ -197,7 +256,7 @@ class _Loop:
         stationary = certificate.stationarity / certificate.scale <= tolerance
         if certificate.passes(tolerance):
             return Status.CONVERGED
-        if stationary and certificate.violation / certificate.violation_scale > tolerance:
+        if stationary and certificate.infeasibility > tolerance:
             return Status.INFEASIBLE
         if certificate.worst <= tolerance and certificate.lower_minimiser is False:
             return Status.STATIONARY
@@ -291,7 +350,7 @@ class _Loop:
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
                 f"from step {saved['step']} on.",
                 BilevelWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         self._write(saved)
         self.state.load_state_dict(saved["method"])
@@ -374,7 +433,8 @@ def _refuse(
     checkpoint: object,
     resume: bool,
 ) -> None:
-    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
+    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate,
+              "starts": starts}  # fmt: skip
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
@@ -382,8 +442,6 @@ def _refuse(
         raise OptionError(f"tolerance must be positive; got {tolerance!r}.")
     if engine not in ENGINES:
         raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
-    if starts != 1:
-        raise OptionError(f"starts must be 1: several starts are not built yet; got {starts!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

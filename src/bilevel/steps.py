@@ -61,6 +61,12 @@ class Steps(ABC):
         `falling`: the learning rates fall linearly to zero."""
         self.setting = setting
         self.problem, self.u, self.v = setting.problem, setting.u, setting.v
+        if self.problem.constrained_below:
+            raise OptionError(
+                "lower_equalities and lower_inequalities need objectives without data and Penalty() in deterministic "
+                "mode. Use project_lower where v lives in a set with a known projection (Box, Ball, Simplex), or add "
+                "the constraint to lower as a penalty."
+            )
         if self.problem.prepare is not None and self.u.rows:
             raise OptionError("u cannot hold Rows where the problem has prepare. Use a tensor with a row an example.")
         if warm_up and self.problem.start_lower is not None:

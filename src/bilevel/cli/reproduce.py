@@ -83,6 +83,33 @@ def complexity(
         _end("complexity", message, summary, folders, json)
 
 
+@app.command("classical")
+def classical(
+    out: Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")] = Path(
+        "runs/classical"
+    ),
+    page: PageOption = None,
+    quick: QuickOption = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")] = 2,
+    json: JsonOption = False,
+) -> None:
+    """Classical small problems with constraints at both levels, beside their best known values."""
+    from ..applications.classical import study
+    from ..paper.denoising_store import FiledStore
+
+    folders = _folders(out, page)
+    store = FiledStore(_cells_folder(folders), folders[1].path / "classical.json")
+    cells = study.cells(quick=quick)
+    run = _run("classical", cells, folders, study.run_cell, min(workers, os.cpu_count() or 1), store)
+    if run is not None:
+        store.write()
+        summary = study.write([(c.settings, found) for c in cells if (found := store.get(c))], folders[1].path)
+        message = (
+            f"{summary['solved']} of {summary['cases']} cases are solved; the slowest took {summary['slowest']} s."
+        )
+        _end("classical", message, summary, folders, json)
+
+
 OutOption = Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")]
 DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
 NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from what is there and run nothing.")]
@@ -372,9 +399,10 @@ def _run(
     folders: tuple[Folder, Folder],
     function: Callable[[Settings], Found | None],
     workers: int,
+    store: Store | None = None,
 ) -> Store | None:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
-    store = Store(_cells_folder(folders))
+    store = Store(_cells_folder(folders)) if store is None else store
     done: list[str] = []
     with progress_bar() as bar:
         task = bar.add_task(name, total=len(cells))

@@ -59,6 +59,9 @@ class Lagrangian:
     mode = "deterministic"
     engine = "eager"
     draws = 0
+    patience = STALLS
+    shortest = 0.0
+    """A step of this length along its direction, or less, counts as none."""
 
     def __init__(self, options: Penalty, setting: Setting) -> None:
         self.options, self.setting = options, setting
@@ -89,7 +92,7 @@ class Lagrangian:
                 f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
                 "that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
         self.status: Status | None = None
         self.restarts = self.stalls = 0
@@ -98,9 +101,13 @@ class Lagrangian:
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._batches(graph=False)[0][0])
-        minimise(self.derivatives, self.goal)
+        self._minimise_lower()
         self._measure()
         self._start()
+
+    def _minimise_lower(self) -> None:
+        """Put v where g is least, near its start."""
+        minimise(self.derivatives, self.goal)
 
     # -- functions of the flat vector z ----------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class Lagrangian:
 
     def _measure(self) -> None:
         """Measure the problem at the present point and set the prices by its sizes."""
-        scales = measure(self.derivatives, self.setting.generator)
+        scales = self._sizes()
         with torch.no_grad():
             shapes = [torch.zeros_like(h) for h in self.derivatives.constraints(self._batches(graph=False)[0][0])]
         new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
@@ -154,6 +161,9 @@ class Lagrangian:
         self.set_price = new(10 * scales.f)
         self.set_mu = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
         self.sizes = scales
+
+    def _sizes(self) -> Scales:
+        return measure(self.derivatives, self.setting.generator)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +188,7 @@ class Lagrangian:
         self.origin, self.taken = self.search.x.clone(), 0
 
     def step(self, k: int) -> Tensor:
-        moved = self.search.iterate(self._penalised)
+        moved = self.search.iterate(self._penalised) and self.search.length > self.shortest
         self.taken += 1
         limit = 100 * (1 + self.origin.norm().item())
         if moved and not (self.search.x - self.origin).norm().item() <= limit:
@@ -203,8 +213,9 @@ class Lagrangian:
         if measure < 0.9 * self.lowest:
             self.lowest, self.stalls = measure, 0
         else:
-            self.stalls += 1 if moved or self.taken > 1 else STALLS // 3
-        if measure <= self.goal or self.stalls >= STALLS or max(self.raises[:-1], default=0) >= RAISES:
+            self.stalls += 1 if moved or self.taken > 1 else self.patience // 3
+        vain = self.stalls >= self.patience or max(self.raises[:-1], default=0) >= RAISES
+        if measure <= self.goal or vain or self._over():
             self._check_end()
             return
         with torch.no_grad():
@@ -225,7 +236,15 @@ class Lagrangian:
                     raised = True
                     (self.set_price if i == len(self.price.gamma_h) else self.price.gamma_h[i]).mul_(10)
             self.best, self.best_h = residual, sizes
-        self._new_round(keep=not raised)
+        self._new_round(keep=not self._tighten(met) and not raised)
+
+    def _over(self) -> bool:
+        """Whether a phase of the run has had its rounds."""
+        return False
+
+    def _tighten(self, met: bool) -> bool:
+        """Change what F is between two rounds; False where it stays."""
+        return False
 
     def _violations(self) -> list[float]:
         """|h| of each constraint, with the part of an inequality that its multiplier explains; then that of u in U."""
@@ -247,16 +266,20 @@ class Lagrangian:
 
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
-        reach = 1 + norm(self.leaves).item()
+        reach = self._reach()
         return [j * reach for j in self.sizes.jacobians] + [reach]
 
+    def _reach(self) -> float:
+        """The size of z that measures are relative to."""
+        return 1 + norm(self.leaves).item()
+
     def scales(self) -> tuple[float, float, float]:
-        reach = 1 + norm(self.leaves).item()
+        reach = self._reach()
         return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:
         """End here, or, where g can be made smaller, go on from the lower point."""
-        better = lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g)
+        better = self._lower_point()
         self.minimiser = better is None
         if better is None or self.restarts >= RESTARTS:
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
@@ -267,6 +290,13 @@ class Lagrangian:
             return
         self.restarts += 1
         self.minimiser = None
+        self._restart(better)
+
+    def _lower_point(self) -> Tensor | None:
+        """A v with a lower g, or None where none was found."""
+        return lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g)
+
+    def _restart(self, better: Tensor) -> None:
         write(better, self.v.leaves)
         self._measure()
         # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
@@ -296,7 +326,7 @@ class Lagrangian:
             self._settle_lower()
         self.v.project()
         if self.minimiser is None:  # the budget ended before the end was checked
-            self.minimiser = lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g) is None
+            self.minimiser = self._lower_point() is None
         return self.minimiser
 
     def _settle_lower(self) -> None:

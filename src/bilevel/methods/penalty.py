@@ -18,6 +18,7 @@ from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..method import Setting, State
 from ..options import described, factory, in_range, one_of, true_or_false
+from .constrained import Constrained
 from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
@@ -41,7 +42,7 @@ OWN = {
         *STOCHASTIC, "rate_power", "lam", "epsilon", "advance_every", "smoothing", "upper_optimizer", "lower_optimizer",
     },
 }  # fmt: skip
-"""The options that one mode alone uses. `gamma`, `gamma_h` and `curvature` belong to both."""
+"""The options that one mode alone uses. `gamma`, `gamma_h`, `curvature` and `reading` are not among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,10 @@ class Penalty:
     epsilon may be one number for each trial."""
     gamma_h: float | None = None
     """The first price of every upper-level constraint. None: from the sizes of f and h at the start."""
+
+    reading: Literal["optimistic", "pessimistic"] = "optimistic"
+    """Which f counts where the lower problem has several solutions: the least of theirs, or the largest over those that
+    are found (see `bilevel.reading`). The latter is for problems without data."""
 
     lower_steps: int | None = None
     """Steps on v alone before each step on u (T in the paper). None: none, as that step moves v, too; 5 where it does
@@ -115,6 +120,7 @@ class Penalty:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("deterministic", "stochastic"), optional=True)
         one_of("curvature", self.curvature, ("auto", "exact", "gram", "difference"))
+        one_of("reading", self.reading, ("optimistic", "pessimistic"))
         one_of("decay", self.decay, ("linear", "constant"), optional=True)
         one_of("lower_batches", self.lower_batches, ("fresh", "shared"), optional=True)
         one_of("cotangent", self.cotangent, ("same", "running", "other"), optional=True)
@@ -199,7 +205,10 @@ class Penalty:
                 raise OptionError(
                     "curvature='gram' is not used in deterministic mode. Leave it out, or pass mode='stochastic'."
                 )
-            return Lagrangian(self.filled(mode), setting)
+            run = Constrained if setting.problem.constrained_below else Lagrangian
+            return run(self.filled(mode), setting)
+        if self.reading != "optimistic":
+            raise OptionError(f"reading is not used in stochastic mode; got {self.reading!r}. Leave it out.")
         own = EPISODES if setting.problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.filled(mode, own)
         if self.curvature == "gram":

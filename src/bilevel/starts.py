@@ -1,0 +1,202 @@
+"""Several starting points: where they lie, and which of their ends is the best.
+
+The first is the point that was passed. The others are drawn: uniform in a `Box` with finite bounds on both sides;
+elsewhere normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected. Four times
+as many as are needed are drawn, and at each the lower problem is solved, which shows f: of two starts, one is the best
+of those that are left (the most feasible, then the least f), the other the next one drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .autodiff import Derivatives
+from .kkt import KKT
+from .lower_constrained import minimise_constrained
+from .lower_level import minimise
+from .prices import violation
+from .problem import Problem, Variable
+from .projections import Box
+from .scales import lower_curvature
+from .solution import Candidate, Solution
+
+POOL = 4
+ROUGH = 1e-4
+"""The tolerance of the lower solutions at points that are only looked at."""
+NEAR = 1e-6
+"""The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
+SAME = 1e-4
+"""Ends whose u and v differ by less, relative to their size, are one candidate."""
+TIE = 1e-7
+
+
+@torch.no_grad()
+def scatter(variable: Variable, generator: torch.Generator) -> None:
+    """Move a variable to another starting point."""
+    named = list(zip(variable.names, variable.leaves, strict=True))
+    named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
+    for name, leaf in named:
+        bounds = variable.projection(name)
+        if isinstance(bounds, Box) and bounds.low is not None and bounds.high is not None:
+            low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (bounds.low, bounds.high))
+            if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+                share = torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+                leaf.copy_(low + share * (high - low))
+                continue
+        deviation = 1 + leaf.square().mean().sqrt()
+        leaf.add_(deviation * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device))
+    variable.project(rows=True)
+
+
+@dataclass(eq=False)
+class Draw:
+    """A starting point, the lower problem solved there."""
+
+    u: list[Tensor]
+    v: list[Tensor]
+    upper: float
+    violation: float
+
+
+def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
+    """`count` starting points around the present one, which stays."""
+    first = copied(u), copied(v)
+    pool = []
+    try:
+        for _ in range(POOL * count):
+            for variable, value in zip((u, v), first, strict=True):
+                place(value, variable)
+                scatter(variable, generator)
+            if (draw := _solved(problem, u, v)) is not None:
+                pool.append(draw)
+    finally:
+        for variable, value in zip((u, v), first, strict=True):
+            place(value, variable)
+    ranks = sorted(pool, key=lambda d: (round(d.violation, 3), d.upper))
+    out: list[Draw] = []
+    while pool and len(out) < count:
+        out.append(ranks[0] if len(out) % 2 == 0 else pool[0])
+        ranks.remove(out[-1])
+        pool.remove(out[-1])
+    return out
+
+
+def _solved(problem: Problem, u: Variable, v: Variable) -> Draw | None:
+    """The present point with v at a lower solution; None where the objectives are not finite there."""
+    d = Derivatives(problem, u, v)
+    if problem.constrained_below:
+        batch = d.prepare([(None, None)], graph=False)[0][1]
+        kkt = KKT(problem, u, v, batch)
+        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+        minimise_constrained(d, kkt, ROUGH)
+    else:
+        minimise(d, ROUGH)
+    with torch.no_grad():
+        batch = d.prepare([(None, None)], graph=False)[0][0]
+        f, h = d.upper(batch).item(), d.constraints(batch)
+        outside = violation(h, len(problem.equalities)).item() if h else 0.0
+    return Draw(copied(u), copied(v), f, outside) if math.isfinite(f) and math.isfinite(outside) else None
+
+
+class Runs(Protocol):
+    """What `solve` was asked for: its problem and variables, and how to run from where they are."""
+
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def upper(self) -> Variable: ...
+    @property
+    def lower(self) -> Variable: ...
+    def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution: ...
+
+
+def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
+    """One run from each of `count` starting points; u and v are left at the best end."""
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    both = order.upper, order.lower
+    points = [(copied(both[0]), copied(both[1]))]
+    points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
+    solutions: list[Solution] = []
+    ends: list[Candidate] = []
+    for k, point in enumerate(points):
+        for variable, value in zip(both, point, strict=True):
+            place(value, variable)
+        solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
+        solutions.append(solution)
+        ends.append(candidate(solution, Derivatives(order.problem, *both), k))
+        if solution.interrupted:
+            break
+    best = chosen(solutions, ends)
+    for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
+        place(value, variable)
+    return best
+
+
+def copied(variable: Variable) -> list[Tensor]:
+    """All tensors of a variable, copied."""
+    return [x.detach().clone() for x in variable.tensors().values()]
+
+
+@torch.no_grad()
+def place(values: Sequence[Tensor], variable: Variable) -> None:
+    """Write what `copied` returned back into the variable."""
+    for tensor, value in zip(variable.tensors().values(), values, strict=True):
+        tensor.copy_(value)
+
+
+def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
+    """The end of a run, at the present u and v."""
+    with torch.no_grad():
+        upper, lower = d.prepare([(None, None)], graph=False)[0]
+        f, g = d.upper(upper).item(), d.lower(lower).item()
+    return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Feasible ones first, then lower solutions, then by f; near ties by accuracy."""
+
+    def key(c: Candidate) -> tuple[bool, bool, float]:
+        certificate = c.certificate
+        feasible = certificate.infeasibility <= NEAR
+        solved = (
+            certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
+        )
+        return not feasible, not solved, c.upper
+
+    order = sorted(candidates, key=key)
+    first = order[0]
+    tied = [
+        c for c in order
+        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= TIE * (1 + abs(first.upper))
+    ]  # fmt: skip
+    best = min(tied, key=lambda c: c.certificate.worst)
+    return [best, *(c for c in order if c is not best)]
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that are where a better one is."""
+    kept: list[Candidate] = []
+    for c in candidates:
+        z = _flat(c)
+        if all((z - _flat(other)).norm() > SAME * (1 + z.norm()) for other in kept):
+            kept.append(c)
+    return kept
+
+
+def _flat(c: Candidate) -> Tensor:
+    return torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+
+
+def chosen(solutions: Sequence[Solution], candidates: Sequence[Candidate]) -> Solution:
+    """The solution of the best candidate, with the distinct candidates."""
+    order = ranked(candidates)
+    best = next(s for s, c in zip(solutions, candidates, strict=True) if c is order[0])
+    return replace(best, candidates=distinct(order), interrupted=any(s.interrupted for s in solutions))

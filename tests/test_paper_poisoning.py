@@ -101,6 +101,7 @@ def test_parts_of_a_split_share_no_image_and_targeted_ones_are_balanced():
         rows = [{row.numpy().tobytes() for row in x} for x, _ in parts]
         assert not rows[0] & rows[1]
         assert not rows[1] & rows[2]
+        assert not rows[0] & rows[2]
         if kind == TARGETED:
             assert all(bool((torch.bincount(y) == len(y) // 10).all()) for _, y in parts)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -121,7 +121,9 @@ def attack(
             f"train and the goal must have inputs of one shape; got {tuple(x.shape[1:])} and "
             f"{tuple(goal.base.shape[1:])}."
         )
-    base = goal.base.to(device, dtype)
+    collide = None if goal.collide is None else goal.collide.to(dtype)
+    goal = replace(goal, base=goal.base.to(dtype), x=goal.x.to(dtype), collide=collide)
+    base = goal.base.to(device)
     within = Within(base, _on(box[0], device, dtype), _on(box[1], device, dtype), bound)
     x, y = mapped(features, x, device), y.to(device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
@@ -221,7 +223,7 @@ def _problem(
     rows, points = len(train[1]), goal.points
     device = train[1].device
     labels = goal.labels.to(device)
-    collide = None if goal.collide is None else mapped(features, goal.collide.to(goal.base), device)
+    collide = None if goal.collide is None else mapped(features, goal.collide, device)
 
     def points_and(u: Tensor, batch: Any, level: int, whole: Pair) -> tuple[Tensor, Pair]:
         """The features of the points, and the examples of a level: those of the batch, or all."""

@@ -34,7 +34,8 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "in [-1, 1], at which one poison point flips it after training the last layer anew. The base is the nearest "
         "test photograph of the other class, in the features; the point keeps its label. Penalty solves Eq. 12 with "
         f"the collision term squared (Section 3.4), T = {LOWER_STEPS}, the bound as an inequality with a multiplier, "
-        "the last layer in whitened coordinates; Algorithm 1 of Shafahi et al. has beta 0.1 and rate 0.01 and is projected into the same bound.",
+        "the last layer in whitened coordinates; Algorithm 1 of Shafahi et al. has beta 0.1 and rate 0.01 and is "
+        "projected into the same bound.",
     ]
     for name in values(kept, "features"):
         mine = chosen(kept, features=name)

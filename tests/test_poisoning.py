@@ -167,6 +167,20 @@ def test_any_network_and_any_loss_can_be_the_victim(digits):
     assert poison.settings["whitened"] is False
 
 
+def test_points_are_normalised_together_with_the_clean_rows(digits):
+    """One point by itself has no moments, and several would be normalised as no training does."""
+    train, validation, _ = digits
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+    recipe = Recipe(steps=50, rate=1e-2)
+    for points in (1, 9):
+        goal = untargeted(train, validation, points, seed=0)
+        poison = attack(goal, train, model, recipe=recipe, steps=1)
+        x, y = torch.cat([train[0], goal.base]), torch.cat([train[1], goal.labels])
+        value = cross_entropy(trained(model, *train, recipe).train()(x), y)
+        assert poison.solution.history["lower"][0] == pytest.approx(value.item(), rel=1e-4)
+
+
 def test_points_take_the_precision_of_the_victim(digits):
     train, validation, _ = digits
     goal = untargeted(train, validation, 3, seed=0)

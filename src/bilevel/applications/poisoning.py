@@ -254,7 +254,9 @@ def _problem(
             scores, of_points, weight = v.together(x, z)
             price: Tensor | float = decay / 2 * torch.sum(weight * weight)
         else:
-            scores, of_points, price = v(x), v(z), decayed(v, decay)
+            # One pass, as in training: batch normalisation takes its moments from both.
+            scores, of_points = v(torch.cat([x, z])).split([len(x), len(z)])
+            price = decayed(v, decay)
         return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + price
 
     return Problem(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..callbacks import Callback
+from ..data import Pair
 from ..errors import DataError, OptionError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
@@ -32,7 +33,7 @@ from ..solve import solve
 from ..training import probabilities
 from .bounds import Bound, Within, norms
 from .denoising import Examples, examples
-from .poisoning_goals import Goal, Pair
+from .poisoning_goals import Goal
 from .victims import Features, Loss, Recipe, decayed, mapped, row_losses, trained
 from .whitening import Whitened, whitened
 

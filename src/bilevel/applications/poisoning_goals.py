@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..data import Pair
 from ..errors import DataError, OptionError
 from ..options import in_range
 from .victims import Features, mapped
 
-Pair = tuple[Tensor, Tensor]
 SHARPER = 1.5
 
 

@@ -65,10 +65,8 @@ def reached(kept: Sequence[Kept]) -> dict[str, dict[str, bool | None]]:
     for attack in KEYS:
         out[attack] = {}
         for at in PERCENTS:
-            ours, goal = values(kept, attack, "penalty", at), PAPER[attack]["penalty"].at(at)
-            assert goal is not None
-            ahead = goal - ours.mean if attack == UNTARGETED and ours else (ours.mean - goal if ours else 0.0)
-            out[attack][str(at)] = ahead >= -ours.deviation if ours else None
+            ours = values(kept, attack, "penalty", at)
+            out[attack][str(at)] = _ahead(kept, attack, at) >= -ours.deviation if ours else None
     return out
 
 
@@ -167,6 +165,7 @@ def _unlike(kept: Sequence[Kept], attack: str) -> list[int]:
 
 
 def _ahead(kept: Sequence[Kept], attack: str, at: int) -> float:
+    """By how much the mean of Penalty is stronger than the paper's, in points."""
     ours, goal = values(kept, attack, "penalty", at), PAPER[attack]["penalty"].at(at)
     assert goal is not None
     return goal - ours.mean if attack == UNTARGETED else ours.mean - goal

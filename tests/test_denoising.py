@@ -118,6 +118,21 @@ def test_run_stopped_at_any_stage_goes_on_with_the_same_bits(stage, tmp_path):
     assert torch.equal(straight.confidence, again.confidence)
 
 
+def test_folder_of_a_run_that_was_stopped_in_its_first_training_is_not_taken_for_another_run(tmp_path):
+    prepared = digits()
+    x, y = prepared.data.x, prepared.data.y
+
+    def stop(name: str, done: int, total: int) -> None:
+        if done == 17:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, watch=stop, steps=40)
+    with pytest.raises(CheckpointError, match="holds a run already, and nothing is overwritten"):
+        denoise((x[:100], y[:100]), prepared.trusted, network(), checkpoint=tmp_path, steps=40)
+    denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, resume=True, steps=40)
+
+
 def test_objective_is_that_of_the_paper():
     torch.manual_seed(0)
     problem, v = importance_problem(), nn.Linear(3, 2)

@@ -67,6 +67,16 @@ def test_methods_are_compared_on_the_same_shares_and_seeds():
     assert any("weaker than our run of ApproxGrad by 2.0 points in the mean over 2 pairs" in text for text in said)
 
 
+def test_page_says_where_label_flipping_differs_from_the_paper():
+    cells = kept()
+    assert not any("label flipping" in text for text in poisoning_page.findings(cells, poisoning_page.reached(cells)))
+    for s, found in cells:
+        if s["attack"] == TARGETED and s["column"] == "flipping" and s["percent"] in (2, 6):
+            found["success"] -= 0.2
+    said = poisoning_page.findings(cells, poisoning_page.reached(cells))
+    assert any(text.startswith("targeted: our label flipping is not the paper's at 2%, 6%:") for text in said)
+
+
 def test_page_has_the_numbers_and_marks_what_was_not_run(tmp_path):
     summary = poisoning_page.write(kept(1.0), tmp_path)
     text = (tmp_path / "poisoning.md").read_text()
@@ -101,6 +111,7 @@ def test_parts_of_a_split_share_no_image_and_targeted_ones_are_balanced():
         rows = [{row.numpy().tobytes() for row in x} for x, _ in parts]
         assert not rows[0] & rows[1]
         assert not rows[1] & rows[2]
+        assert not rows[0] & rows[2]
         if kind == TARGETED:
             assert all(bool((torch.bincount(y) == len(y) // 10).all()) for _, y in parts)
 

@@ -94,6 +94,35 @@ def test_tables_are_poisoned_within_the_range_of_their_columns(tmp_path, capsys)
     assert "held out as the test set" in capsys.readouterr().err
 
 
+def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
+    random = np.random.default_rng(0)
+    size = random.normal(size=120)
+    lines = [f"{'red' if s > 0 else 'blue'},7,{s:.6f},{'p' if s + 0.5 * random.normal() > 0 else 'q'}" for s in size]
+    (tmp_path / "t.csv").write_text("colour,constant,size,kind\n" + "\n".join(lines) + "\n")
+    assert run(tmp_path / "t.csv", "--label", "kind", "--points", 6, "--steps", 5, "--out", tmp_path / "r") == 0
+    page = (tmp_path / "r" / "report.html").read_text()
+    shown = set(re.findall(r'<th scope="row">([^<]*)', page))
+    assert {"colour = red", "colour = blue", "size"} <= shown
+    assert "constant" not in shown
+    assert "in deviations of a column" in page
+    points = np.load(tmp_path / "r" / "poison.npz")
+    scaled = (size - size.mean()) / size.std()
+    assert np.allclose(points["base"][:, 2], scaled[points["rows"]], atol=1e-4), "rows of the file"
+
+
+def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys):
+    given = dict(np.load(arrays))
+    given["y_test"] = (given["y_test"] + 1) % 10
+    np.savez(tmp_path / "wrong.npz", **given)
+    wanted = (int(given["y_test"][0]) - 1) % 10
+    options = ["--attack", "clean-label", "--target", 0, "--as", wanted, "--epsilon", 0.1, "--steps", 3]
+    assert run(tmp_path / "wrong.npz", *options, "--out", tmp_path / "r", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["clean_success"]
+    assert result["message"] == f"Test row 0 is given class {wanted} without poison, too."
+    assert 'class="outcome good"' in (tmp_path / "r" / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays, tmp_path, capsys):
     options = ["--points", 40, "--steps", 25, "--audit", "--cost", 3]
@@ -119,6 +148,7 @@ def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays,
         (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
         (["--epsilon", "-1"], "--epsilon must be above 0; got -1."),
         (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
+        (["--attack", "targeted", "--as", "3", "--target-class", "3"], "--target-class and --as must be two classes"),
         (["--attack", "clean-label", "--target", "9999", "--epsilon", "1"], "--target must be a row of the test set"),
         (["--points", "400"], "points must be below the 400 examples of the training set"),
         (["--model", "lineer"], "--model has no 'lineer'. Did you mean 'linear'?"),

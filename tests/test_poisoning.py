@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import Callback, DataError, Penalty, models
 from bilevel.applications import poisoning
-from bilevel.applications.auditing import noticed, prepare
+from bilevel.applications.auditing import Aim, carry_out, goal_of, noticed, on_features, prepare
 from bilevel.applications.bounds import Bound, Within, norms
 from bilevel.applications.feature_collision import collide
 from bilevel.applications.poisoning import attack, evaluate, smallest, unmoved
@@ -167,6 +167,29 @@ def test_any_network_and_any_loss_can_be_the_victim(digits):
     assert poison.settings["whitened"] is False
 
 
+def test_points_are_normalised_together_with_the_clean_rows(digits):
+    """One point by itself has no moments, and several would be normalised as no training does."""
+    train, validation, _ = digits
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+    recipe = Recipe(steps=50, rate=1e-2)
+    for points in (1, 9):
+        goal = untargeted(train, validation, points, seed=0)
+        poison = attack(goal, train, model, recipe=recipe, steps=1)
+        x, y = torch.cat([train[0], goal.base]), torch.cat([train[1], goal.labels])
+        value = cross_entropy(trained(model, *train, recipe).train()(x), y)
+        assert poison.solution.history["lower"][0] == pytest.approx(value.item(), rel=1e-4)
+
+
+def test_points_take_the_precision_of_the_victim(digits):
+    train, validation, _ = digits
+    goal = untargeted(train, validation, 3, seed=0)
+    poison = attack(goal, train, softmax_regression().double(), recipe=EXACT, steps=3, bound=Bound(0.1))
+    assert poison.x.dtype == poison.base.dtype == torch.float64
+    target = clean_label(train, validation[0][0], (int(validation[1][0]) + 1) % 10)
+    assert attack(target, train, softmax_regression().double(), recipe=EXACT, steps=3).x.dtype == torch.float64
+
+
 def test_batches_give_an_attack_too(digits):
     train, validation, _ = digits
     goal = untargeted(train, validation, 9, seed=0)
@@ -185,7 +208,8 @@ def test_same_seed_gives_the_same_points_and_a_stopped_attack_goes_on(digits, tm
         def log(self, run):
             return run.step >= 10
 
-    attack(goal, train, softmax_regression(), checkpoint=tmp_path / "c", callbacks=[Stop()], **options)
+    part = attack(goal, train, softmax_regression(), checkpoint=tmp_path / "c", callbacks=[Stop()], **options)
+    assert part.solution.steps < 20
     resumed = attack(goal, train, softmax_regression(), checkpoint=tmp_path / "c", resume=True, **options)
     assert torch.equal(whole.x, resumed.x)
 
@@ -361,6 +385,38 @@ def test_denoiser_gives_poison_less_importance_than_clean_rows(digits, attacked)
     assert noticed(ground, poison, softmax_regression(), steps=200) > 0.7
 
 
+def table(**parts) -> Labelled:
+    """A table of two classes whose validation rows are spread more widely than its training rows."""
+    generator = torch.Generator().manual_seed(0)
+    x, wide, far = (s * torch.randn(60, 3, generator=generator) for s in (1, 3, 1))
+    pairs = [(z, (z[:, 0] > 0).long()) for z in (x, wide, far)]
+    return Labelled("t", "table", *pairs[0], ("a", "b"), [""] * 60, **({"trusted": pairs[1], "test": pairs[2]} | parts))
+
+
+def test_bases_from_the_validation_rows_of_a_table_are_in_its_box():
+    ground = prepare(table(), models.linear(3, 2))
+    label = int(ground.test[1][0])
+    found = carry_out(ground, Aim("clean-label", 20, wanted=1 - label, target=0), bound=Bound(0.5), steps=2)
+    assert float(found.poison.base.abs().max()) > float(ground.train[0].abs().max())
+    assert bool((found.poison.labels == 1 - label).all())
+
+
+def test_features_are_all_layers_but_the_last_however_they_are_nested():
+    body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
+    ground = on_features(prepare(table(), nn.Sequential(body, nn.Linear(8, 2))))
+    assert ground.features is not None
+    assert mapped(ground.features, ground.train[0], ground.device).shape == (60, 8)
+    flat = prepare(table(), models.linear(3, 2))
+    assert on_features(flat) is flat
+
+
+def test_test_set_without_the_class_that_is_attacked_is_refused_before_the_attack():
+    x, y = table().test
+    ground = prepare(table(test=(x[y == 1], y[y == 1])), models.linear(3, 2))
+    with pytest.raises(DataError, match="the test set must have rows of class 'a' to measure the attack on"):
+        goal_of(ground, Aim("targeted", 4, source=0, wanted=1), 0)
+
+
 def test_collision_is_squared_or_plain():
     goal = Goal("clean-label", *[torch.zeros(1, 2)] * 5)
     plain = dataclasses.replace(goal, squared=False)
@@ -376,6 +432,8 @@ def test_bad_input_is_refused_with_a_sentence(digits):
     train, validation, test = digits
     with pytest.raises(OptionError, match="points must be below the 300 examples of the training set"):
         untargeted(train, validation, 300)
+    with pytest.raises(OptionError, match=r"points must be at most the [0-9]+ examples of class 3 of the pool"):
+        clean_label(train, test[0][0], 3, points=300)
     with pytest.raises(OptionError, match="source and wanted must be two classes; both are 3"):
         targeted(train, validation, 10, source=3, wanted=3)
     with pytest.raises(DataError, match="must have 200 examples of class 8 to begin from; it has"):

@@ -93,7 +93,8 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
             nn.init.zeros_(parameter)
     box: tuple[Any, Any] = (0.0, 1.0)
     if data.kind != "images":
-        box = data.x.amin(0), data.x.amax(0)
+        seen = torch.cat([data.x, data.part("trusted")[0]])
+        box = seen.amin(0), seen.amax(0)
     return Ground(
         data, (data.x, data.y), data.part("trusted"), data.part("test"), model, recipe, None, box, tuple(notes)
     )
@@ -104,7 +105,7 @@ def on_features(ground: Ground) -> Ground:
     layers = list(ground.model) if isinstance(ground.model, nn.Sequential) else []
     if not layers or not isinstance(layers[-1], nn.Linear):
         raise OptionError("a clean-label attack needs a model that is an nn.Sequential which ends in an nn.Linear.")
-    if not any(isinstance(layer, (nn.Linear, nn.Conv2d)) for layer in layers[:-1]):
+    if not any(True for layer in layers[:-1] for _ in layer.parameters()):
         return ground
     whole = trained(ground.model, *ground.train, ground.recipe)
     assert isinstance(whole, nn.Sequential)
@@ -140,6 +141,9 @@ def goal_of(ground: Ground, aim: Aim, seed: int) -> Goal:
     if aim.kind == "targeted":
         assert aim.source is not None
         assert aim.wanted is not None
+        if not bool((ground.test[1] == aim.source).any()):
+            name = ground.data.classes[aim.source]
+            raise DataError(f"the test set must have rows of class {name!r} to measure the attack on; it has none.")
         return targeted(ground.train, ground.validation, aim.points, source=aim.source, wanted=aim.wanted, seed=seed)
     x, _ = target_of(ground, aim)
     wanted = wanted_of(ground, aim)

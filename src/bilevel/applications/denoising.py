@@ -217,7 +217,12 @@ def _digest(*tensors: Tensor) -> str:
 def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
     """Refuse to go on from the checkpoints of another run; write down what this one is of."""
     file = folder / "task.json"
-    if resume and file.exists():
+    if file.exists():
+        if not resume:
+            raise CheckpointError(
+                f"{folder} holds a run already, and nothing is overwritten. Pass resume=True to go on from it, or "
+                "another folder."
+            )
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:

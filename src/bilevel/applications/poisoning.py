@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..callbacks import Callback
+from ..data import Pair
 from ..errors import DataError, OptionError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
@@ -32,7 +33,7 @@ from ..solve import solve
 from ..training import probabilities
 from .bounds import Bound, Within, norms
 from .denoising import Examples, examples
-from .poisoning_goals import Goal, Pair
+from .poisoning_goals import Goal
 from .victims import Features, Loss, Recipe, decayed, mapped, row_losses, trained
 from .whitening import Whitened, whitened
 
@@ -121,7 +122,9 @@ def attack(
             f"train and the goal must have inputs of one shape; got {tuple(x.shape[1:])} and "
             f"{tuple(goal.base.shape[1:])}."
         )
-    base = goal.base.to(device, dtype)
+    collide = None if goal.collide is None else goal.collide.to(dtype)
+    goal = replace(goal, base=goal.base.to(dtype), x=goal.x.to(dtype), collide=collide)
+    base = goal.base.to(device)
     within = Within(base, _on(box[0], device, dtype), _on(box[1], device, dtype), bound)
     x, y = mapped(features, x, device), y.to(device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
@@ -221,7 +224,7 @@ def _problem(
     rows, points = len(train[1]), goal.points
     device = train[1].device
     labels = goal.labels.to(device)
-    collide = None if goal.collide is None else mapped(features, goal.collide.to(goal.base), device)
+    collide = None if goal.collide is None else mapped(features, goal.collide, device)
 
     def points_and(u: Tensor, batch: Any, level: int, whole: Pair) -> tuple[Tensor, Pair]:
         """The features of the points, and the examples of a level: those of the batch, or all."""
@@ -252,7 +255,9 @@ def _problem(
             scores, of_points, weight = v.together(x, z)
             price: Tensor | float = decay / 2 * torch.sum(weight * weight)
         else:
-            scores, of_points, price = v(x), v(z), decayed(v, decay)
+            # One pass, as in training: batch normalisation takes its moments from both.
+            scores, of_points = v(torch.cat([x, z])).split([len(x), len(z)])
+            price = decayed(v, decay)
         return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + price
 
     return Problem(

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..data import Pair
 from ..errors import DataError, OptionError
 from ..options import in_range
 from .victims import Features, mapped
 
-Pair = tuple[Tensor, Tensor]
 SHARPER = 1.5
 
 
@@ -166,4 +166,5 @@ def _classes(given: int | None, *labels: Tensor) -> int:
 def _refuse(points: int, rows: int, where: str, *, all_of_it: bool = False) -> None:
     in_range("points", points, least=1, whole=True)
     if points > rows or (points == rows and not all_of_it):
-        raise OptionError(f"points must be below the {rows} examples of {where}, where they begin; got {points}.")
+        rule = "at most" if all_of_it else "below"
+        raise OptionError(f"points must be {rule} the {rows} examples of {where}, where they begin; got {points}.")

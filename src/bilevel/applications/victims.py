@@ -77,15 +77,7 @@ def decayed(model: nn.Module, decay: float) -> Tensor | float:
     return decay / 2 * torch.stack([torch.sum(w * w) for w in own]).sum()
 
 
-def trained(
-    first: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    recipe: Recipe,
-    *,
-    loss: Loss = row_losses,
-    watch: Callable[[int], object] | None = None,
-) -> nn.Module:
+def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Loss = row_losses) -> nn.Module:
     """A copy of the model, trained from these first weights on (x, y), in evaluation mode; `first` stays as it is."""
     model = copy.deepcopy(first)
     device = next(model.parameters()).device
@@ -95,9 +87,7 @@ def trained(
         if recipe.optimizer == "lbfgs":
             _lbfgs(model, x, y, recipe, loss)
         else:
-            _adam(model, x, y, recipe, loss, generator, watch)
-    if watch is not None:
-        watch(recipe.steps)
+            _adam(model, x, y, recipe, loss, generator)
     if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
         raise ProblemError("training the victim diverged. Give a recipe with a smaller rate, or scale the inputs.")
     return model.eval()
@@ -120,10 +110,7 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
     optimizer.zero_grad()
 
 
-def _adam(
-    model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss, generator: torch.Generator,
-    watch: Callable[[int], object] | None,
-) -> None:  # fmt: skip
+def _adam(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss, generator: torch.Generator) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=recipe.rate)
     size = min(recipe.batch, len(y))
@@ -138,8 +125,6 @@ def _adam(
         for parameter, g in zip(parameters, gradient, strict=True):
             parameter.grad = g
         optimizer.step()
-        if watch is not None:
-            watch(k + 1)
     for parameter in parameters:
         parameter.grad = None
 

@@ -203,6 +203,8 @@ def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:
         None if asked[name] is None else _class(option, asked[name], classes)
         for name, option in (("target_class", "--target-class"), ("as", "--as"))
     )
+    if source is not None and source == wanted:
+        raise OptionError(f"--target-class and --as must be two classes; both are {asked['as']!r}.")
     return Aim(asked["attack"], points, source, wanted, asked["target"])
 
 

@@ -74,7 +74,7 @@ def audit_of(
         enough = {
             "untargeted": 100 * (clean - found.poisoned.accuracy) >= asked["cost"],
             "targeted": (success or 0.0) >= SUCCESS,
-            "clean-label": bool(success),
+            "clean-label": bool(success) and not found.success(ground, mine, found.clean),
         }[aim.kind]
         result = {
             "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,

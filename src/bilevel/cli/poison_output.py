@@ -49,6 +49,8 @@ def summary(
     else:
         said = "flip" if success else "do not flip"
         message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}."
+        if before:
+            message = f"Test row {aim.target} is given class {names[wanted_of(ground, aim)]} without poison, too."
     if aim.points == 1:
         message = message.replace(") bring", ") brings").replace(") have", ") has").replace(") flip", ") flips")
         message = message.replace(") do not", ") does not")
@@ -86,7 +88,8 @@ def write(
     with open(temporary, "wb") as file:
         np.savez_compressed(
             file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(), y=names[poison.labels],
-            labels=poison.labels.numpy(), rows=poison.rows.numpy(), l2=poison.l2.numpy(), linf=poison.linf.numpy(),
+            labels=poison.labels.numpy(), rows=_rows(ground, aim, poison.rows), l2=poison.l2.numpy(),
+            linf=poison.linf.numpy(),
         )  # fmt: skip
     temporary.replace(folder.path / "poison.npz")
     if poison.solution is not None:
@@ -96,11 +99,17 @@ def write(
     return page
 
 
+def _rows(ground: Ground, aim: Aim, rows: Tensor) -> np.ndarray:
+    """Where the bases stood in the data as it was read; of a clean-label attack, among the validation rows."""
+    return rows.numpy() if aim.kind == "clean-label" else ground.data.positions[rows.numpy()]
+
+
 def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]) -> PoisonPage:
     rows = _accuracy_rows(result)
-    harmed = bool(result["success"]) if aim.kind == "clean-label" else (
-        result["clean_accuracy"] - result["poisoned_accuracy"] > HARM or (result["success"] or 0.0) > 2 * HARM
-    )  # fmt: skip
+    gained = float(result["success"] or 0.0) - float(result["clean_success"] or 0.0)
+    harmed = gained > 2 * HARM or (
+        aim.kind != "clean-label" and result["clean_accuracy"] - result["poisoned_accuracy"] > HARM
+    )
     bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
     recipe = result["settings"]["recipe"]
     audited = None
@@ -139,7 +148,7 @@ def _points(ground: Ground, outcome: Outcome) -> list[Point]:
     images = ground.data.kind == "images"
     every = torch.arange(len(poison.labels))
     shown = [thumbnails(x.float(), every, SIDE) if images else None for x in (poison.base, poison.x)]
-    columns = _columns(ground, poison.base)
+    columns = ground.data.features or [f"column {k}" for k in range(int(poison.base[0].numel()))]
     found = []
     for i in range(len(poison.labels)):
         facts = [("l2", f"{float(poison.l2[i]):.3g}"), ("linf", f"{float(poison.linf[i]):.3g}")]
@@ -149,12 +158,6 @@ def _points(ground: Ground, outcome: Outcome) -> list[Point]:
         else:
             found.append(Point(title, facts, changes=_changes(poison.base[i], poison.x[i], columns)))
     return found
-
-
-def _columns(ground: Ground, base: Tensor) -> list[str]:
-    count = int(base[0].numel())
-    names = list(ground.data.fields)
-    return names if len(names) == count else [f"column {k}" for k in range(count)]
 
 
 def _changes(base: Tensor, poison: Tensor, columns: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -33,8 +33,9 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "For each test photograph that the clean victim has right: the smallest epsilon of 1 to 16, in l2 over pixels "
         "in [-1, 1], at which one poison point flips it after training the last layer anew. The base is the nearest "
         "test photograph of the other class, in the features; the point keeps its label. Penalty solves Eq. 12 with "
-        f"the collision term squared (Section 3.4), T = {LOWER_STEPS}, the bound as an inequality with a multiplier; "
-        "Algorithm 1 of Shafahi et al. has beta 0.1 and rate 0.01 and is projected into the same bound.",
+        f"the collision term squared (Section 3.4), T = {LOWER_STEPS}, the bound as an inequality with a multiplier, "
+        "the last layer in whitened coordinates; Algorithm 1 of Shafahi et al. has beta 0.1 and rate 0.01 and is "
+        "projected into the same bound.",
     ]
     for name in values(kept, "features"):
         mine = chosen(kept, features=name)

@@ -2,8 +2,8 @@
 
 The victim is a softmax regression without bias on 1,000 MNIST images. The paper gives a weight of 0.05, of |W|^2 / 2 as
 it seems. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005, and
-of the two it is the one with which the clean accuracy and the column of label flipping are near the paper's. The table
-is of 0.005; the part `weight` has 0.05.
+of the two it is the one with which the accuracies of clean data and of untargeted label flipping are near the paper's.
+The table is of 0.005; the part `weight` has 0.05.
 """
 
 from __future__ import annotations

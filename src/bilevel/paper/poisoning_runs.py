@@ -14,14 +14,13 @@ from ..applications.poisoning import Poison, attack, evaluate, unmoved
 from ..applications.poisoning_goals import Goal, raised_loss, targeted, untargeted
 from ..applications.victims import Recipe
 from ..cells import Found, Settings
-from ..data import load
+from ..data import Pair, load
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
 from .poisoning import SOURCE, SPLITS, TABLE, TARGETED, UNTARGETED, WANTED
 
-Pair = tuple[Tensor, Tensor]
 loaded = cache(load)
 ITERATIONS = 500
 """Of L-BFGS, at most, on a victim."""

@@ -52,9 +52,6 @@ CERTAIN = 2.5
 """The largest log-odds of a right label that a run starts from."""
 VISITS = 24
 """Where an example is seen less often than this, its importance moves by less: few gradients tell little of it."""
-SOFT = 3.0
-"""The temperature of the first round's answers, where inputs are not changed at random: what a network could learn by
-heart is better softened."""
 BATCH = 100, 200
 """The size of a batch, and from LARGE examples on."""
 LARGE = 10_000
@@ -169,7 +166,7 @@ def denoise(
         )
     rate = rate or _final_rate(method, solution)
     found = trained("round 1", slice(None), rate, torch.cat([importance, torch.ones(len(y_trusted))]))
-    targets[: len(y)] = noise.posterior(found, y, 1.0 if augment else SOFT)
+    targets[: len(y)] = noise.posterior(found, y)
     found = trained("round 2", slice(None), rate)
     confidence, suggested = found.max(1)
     return Denoised(

@@ -17,7 +17,6 @@ from .linear_tuning import LinearTuned, Rows, trained, tune_linear
 
 SHARE = 0.2
 CAUTIONS = (1.0, 0.0)
-SINGLE = "single"
 
 
 def tune_cautiously(rows: Rows, *, seed: int = 0, **options: Any) -> tuple[LinearTuned, float | None]:

@@ -136,7 +136,7 @@ class FoldedModel:
     def slope(self) -> float:
         """|grad_v g| at the present v, of g without penalties: at v = 0 they have no part in it."""
         g = self.lower(torch.zeros(self.x.shape[1], dtype=self.x.dtype), self.v)
-        return flatten(gradient(g, list(self.v.values()))).norm().item()
+        return float(flatten(gradient(g, list(self.v.values()))).norm())
 
     @torch.no_grad()
     def second(self, alpha: Tensor) -> tuple[Map, Map]:

@@ -52,6 +52,7 @@ def _missing(found: Kept) -> list[str]:
 
 
 def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:
+    found = _whole(found)
     rows, means = [], {}
     for way, title in WAYS.items():
         runs = [r for s, r in found if s["way"] == way]
@@ -69,6 +70,13 @@ def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:
     )
     said, claims = _claims(means, found, BUDGETS[name])
     return "\n\n".join([intro, table(["penalties", "validation loss", "test loss", "CPU seconds"], rows), said]), claims
+
+
+def _whole(found: Kept) -> Kept:
+    """The runs of seeds that every way has, so that means are of the same seeds; all where there is no such seed."""
+    ways = {s["way"] for s, _ in found}
+    whole = {s["seed"] for s, _ in found if ways == {other["way"] for other, _ in found if other["seed"] == s["seed"]}}
+    return [(s, r) for s, r in found if s["seed"] in whole] or found
 
 
 def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dict[str, Any]]:
@@ -142,7 +150,8 @@ test loss on others. Where there are several seeds: the mean (least to most).
   price on penalties that differ (see [tuning](../tuning.md)).
 - **single, by gradient**; **LogisticRegressionCV**: scikit-learn's, 20 penalties on the same range and split.
 - **ApproxGrad**, **ReverseMode**: the implicit and the unrolled method of this library on the same penalties per
-  feature, 10 and 20 lower steps, full batches, as many upper steps as the budget allows.
+  feature, 10 and 20 lower steps, full batches, as many upper steps as the budget allows. Their range is that of the
+  single penalty; per feature it ends at a hundredth of the single penalty found.
 - **5 folds**: tuned on folds of the training and validation rows together, trained on all of them: to be compared with
   each other alone, as they have seen more rows.
 

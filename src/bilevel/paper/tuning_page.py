@@ -93,7 +93,7 @@ def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dic
         )
         over = [WAYS[way] for way in means if way != "grid" and means[way]["seconds"] > budget]
         if over:
-            lines.append(f"More CPU seconds than the budget, by a last evaluation: {'; '.join(over)}.")
+            lines.append(f"More CPU seconds than the budget: {'; '.join(over)}.")
     single = [means[way]["test_loss"] for way in ("single", "grid") if way in means]
     folded = [means["folds, single"]["test_loss"]] if "folds, single" in means else []
     for way, rival in (("per-feature", single), ("per-feature, caution 1", single), ("folds", folded)):

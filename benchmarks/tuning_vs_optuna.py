@@ -19,7 +19,6 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from environment import commit, in_environment
@@ -149,18 +148,24 @@ def network(way: str, seed: int) -> dict[str, Any]:
 WAYS = {"linear": ("bilevel", "optuna, single", "optuna, per feature"), "network": ("bilevel", "optuna")}
 
 
+def keys() -> list[str]:
+    """The names of all runs: part/data/way/seed."""
+    found = []
+    for seed in range(SEEDS):
+        found += [f"linear/{dataset}/{way}/{seed}" for dataset in ("digits", "a9a", "text") for way in WAYS["linear"]]
+        found += [f"network/{way}/{seed}" for way in WAYS["network"]]
+    return found
+
+
 def run(given: argparse.Namespace) -> None:
     in_environment(ENVIRONMENT, given.source)
     import torch
 
     torch.set_num_threads(1)
     store, tasks = Store(RESULTS), {}
-    for seed in range(SEEDS):
-        for dataset in ("digits", "a9a", "text"):
-            for way in WAYS["linear"]:
-                tasks[f"linear/{dataset}/{way}/{seed}"] = lambda d=dataset, w=way, s=seed: linear(d, w, s)
-        for way in WAYS["network"]:
-            tasks[f"network/{way}/{seed}"] = lambda w=way, s=seed: network(w, s)
+    for key in keys():
+        part, *rest = key.split("/")
+        tasks[key] = lambda p=part, r=rest: (linear if p == "linear" else network)(*r[:-1], int(r[-1]))
     for key, task in tasks.items():
         if not given.only or any(key.startswith(word) for word in given.only):
             store.make(key, lambda task=task: {**task(), "commit": commit(given.source)})
@@ -170,24 +175,22 @@ def write() -> None:
     results = Store(RESULTS).results
     if not results:
         sys.exit(f"There are no results yet. Make them with: python {sys.argv[0]} run")
-    lines = [INTRODUCTION, "| run | way | validation loss | test | trials | CPU seconds | seeds |", "| --- " * 7 + "|"]
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for key, value in results.items():
-        *run_, way, _ = key.split("/")
-        groups.setdefault(("/".join(run_), way), []).append(value)
-    for (name, way), made in sorted(groups.items()):
-        if "left_out" in made[0]:
-            lines.append(f"| {name} | {way} | left out: {made[0]['left_out']} | | | | |")
+    lines = [INTRODUCTION, "| run | seed | way | validation loss | test | trials | CPU seconds |", "| --- " * 7 + "|"]
+    for key in sorted(results, key=lambda key: (*key.split("/")[:-2], key.split("/")[-1], key)):
+        made, (*run_, way, seed) = results[key], key.split("/")
+        row = f"| {'/'.join(run_)} | {seed} | {way} |"
+        if "left_out" in made:
+            lines.append(f"{row} left out: {made['left_out']} | | | |")
             continue
-        valid = f"{mean(r['valid_loss'] for r in made):.4f}" if "valid_loss" in made[0] else ""
+        valid = f"{made['valid_loss']:.4f}" if "valid_loss" in made else ""
         test = (
-            f"loss {mean(r['test_loss'] for r in made):.4f}" if "test_loss" in made[0]
-            else f"accuracy {100 * mean(r['test_accuracy'] for r in made):.2f}%"
-        )  # fmt: skip
-        trials = "" if made[0].get("trials") is None else f"{mean(r['trials'] for r in made):.0f}"
-        seconds = f"{mean(r['seconds'] for r in made):.1f}"
-        lines.append(f"| {name} | {way} | {valid} | {test} | {trials} | {seconds} | {len(made)} |")
-    PAGE.write_text("\n".join(lines) + "\n" + AGAIN)
+            f"loss {made['test_loss']:.4f}" if "test_loss" in made else f"accuracy {100 * made['test_accuracy']:.2f}%"
+        )
+        trials = "" if made.get("trials") is None else made["trials"]
+        lines.append(f"{row} {valid} | {test} | {trials} | {made['seconds']:.1f} |")
+    missing = [key for key in keys() if key not in results]
+    told = "\nNot run yet: " + "; ".join(missing) + ".\n" if missing else ""
+    PAGE.write_text("\n".join(lines) + "\n" + told + AGAIN)
     PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -197,7 +200,7 @@ Written by `python benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with
 [bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last evaluation
 of either may overrun; on the network it has {TRIALS} trials, each a training,
 whatever these take. Per feature it is left out above {MOST_FEATURES} features.
-bilevel tunes one penalty for each feature, without caution. Means over the seeds.
+bilevel tunes one penalty for each feature, without caution.
 """
 AGAIN = """
 To run it again: `python benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same with `run`, then

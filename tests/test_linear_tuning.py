@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel import DataError
 from bilevel.applications.caution import tune_cautiously
 from bilevel.applications.linear_tuning import FoldedModel, Rows, held_out_loss, trained, tune_linear
-from bilevel.applications.nested import Nested
+from bilevel.applications.nested import Nested, descend
 from bilevel.problem import Problem
 
 INFORMATIVE, NOISE = 10, 90
@@ -188,3 +188,38 @@ def test_product_with_the_second_derivative_is_that_of_autograd(classes):
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, leaves, d)])
     found = model.second(alpha)[0](torch.cat([part.flatten() for part in d]))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_lower_level_that_is_nearly_solved_takes_few_newton_steps():
+    x, y = classes_of(4, 90, 3)
+    model, u = FoldedModel(Rows(x, y, torch.arange(90) % 3, "logistic", 3)), torch.zeros(6, dtype=torch.float64)
+    problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(u.exp(), v))
+    u.requires_grad_()
+
+    def steps(first: float | None) -> int:
+        nested = Nested(problem, u, model.v, lambda: model.second(u.detach().exp()), first)
+        nested.solve_lower()
+        return nested.newton_steps
+
+    first = model.slope()
+    assert steps(None) <= 10
+    assert steps(first) == 0
+    assert steps(None) <= 2  # the slope that it begins with is rounding: a share of it is out of reach
+    with torch.no_grad():
+        u += 0.1
+    assert 1 <= steps(first) <= 4
+
+
+def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left_it(monkeypatch):
+    ends = []
+
+    def spied(*given, **options):
+        ends.append(descend(*given, **options))
+        return ends[-1]
+
+    monkeypatch.setattr("bilevel.applications.linear_tuning.descend", spied)
+    x, y = classes_of(5, 120, 3)
+    tune_linear(Rows(x, y, torch.arange(120) % 3, "logistic", 3), caution=0, steps=8)
+    assert len(ends) == 2
+    for end in ends:
+        assert end.newton_steps <= 6 * end.evaluations

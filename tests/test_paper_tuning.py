@@ -65,3 +65,29 @@ def test_the_scale_cell_measures_both_sides():
     assert found["hyper_parameters"] == 6 * (784 + 10)
     assert found["ratio"] == pytest.approx(found["tuned_seconds"] / found["plain_seconds"])
     assert f"{found['ratio']:.2f} times plain training" in tuning_page._scale(found)
+
+
+def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_independent(tmp_path):
+    def cell(way, seed, valid, test):
+        result = {"valid_loss": valid, "test_loss": test, "seconds": 7.0, "features": 64}
+        return {"part": "linear", "dataset": "digits", "way": way, "seed": seed}, result
+
+    found = [
+        cell("per-feature", 0, 0.1, 0.3), cell("single", 0, 0.2, 0.25), cell("per-feature", 1, 0.4, 0.2),
+        cell("single", 1, 0.3, 0.3), cell("per-feature", 2, 9.0, 9.0),
+    ]  # fmt: skip
+    said = tuning_page.write(found, tmp_path)
+    page = (tmp_path / "tuning.md").read_text()
+    assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in page
+    assert "Per feature has it on 1 of 2 seeds." in page
+    assert "More CPU seconds than the budget: per feature; single, by gradient." in page
+    gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
+    assert gap == pytest.approx(0.25 - 0.275)
+    for told in ("test losses of a9a and digits with seed 0", "19 of 20"):
+        assert told in page
+    tuning_page.write(
+        [({"part": "network", "way": "by hand", "seed": 0}, {"test_accuracy": 0.5, "seconds": 1.0})], tmp_path
+    )
+    page = (tmp_path / "tuning.md").read_text()
+    assert "| by hand | 50.00 | 1.0 |" in page
+    assert "The temperature was added" in page

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from bilevel import DataError, OptionError
-from bilevel.sklearn import DenoisingClassifier, TunedLogisticRegression, TunedRidge
+from bilevel.sklearn import TunedLogisticRegression, TunedRidge
 
 
 @parametrize_with_checks(
@@ -62,11 +62,25 @@ def test_rows_decide_the_caution_and_the_same_seed_gives_the_same_bits():
     np.testing.assert_array_equal(fits[0].coef_, fits[1].coef_)
 
 
+@pytest.mark.slow
+@parametrize_with_checks([TunedRidge(), TunedLogisticRegression()])
+def test_scikit_learn_accepts_the_estimators_as_they_come(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("folds", [2, 5, 0.3])
+def test_few_rows_are_tuned_with_caution(folds):
+    draw = np.random.default_rng(0)
+    for rows in range(4, 9):
+        X = draw.normal(size=(rows, 3))
+        assert TunedRidge(folds=folds, steps=2, random_state=0).fit(X, X[:, 0] + 1).caution_ is not None
+        TunedLogisticRegression(folds=folds, steps=2, random_state=0).fit(X, np.arange(rows) % 2)
+
+
 def test_they_work_in_pipelines_and_cross_validation():
     X, y = sparse(rows=90)
     pipe = make_pipeline(StandardScaler(), TunedRidge(caution=1.0, folds=3, random_state=0))
     assert cross_val_score(pipe, X * np.logspace(-3, 3, 12), y, cv=3).mean() > 0.6
-    assert DenoisingClassifier.__module__.startswith("bilevel.sklearn")
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,25 @@ def test_the_strength_of_an_augmentation_moves():
     assert 0 <= float(found.values["noise"]) < 0.9  # classes without noise: less is better
 
 
+def test_batch_normalisation_learns_nothing_from_the_checks_of_the_data(monkeypatch):
+    (x, y), model = classes(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    monkeypatch.setattr("bilevel.applications.tuning.solve", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, (x, y), classes(1), {"decay": WeightDecay()})
+    assert int(model[0].num_batches_tracked) == 0
+    assert model.training
+
+
+def _stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
+    (x, y), (a, b) = regression(0, rows=40), regression(1, rows=40)
+    with pytest.raises(KeyboardInterrupt):
+        tune(nn.Linear(20, 1).double(), (x, y), (a, b), {"decay": WeightDecay()}, watch=_stop)
+
+
 # -- misuse ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +244,14 @@ def test_misuse_is_refused_with_a_sentence_that_names_it():
         ({"valid": (x, y.float())}, DataError, "both"),
         ({"mode": "convex", "method": Penalty()}, OptionError, "method"),
         ({"steps": 0}, OptionError, "steps"),
+        ({"hyper": {"a": LossMix(mixed=[len, len]), "b": LossMix(mixed=[len, len])}}, OptionError, "one LossMix"),
+        ({"train": (x, x[:, 0]), "valid": (x, x[:, 0])}, DataError, "one for each example"),
+        (
+            {"train": (x, x[:, 0]), "valid": (x, x[:, 0]), "hyper": {"a": LabelSmoothing()}},
+            OptionError,
+            "LabelSmoothing needs labels",
+        ),
+        ({"hyper": {"a": ClassWeights()}, "loss": lambda *_: torch.zeros(())}, OptionError, "Free"),
     ):
         options = {"train": (x, y), "valid": valid, "hyper": {"a": WeightDecay()}} | change
         with pytest.raises(error, match=message):

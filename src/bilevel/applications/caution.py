@@ -3,7 +3,7 @@
 Where few features matter, penalties that are free to go anywhere do best; where all of them matter a little, they fit
 the held-out rows, and a single penalty does better on others. Which of these a data set is, its rows tell: a fifth of
 them is set apart, the penalties are tuned on the rest with caution 1 and with none, and the way with the least loss on
-the fifth is taken.
+the fifth is taken. Where no fold has five rows (of a class), none can be spared, and the caution is 1.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from .linear_tuning import LinearTuned, Rows, trained, tune_linear
 
 SHARE = 0.2
 CAUTIONS = (1.0, 0.0)
-SINGLE = "single"
 
 
 def tune_cautiously(rows: Rows, *, seed: int = 0, **options: Any) -> tuple[LinearTuned, float | None]:
     """Penalties tuned with the caution that the rows ask for, and that caution; None where a single penalty is best."""
     apart = _apart(rows, seed)
+    if not bool(apart.any()):
+        return tune_linear(rows, caution=CAUTIONS[0], **options), CAUTIONS[0]
     rest, others = rows.select(~apart), rows.select(apart)
     losses: dict[float | None, float] = {}
     for caution in CAUTIONS:
@@ -53,6 +54,4 @@ def _apart(rows: Rows, seed: int) -> Tensor:
     for group in torch.unique(groups):
         members = (groups == group).nonzero().squeeze(1)
         apart[members[draws[members].argsort()][: int(SHARE * len(members))]] = True
-    if not bool(apart.any()):
-        apart[draws.argsort()[: max(1, int(SHARE * len(draws)))]] = True
     return apart

@@ -203,7 +203,9 @@ class ClassWeights(Knob):
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         if sizes.classes is None:
-            raise OptionError("ClassWeights needs labels of classes; the targets are numbers.")
+            raise OptionError(
+                "ClassWeights needs labels of classes and the usual loss. With a loss of your own, use Free(size=...)."
+            )
         return (sizes.classes,)
 
     def weights(self, value: Tensor, y: Tensor, source: Tensor | None) -> Tensor:

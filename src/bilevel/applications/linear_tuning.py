@@ -5,8 +5,9 @@
 
 All folds are one lower level: their weights are one tensor, and a product with the inputs serves them all. A held-out
 split is one fold. alpha_0, one penalty for all features, is tuned first, and the features' start at it. The last term
-keeps thousands of them from fitting the m held-out rows: with caution 1 a penalty that is e times as large must save as
-much as 1/2 of one row's log-likelihood (of the squared error: in units of that of alpha_0), as under a normal prior.
+keeps thousands of them from fitting the m held-out rows: with caution 1 a penalty that is e times as large must save
+1/2 in the sum of the held-out rows' -log(likelihood), as under a normal prior of deviation 1 (of the squared error:
+with that of alpha_0 as the variance).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from ..errors import DataError
+from ..lower_level import flatten
 from ..problem import Problem
+from ..vectors import gradient
 from .nested import Descended, Map, Nested, descend
 from .ranges import Range
 
@@ -130,6 +133,11 @@ class FoldedModel:
         """The mean loss of the rows that the folds hold out."""
         return (self.out * self.rows.losses(self.scores(v))).sum()
 
+    def slope(self) -> float:
+        """|grad_v g| at the present v, of g without penalties: at v = 0 they have no part in it."""
+        g = self.lower(torch.zeros(self.x.shape[1], dtype=self.x.dtype), self.v)
+        return float(flatten(gradient(g, list(self.v.values()))).norm())
+
     @torch.no_grad()
     def second(self, alpha: Tensor) -> tuple[Map, Map]:
         """The product with the lower level's second derivative at the present v, and a map near its inverse.
@@ -184,6 +192,7 @@ def tune_linear(
     _refuse(rows)
     began = clock()
     model, d, held_out = FoldedModel(rows), rows.x.shape[1], int((rows.fold >= 0).sum())
+    first = model.slope()
 
     def stage(name: str, alpha: Callable[[Tensor], Tensor], t: Tensor, price: Callable[[Tensor], Any]) -> Descended:
         problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
@@ -191,7 +200,7 @@ def tune_linear(
             problem, t, model.v, max_steps=steps, tolerance=tolerance,
             seconds=None if seconds is None else max(0.0, seconds - (clock() - began)),
             watch=watch and (lambda done, value: watch(name, done, value)),
-            curvature=lambda: model.second(alpha(t.detach())), clock=clock,
+            curvature=lambda: model.second(alpha(t.detach())), first=first, clock=clock,
         )  # fmt: skip
 
     unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)

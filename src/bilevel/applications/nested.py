@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,17 +45,21 @@ class Descended:
     converged: bool
     interrupted: bool = False
     evaluations: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    newton_steps: int = 0
+    """Of the lower level, in all evaluations."""
 
 
 class Nested:
     """A problem without data whose lower level is convex; u and v are moved in place."""
 
-    def __init__(self, problem: Problem, u: Any, v: Any, curvature: Curvature | None = None) -> None:
+    def __init__(
+        self, problem: Problem, u: Any, v: Any, curvature: Curvature | None = None, first: float | None = None
+    ) -> None:
+        """`first` is what |grad_v g| is at a v that is not near the minimum; None: what it is at the present v."""
         self.problem, self.curvature = problem, curvature
         self.u, self.v = Variable(u, "u"), Variable(v, "v")
-        self.evaluations = 0
-        self.first: float | None = None
+        self.evaluations = self.newton_steps = 0
+        self.first = first
 
     def solve_lower(self) -> None:
         """Bring v to the minimum of g at the present u."""
@@ -69,7 +73,9 @@ class Nested:
             # Far from the minimum a rough direction does: the residual may be as large as the square root of the slope.
             rough = min(0.1, (size / self.first) ** 0.5)
             move = self._system(graph, -slope, max(rough, 1e-3) if size > 1e-3 * self.first else 1e-6)
-            if not self._descend(value, slope, move):
+            self.newton_steps += 1
+            promised = -torch.dot(slope, move).item()
+            if not self._descend(value, slope, move) or promised <= rounding(value, slope.dtype):
                 return
 
     def hypergradient(self) -> tuple[float, Tensor]:
@@ -134,7 +140,7 @@ class Nested:
     def _descend(self, value: float, slope: Tensor, move: Tensor) -> bool:
         """Move v along a direction, half as far until g falls; False where it does not."""
         start, fall = flatten(self.v.leaves), torch.dot(slope, move).item()
-        noise = 10 * torch.finfo(start.dtype).eps * abs(value)
+        noise = rounding(value, start.dtype)
         length = 1.0
         for _ in range(HALVINGS):
             write(start + length * move, self.v.leaves)
@@ -145,20 +151,26 @@ class Nested:
         return False
 
 
+def rounding(value: float, dtype: torch.dtype) -> float:
+    """Differences of a function of this value that are not told from rounding."""
+    return 10 * torch.finfo(dtype).eps * abs(value)
+
+
 class _LateError(Exception):
     """The seconds of a descent are spent."""
 
 
 def descend(
     problem: Problem, u: Any, v: Any, *, max_steps: int, tolerance: float = 1e-5, seconds: float | None = None,
-    watch: Watch | None = None, curvature: Curvature | None = None, clock: Callable[[], float] = time.perf_counter,
+    watch: Watch | None = None, curvature: Curvature | None = None, first: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Descended:  # fmt: skip
-    """Minimise phi from the present u; leaves u and v at the least value found.
+    """Minimise phi from the present u; leaves u and v at the least value found. `first` is that of `Nested`.
 
     It ends where phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, after `seconds`
     by the clock, or with Ctrl-C.
     """
-    nested, began = Nested(problem, u, v, curvature), clock()
+    nested, began = Nested(problem, u, v, curvature, first), clock()
 
     def phi(x: Tensor) -> tuple[float, Tensor, None]:
         if seconds is not None and nested.evaluations > 1 and clock() - began >= seconds:
@@ -197,4 +209,4 @@ def descend(
     write(best, nested.u.leaves)
     if not interrupted:
         nested.solve_lower()
-    return Descended(path, times, converged, interrupted, nested.evaluations)
+    return Descended(path, times, converged, interrupted, nested.evaluations, nested.newton_steps)

@@ -1,7 +1,8 @@
 """A labelled data set tuned: penalties of a linear model or of an MLP, beside a grid of single penalties.
 
 Where there is no test set, a fifth of the rows is held out from all training. Linear models are tuned on folds; of an
-MLP's rows a fifth is held out to tune on.
+MLP's rows a fifth is held out to tune on. Numbers to predict are brought to mean 0 and deviation 1 for the training,
+with which the penalties of an MLP go; losses and the weights that are handed out are in the units of the table.
 """
 
 from __future__ import annotations
@@ -187,13 +188,14 @@ def _network(
     began = time.perf_counter()
     classes = len(data.classes) or None
     dtype = torch.float32
-    y = data.y if classes else data.y.to(dtype)
+    center, spread = (0.0, 1.0) if classes else (float(data.y.mean()), float(data.y.std()))
+    y = data.y if classes else ((data.y - center) / spread).to(dtype)
     order = torch.randperm(data.count, generator=torch.Generator().manual_seed(seed))
     count = max(1, round(HELD_OUT * data.count))
     out, rest = order[:count], order[count:]
     train, valid = (data.x[rest], y[rest]), (data.x[out], y[out])
     test_x, test_y = data.part("test")
-    test = test_x, test_y if classes else test_y.to(dtype)
+    test = test_x, test_y if classes else ((test_y - center) / spread).to(dtype)
     with seeded(seed):
         network = models.mlp(data.x.shape[1], (128,), classes or 1)
     first = copy.deepcopy(network)
@@ -213,7 +215,7 @@ def _network(
         train_with(objective, value, rival, train, steps=used["final_steps"], batch=used["batch"], rate=used["rate"],
                    seed=seed + 1)  # fmt: skip
         grid.append(
-            Point(float(decay), objective.measured(value, rival, valid), objective.measured(value, rival, test))
+            Point(float(decay), *(spread**2 * objective.measured(value, rival, part) for part in (valid, test)))
         )
         tell("trying a grid", k + 1, NETWORK_GRID)
     parameters = parameters_of(network)
@@ -228,9 +230,14 @@ def _network(
     if classes:
         with torch.no_grad():
             accuracy = float((network(test[0]).argmax(1) == test[1]).double().mean())
+    test_loss = spread**2 * objective.measured({}, network, test)
+    last = [layer for layer in network.modules() if isinstance(layer, nn.Linear)][-1]
+    with torch.no_grad():  # the model that is handed out predicts in the units of the table
+        last.weight *= spread
+        last.bias.mul_(spread).add_(center)
     return TunedTable(
-        names=names, penalties=found.values["penalty"], sizes=sizes, valid_loss=found.valid_loss,
-        test_loss=objective.measured({}, network, test), test_accuracy=accuracy, curve=found.curve, grid=grid,
+        names=names, penalties=found.values["penalty"], sizes=sizes, valid_loss=spread**2 * found.valid_loss,
+        test_loss=test_loss, test_accuracy=accuracy, curve=[spread**2 * value for value in found.curve], grid=grid,
         state=_plain(network), caution=None, seconds=time.perf_counter() - began, notes=tuple(notes),
     )  # fmt: skip
 

@@ -29,8 +29,8 @@ from ..options import in_range, one_of
 from ..solution import Solution, Status
 from ..solve import solve
 from ..training import fit
-from .knobs import Knob, Sizes, parameters_of, starts, values
-from .nested import Nested, descend
+from .knobs import Knob, LabelSmoothing, LossMix, Sizes, parameters_of, starts, values
+from .nested import descend
 from .tuning_loss import OwnLoss, TrainingLoss
 
 Examples = Sequence[Tensor | ArrayLike]
@@ -56,7 +56,6 @@ class Tuned:
     seconds: float
     solution: Solution | None = None
     """Of the penalty method; None in the mode `convex`."""
-    interrupted: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,11 +111,12 @@ def tune(
             problem, u, model, max_steps=count, tolerance=1e-6,
             watch=watch and (lambda done, value: watch("tuning", done, count)),
         )  # fmt: skip
-        Nested(problem, u, model).solve_lower()
+        if found.interrupted:
+            raise KeyboardInterrupt
         tuned = _detached(hyper, u)
         return Tuned(
             tuned, model, found.path, objective.measured(tuned, model, kept), mode, time.perf_counter() - began,
-            interrupted=found.interrupted, settings=settings | {"steps": count},
+            settings=settings | {"steps": count},
         )  # fmt: skip
     count, size = steps or STEPS, min(batch, len(columns[1]))
     v = copy.deepcopy(model)
@@ -204,6 +204,16 @@ def _columns(given: Examples, name: str, dtype: torch.dtype) -> list[Tensor]:
     return [x, y, *rest]
 
 
+@torch.no_grad()
+def _scores(model: nn.Module, x: Tensor) -> Tensor:
+    """In evaluation mode, in which layers such as batch normalisation learn nothing."""
+    training = model.training
+    model.eval()
+    scores: Tensor = model(x.to(next(model.parameters()).device))
+    model.train(training)
+    return scores
+
+
 def _objective(
     model: nn.Module, train: Sequence[Tensor], valid: Sequence[Tensor], hyper: Mapping[str, Knob],
     loss: OwnLoss | None, valid_loss: OwnLoss | None,
@@ -218,10 +228,16 @@ def _objective(
         raise DataError(f"train and valid must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
     if train[1].is_floating_point() != valid[1].is_floating_point():
         raise DataError("train and valid must both have labels of classes, or both numbers as targets.")
+    if train[1].is_floating_point() and any(isinstance(knob, LabelSmoothing) for knob in hyper.values()):
+        raise OptionError("LabelSmoothing needs labels of classes; the targets are numbers.")
+    if sum(isinstance(knob, LossMix) for knob in hyper.values()) > 1:
+        raise OptionError("hyper may name one LossMix; put all losses into its `mixed`.")
     classes = None
-    if not train[1].is_floating_point() and loss is None:
-        with torch.no_grad():
-            scores = model(train[0][:2].to(next(model.parameters()).device))
+    if loss is None:
+        scores = _scores(model, train[0][:2])
+        if train[1].is_floating_point() and scores.numel() != len(scores):
+            raise DataError(f"a model of numbers must give one for each example; got shape {tuple(scores.shape)}.")
+    if loss is None and not train[1].is_floating_point():
         classes = scores.shape[-1]
         for name, y in (("train", train[1]), ("valid", valid[1])):
             if not 0 <= int(y.min()) <= int(y.max()) < classes:

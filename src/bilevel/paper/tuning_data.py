@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ def problem(name: str, seed: int) -> tuple[Rows, Rows]:
     x, y, test = _source(name, seed)
     train, valid = SIZES[name]
     order = np.random.default_rng(seed).permutation(len(y) if test is None else test)
+    if name == "text":  # the words' weights are those of the training rows
+        from sklearn.feature_extraction.text import TfidfTransformer
+
+        x = TfidfTransformer().fit(x[order[:train]]).transform(x).toarray()
     first = order[: train + valid]
     rest = order[train + valid :] if test is None else np.arange(test, len(y))
     fold = np.r_[np.full(train, -1), np.zeros(valid, dtype=int)]
@@ -36,8 +41,8 @@ def _rows(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> Rows:
     )
 
 
-def _source(name: str, seed: int) -> tuple[np.ndarray, np.ndarray, int | None]:
-    """Inputs, labels, and from which row on they are the test's; None: no row is yet."""
+def _source(name: str, seed: int) -> tuple[Any, np.ndarray, int | None]:
+    """Inputs, of text the counts of words; labels; and from which row on they are the test's, None: no row is yet."""
     if name == "digits":
         from sklearn.datasets import load_digits
 
@@ -45,12 +50,11 @@ def _source(name: str, seed: int) -> tuple[np.ndarray, np.ndarray, int | None]:
         return x / 16, y, None
     if name == "text":
         from sklearn.datasets import make_multilabel_classification
-        from sklearn.feature_extraction.text import TfidfTransformer
 
         x, labels = make_multilabel_classification(
             n_samples=TEXTS, n_features=WORDS, n_classes=5, n_labels=2, length=100, sparse=True, random_state=seed
         )
-        return TfidfTransformer().fit_transform(x).toarray(), labels[:, 0], None
+        return x.tocsr(), labels[:, 0], None
     path = Path(os.environ.get("BILEVEL_DATA", "data")) / "tabular" / "a9a.npz"
     if not path.exists():
         raise DataError(f"a9a needs {path}, with X_train, y_train, X_test and y_test. Set BILEVEL_DATA to its folder.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, RegressorMixin
@@ -60,6 +58,3 @@ class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  #
     def predict(self, X: ArrayLike) -> np.ndarray:
         """The target of each row."""
         return self._scores(X)[:, 0]
-
-    def __sklearn_tags__(self) -> Any:
-        return super().__sklearn_tags__()

@@ -120,6 +120,8 @@ def _with_test(data: Labelled, seed: int) -> Labelled:
 
 def _folds(data: Labelled, folds: int, seed: int) -> Tensor:
     """The fold of each row; each class is spread over all folds."""
+    if folds > data.count:
+        raise OptionError(f"folds must be at most the {data.count} rows that are tuned on; got {folds}.")
     random, fold = np.random.default_rng(seed), np.empty(data.count, dtype=np.int64)
     y = data.y.numpy() if data.classes else np.zeros(data.count)
     for label in np.unique(y):

@@ -59,7 +59,8 @@ def command(
     attack: Annotated[Attack, typer.Option(help="What the attack is after.")] = Attack.untargeted,
     points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
     fraction: Annotated[
-        float | None, typer.Option(help="The same as a share of the training rows; 0.03 where neither is given.")
+        float | None,
+        typer.Option(help="The same as a share of the training rows. Neither: 0.03, or one point of clean-label."),
     ] = None,
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
     as_class: Annotated[

@@ -39,6 +39,8 @@ def summary(
     count = f"{aim.points} poison point{'s' * (aim.points != 1)} ({aim.points / ground.data.count:.2%} of the training)"
     if aim.kind == "untargeted":
         message = f"{count} bring the accuracy from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}."
+        if poisoned.accuracy >= clean.accuracy:
+            message = f"{count} do not lower the accuracy: {_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with."
     elif aim.kind == "targeted":
         assert aim.source is not None
         assert aim.wanted is not None

@@ -27,7 +27,7 @@ HEADINGS = ("Penalties", "Validation loss", "Test loss")
 
 def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any]) -> dict[str, Any]:
     best = found.best
-    count = len(found.names)
+    count = 1 if asked["penalty"] == "single" else len(found.names)
     better = found.valid_loss < best.valid_loss
     what = "1 penalty" if count == 1 else f"{count:,} penalties"
     message = (

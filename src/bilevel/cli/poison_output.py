@@ -40,7 +40,8 @@ def summary(
     if aim.kind == "untargeted":
         message = f"{count} bring the accuracy from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}."
         if poisoned.accuracy >= clean.accuracy:
-            message = f"{count} do not lower the accuracy: {_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with."
+            shares = f"{_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with them"
+            message = f"{count} do not lower the accuracy: {shares}."
     elif aim.kind == "targeted":
         assert aim.source is not None
         assert aim.wanted is not None

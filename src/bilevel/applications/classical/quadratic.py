@@ -143,12 +143,6 @@ CASES = [
         c=_outrata, u=[6.0, -3.0], v=[3.0, 3.0], best=-3.60, at=([2.0, 0.06], [2.0, 0.0]),
     ),
     Case(
-        name="outrata-1990-1e", paper="outrata90", kind="quadratic",
-        f=lambda u, v: 0.1 * _square(u) + _target(v) - 12.5,
-        g=lambda u, v: _form(1, 3, 10, v) - v[0] * (-u[0] + 2 * u[1]) - v[1] * (3 * u[0] - 3 * u[1]),
-        c=_outrata, u=[6.0, -3.0], v=[3.0, 3.0], best=-3.92,
-    ),
-    Case(
         name="outrata-1990-2a", paper="outrata90", kind="quadratic",
         f=lambda u, v: _target(v), g=lambda u, v: _square(v) / 2 - (3 + 1.333 * u[0]) * v[0] - u[0] * v[1],
         c=_outrata, low=0.0, u=[1.0], v=[1.0, 1.0], best=0.5, at=([2.07], [3.0, 3.0]),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +20,13 @@ from bilevel import (
 )
 
 SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """For tests that read a real data set."""
+    folder = os.environ.get("BILEVEL_DATA")
+    here = folder is not None and (Path(folder) / name).is_dir()
+    return pytest.mark.skipif(not here, reason=f"{name} is neither in $BILEVEL_DATA nor in ../shared/data")
 
 
 def leaf(*values: float) -> Tensor:

@@ -1,8 +1,10 @@
-"""What all tests share: one thread, and a quadratic problem whose solution is known."""
+"""What all tests share: one thread, the folder of data sets, and a quadratic problem whose solution is known."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ from torch.utils.data import DataLoader
 from bilevel import Problem
 
 torch.set_num_threads(1)
+
+BESIDE = Path(__file__).parents[2] / "shared" / "data"
+if BESIDE.is_dir():
+    os.environ.setdefault("BILEVEL_DATA", str(BESIDE))
 
 
 def _tensor(*values: object) -> Tensor:

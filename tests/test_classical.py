@@ -12,10 +12,11 @@ import torch
 
 from bilevel import Penalty
 from bilevel.applications.classical import case as module
-from bilevel.applications.classical import cases, judge, run, study
+from bilevel.applications.classical import cases, judge, run
 from bilevel.applications.classical.case import Case, named, resolved
 from bilevel.applications.classical.papers import PAPERS
 from bilevel.cli.main import main
+from bilevel.paper import classical as study
 
 ALL = cases()
 DIGITS = 2e-3

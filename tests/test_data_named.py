@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import needs
 from PIL import Image
 from scipy.io import savemat
 
@@ -25,7 +26,6 @@ from bilevel.data import NAMES, load, named
 from bilevel.data.files import BATCHES, IDX, MAT
 from bilevel.errors import DataError, OptionError
 
-HERE = Path(__file__).resolve().parents[1]
 RANDOM = np.random.default_rng(0)
 
 
@@ -37,15 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, known in named.SETS.items():
         monkeypatch.setitem(named.SETS, name, replace(known, address="http://127.0.0.1:9/", folder=None))
     return tmp_path
-
-
-def real(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point at the real files, or skip."""
-    for folder in (os.environ.get("BILEVEL_DATA"), HERE.parent / "shared" / "data"):
-        if folder and (Path(folder) / name).is_dir():
-            monkeypatch.setenv("BILEVEL_DATA", str(folder))
-            return
-    pytest.skip(f"{name} is neither in $BILEVEL_DATA nor in ../shared/data")
 
 
 def idx(values: np.ndarray) -> bytes:
@@ -93,8 +84,8 @@ def test_digits_need_no_file() -> None:
     assert torch.equal(load("digits").x, data.x)
 
 
-def test_mnist_is_read_from_its_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    real("mnist", monkeypatch)
+@needs("mnist")
+def test_mnist_is_read_from_its_own_files() -> None:
     data = load("mnist")
     assert data.test is not None
     assert data.x.shape == (60000, 1, 28, 28)
@@ -103,8 +94,8 @@ def test_mnist_is_read_from_its_own_files(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(data.x.mean()) == pytest.approx(0.1307, abs=1e-4)
 
 
-def test_the_sums_of_mnist_are_those_of_the_files_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    real("mnist", monkeypatch)
+@needs("mnist")
+def test_the_sums_of_mnist_are_those_of_the_files_at_hand() -> None:
     for name, expected in named.SETS["mnist"].sums.items():
         content = (Path(os.environ["BILEVEL_DATA"]) / "mnist" / name).read_bytes()
         assert expected == f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -122,8 +113,8 @@ def test_fashion_mnist_is_read_from_the_debian_package(home: Path, monkeypatch: 
     assert float(data.x.mean()) == pytest.approx(0.2860, abs=1e-4)
 
 
-def test_cifar10_is_read_from_contact_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
-    real("cifar10", monkeypatch)
+@needs("cifar10")
+def test_cifar10_is_read_from_contact_sheets() -> None:
     data = load("cifar10")
     assert data.test is not None
     assert data.x.shape == (50000, 3, 32, 32)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from pathlib import Path
 
 import pytest
 import torch
+from common import needs
 
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
 from bilevel.paper import clean_label, clean_label_features, clean_label_page
 
-HERE = os.environ.get("BILEVEL_DATA")
-needs_photos = pytest.mark.skipif(HERE is None or not (Path(HERE) / "photos").is_dir(), reason="no photographs here")
+needs_photos = needs("photos")
 
 
 def kept(pairs):

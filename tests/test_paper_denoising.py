@@ -22,7 +22,7 @@ from bilevel.paper import (
     denoising_wide,
 )
 from bilevel.paper.denoising_numbers import Numbers
-from bilevel.paper.denoising_store import FiledStore, run_ranked
+from bilevel.paper.filed import FiledStore, run_ranked
 
 CPU = torch.device("cpu")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
+from common import needs
 
 from bilevel.cli.main import main
 from bilevel.paper import poisoning, poisoning_page
 from bilevel.paper.poisoning import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
 
-HERE = os.environ.get("BILEVEL_DATA")
-needs_mnist = pytest.mark.skipif(HERE is None or not (Path(HERE) / "mnist").is_dir(), reason="MNIST is not here")
+needs_mnist = needs("mnist")
 
 
 def kept(offset: float = 0.0, seeds: int = 5):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
+from common import needs
 
 from bilevel.cli.main import main
 from bilevel.paper import tuning, tuning_data, tuning_page
@@ -41,8 +40,9 @@ def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, cap
         assert f"| {title} |" in page
     kept = json.loads((tmp_path / "tuning.json").read_text())["cells"]
     losses = {settings["way"]: found["valid_loss"] for settings, found in kept}
-    assert losses["per-feature"] < losses["single"] <= losses["grid"] + 1e-4
-    assert first["claims"]["text"]["least_validation_loss"] is True
+    # Which way is best depends on what half a second is enough for: what is said of it must be what was found.
+    least = min((way for way in losses if not way.startswith("folds")), key=losses.__getitem__)
+    assert first["claims"]["text"]["least_validation_loss"] is (least == "per-feature")
     # Finished cells are kept: nothing is run again, and the page is the same.
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert main(arguments) == 0
@@ -57,9 +57,8 @@ def test_rows_of_a_problem_are_those_of_its_parts(quick):
     assert rows.outputs == 10
 
 
+@needs("mnist")
 def test_the_scale_cell_measures_both_sides():
-    if not (Path(os.environ.get("BILEVEL_DATA", "../shared/data")) / "mnist").exists():
-        pytest.skip("MNIST is not in $BILEVEL_DATA")
     found = tuning.run({"part": "scale", "hidden": 6, "steps": 12})
     assert found is not None
     assert found["hyper_parameters"] == 6 * (784 + 10)

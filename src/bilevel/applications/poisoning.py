@@ -10,6 +10,7 @@ attack's own lower variable is no evidence. `poisoning_goals` has what attacks a
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -290,8 +291,4 @@ def smallest(values: Sequence[float], flips: Callable[[float], bool]) -> float |
         raise OptionError(f"values must rise, and be one at least; got {ordered}.")
     if not flips(ordered[-1]):
         return None
-    low, high = -1, len(ordered) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if flips(ordered[middle]) else (middle, high)
-    return ordered[high]
+    return ordered[bisect_left(ordered, True, hi=len(ordered) - 1, key=flips)]

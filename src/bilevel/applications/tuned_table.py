@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from .. import models
 from ..callbacks import Callback
 from ..data import Labelled, Pair
-from ..errors import DataError, OptionError
+from ..errors import OptionError
 from ..replay import seeded
 from .caution import loss_of, tune_cautiously
+from .folds import folds_of
 from .knobs import FeaturePenalty, Knob, WeightDecay, parameters_of
 from .linear_tuning import FoldedModel, Loss, Rows, held_out_loss, trained, tune_linear
 from .tuning import train_with, tune
@@ -118,20 +119,6 @@ def _with_test(data: Labelled, seed: int) -> Labelled:
     return replace(data.select(rest), test=(data.x[out], data.y[out]))
 
 
-def _folds(data: Labelled, folds: int, seed: int) -> Tensor:
-    """The fold of each row; each class is spread over all folds."""
-    if folds > data.count:
-        raise OptionError(f"folds must be at most the {data.count} rows that are tuned on; got {folds}.")
-    random, fold = np.random.default_rng(seed), np.empty(data.count, dtype=np.int64)
-    y = data.y.numpy() if data.classes else np.zeros(data.count)
-    for label in np.unique(y):
-        members = np.flatnonzero(y == label)
-        if len(members) < 2:
-            raise DataError(f"every class must have two rows to hold one out; {data.classes[int(label)]!r} has 1.")
-        fold[random.permutation(members)] = (np.arange(len(members)) + random.integers(folds)) % folds
-    return torch.from_numpy(fold)
-
-
 def _linear(
     data: Labelled, model: Kind, penalty: Penalty, folds: int, caution: float | None, steps: int, seed: int,
     notes: list[str], tell: Tell,
@@ -145,7 +132,7 @@ def _linear(
         y = (pair[1].double() - center) / spread if outputs == 1 else pair[1]
         return Rows(pair[0].double(), y, fold, loss, outputs)
 
-    rows, test = rows_of((data.x, data.y), _folds(data, folds, seed)), data.part("test")
+    rows, test = rows_of((data.x, data.y), folds_of(data.y.numpy(), len(data.classes), folds, seed)), data.part("test")
     others = rows_of(test, torch.full((len(test[1]),), -1))
 
     def watch(stage: str, done: int, value: float) -> None:

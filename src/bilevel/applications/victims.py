@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from ..errors import OptionError, ProblemError
 from ..options import in_range, one_of
 from ..replay import seeded
+from ..training import fit
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(scores, labels) -> one number for each row."""
@@ -83,11 +84,14 @@ def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Los
     device = next(model.parameters()).device
     x, y = x.to(device), y.to(device)
     model.train()
-    with seeded(recipe.seed, device) as generator:
-        if recipe.optimizer == "lbfgs":
+    if recipe.optimizer == "lbfgs":
+        with seeded(recipe.seed, device):
             _lbfgs(model, x, y, recipe, loss)
-        else:
-            _adam(model, x, y, recipe, loss, generator)
+    else:
+        fit(
+            model, x, y, steps=recipe.steps, batch=recipe.batch, rate=recipe.rate, seed=recipe.seed,
+            loss=lambda model, x, y, w: loss(model(x), y).mean() + decayed(model, recipe.decay),
+        )  # fmt: skip
     if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
         raise ProblemError("training the victim diverged. Give a recipe with a smaller rate, or scale the inputs.")
     return model.eval()
@@ -108,25 +112,6 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     optimizer.zero_grad()
-
-
-def _adam(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss, generator: torch.Generator) -> None:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=recipe.rate)
-    size = min(recipe.batch, len(y))
-    order = torch.empty(0, dtype=torch.int64)
-    for k in range(recipe.steps):
-        if len(order) < size:
-            order = torch.randperm(len(y), generator=generator)
-        rows, order = order[:size].to(y.device), order[size:]
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.rate * (1 - k / recipe.steps)
-        gradient = torch.autograd.grad(loss(model(x[rows]), y[rows]).mean() + decayed(model, recipe.decay), parameters)
-        for parameter, g in zip(parameters, gradient, strict=True):
-            parameter.grad = g
-        optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
 
 
 @torch.no_grad()

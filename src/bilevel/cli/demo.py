@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections import Counter
@@ -11,13 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .. import __version__
 from ..applications.synthetic import Attempt, Example, attempt, examples, nth
 from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
@@ -25,6 +21,7 @@ from ..report import Table as ReportTable
 from ..solution import COLUMNS
 from .bar import progress_bar
 from .folder import Folder, to_json
+from .run_state import versions
 
 GOAL = 1e-6
 GOAL_TEXT = "1e-6"
@@ -47,8 +44,7 @@ def command(
     config = {
         "command": "demo", "seed": seed, "starts": starts, "dimension": DIMENSION, "goal": GOAL, "max_steps": MAX_STEPS,
         "method": "Penalty", "options": method.describe(),
-        "versions": {"bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__,
-                     "python": platform.python_version()},
+        "versions": versions(),
     }  # fmt: skip
     began = time.perf_counter()
     results: Results = {}

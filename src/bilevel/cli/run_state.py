@@ -34,6 +34,17 @@ def finished(folder: Folder, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     return result if same and result and not (folder.path / CHECKPOINT).exists() else None
 
 
+def write_config(folder: Folder, asked: Mapping[str, Any]) -> None:
+    """Write what was asked for, and of which versions."""
+    folder.write_json("config.json", {**asked, "versions": versions()})
+
+
+def versions() -> dict[str, str]:
+    return {
+        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
+    }  # fmt: skip
+
+
 def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequence[str]) -> Path:
     """The folder of checkpoints, after a look at what the run's folder holds."""
     checkpoint = folder.path / CHECKPOINT
@@ -54,9 +65,6 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
         for name in files:  # of an earlier run: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
-    versions = {
-        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
-    }  # fmt: skip
-    folder.write_json("config.json", {**asked, "versions": versions})
+    write_config(folder, asked)
     checkpoint.mkdir(exist_ok=True)
     return checkpoint

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
 
-from .. import __version__
 from ..applications.tuned_table import TunedTable, tune_table
 from ..callbacks import Progress
 from ..cells import one_thread
@@ -21,6 +17,7 @@ from ..data import Labelled, load, load_numbers
 from ..errors import OptionError
 from .bar import progress_bar
 from .folder import Folder, to_json
+from .run_state import write_config
 from .tune_output import FILES, show, summary, write
 
 SMALL = 5_000_000
@@ -87,10 +84,7 @@ def command(
     folder = Folder(out or Path("runs") / f"tune-{Path(data).stem}")
     for name in FILES:  # of an earlier run: a folder holds the files of one
         (folder.path / name).unlink(missing_ok=True)
-    versions = {
-        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
-    }  # fmt: skip
-    folder.write_json("config.json", {**asked, "versions": versions})
+    write_config(folder, asked)
     try:
         found = _run(loaded, asked)
     except KeyboardInterrupt:

@@ -12,8 +12,8 @@ from scipy import stats
 
 from .clean_label import EPSILONS, LOWER_STEPS, METHODS, TITLES
 from .denoising_numbers import chosen, values
-from .denoising_store import Kept
 from .figures import STYLE, _figure, _save
+from .filed import Kept
 from .markdown import table
 
 BEYOND = EPSILONS[-1] + 1

@@ -10,8 +10,8 @@ import matplotlib
 
 from .denoising_numbers import Numbers, chosen, numbers, percent, values
 from .denoising_speed import METHODS
-from .denoising_store import Kept
 from .figures import STYLE, _figure, _legend, _save
+from .filed import Kept
 
 COLORS = dict(zip(METHODS, ("#1f77b4", "#9467bd", "#ff7f0e"), strict=True))
 TIMES = [factor * 10.0**power for power in range(-1, 5) for factor in (1, 2, 5)]

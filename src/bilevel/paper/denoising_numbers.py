@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .denoising_store import Kept
+from .filed import Kept
 
 NOT_RUN = "not run"
 SEEDS = 5

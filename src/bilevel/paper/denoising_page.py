@@ -11,7 +11,7 @@ from .denoising import ASYMMETRIC, COLUMNS, NOISES, SHOWN, STUDIES, SYMMETRIC
 from .denoising_numbers import Numbers, chosen, devices, diverged, numbers, percent, seeds
 from .denoising_small import HOW_FEW, HYPER_CLEANING
 from .denoising_small_page import few_sentences, few_table, rule_sentences, rule_table, targets
-from .denoising_store import Kept
+from .filed import Kept
 from .markdown import table
 
 TITLES = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .denoising_numbers import NOT_RUN, chosen, numbers, percent, values
 from .denoising_small import CLEANING_SEEDS, FEW_SEEDS, NETWORKS
-from .denoising_store import Kept
+from .filed import Kept
 from .markdown import table
 
 TARGETS = {"linear": (90.1, 0.918), "mlp": (92.4, 0.921)}

@@ -9,7 +9,7 @@ from typing import Any
 from . import denoising_figures
 from .denoising_numbers import chosen, devices, diverged, numbers, percent, seeds, values
 from .denoising_speed import METHODS, PRETRAINING, SPEED, STEPS
-from .denoising_store import Kept
+from .filed import Kept
 from .markdown import table
 
 NETWORKS = {"mlp": "an MLP 784-300-10", "cnn": "the paper's convolutional network"}

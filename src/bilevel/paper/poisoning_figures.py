@@ -11,8 +11,8 @@ import numpy as np
 
 from .denoising_figures import COLORS, _line
 from .denoising_numbers import chosen, numbers, percent
-from .denoising_store import Kept
 from .figures import STYLE, _figure, _save
+from .filed import Kept
 from .poisoning import COLUMNS, LOWER_STEPS
 
 SIDE = 28

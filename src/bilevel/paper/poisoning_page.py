@@ -9,7 +9,7 @@ from typing import Any
 
 from . import poisoning_figures
 from .denoising_numbers import Numbers, chosen, numbers, percent
-from .denoising_store import Kept
+from .filed import Kept
 from .markdown import table
 from .poisoning import (
     COLUMNS,

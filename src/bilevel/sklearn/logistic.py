@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
@@ -60,8 +61,7 @@ class TunedLogisticRegression(Tuned, ClassifierMixin, BaseEstimator):  # type: i
         scores = self._scores(X)
         if scores.shape[1] == 1:
             scores = np.hstack([np.zeros_like(scores), scores])
-        p = np.exp(scores - scores.max(1, keepdims=True))
-        probabilities: np.ndarray = p / p.sum(1, keepdims=True)
+        probabilities: np.ndarray = softmax(scores, axis=1)
         return probabilities
 
     def predict(self, X: ArrayLike) -> np.ndarray:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from sklearn.model_selection import KFold, ShuffleSplit, StratifiedKFold, StratifiedShuffleSplit
+from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..applications.caution import tune_cautiously
+from ..applications.folds import folds_of
 from ..applications.linear_tuning import Loss, Rows, tune_linear
-from ..errors import OptionError
 from ..options import in_range, one_of
 from .denoising import _plain
 
@@ -70,20 +70,13 @@ class Tuned:
     def _fold(self, X: np.ndarray, y: np.ndarray, classes: int, seed: int) -> np.ndarray:
         """The fold that holds each row out; -1 for none. With few rows of a class, fewer folds."""
         folds = _plain(self.folds)
-        fold = np.full(len(y), -1, dtype=np.int64)
         if isinstance(folds, float) and not isinstance(folds, bool) and 0 < folds < 1:
             one = StratifiedShuffleSplit if classes else ShuffleSplit
+            fold = np.full(len(y), -1, dtype=np.int64)
             fold[next(one(1, test_size=folds, random_state=seed).split(X, y))[1]] = 0
             return fold
         in_range("folds", folds, least=2, whole=True)
-        most = int(np.bincount(y.astype(np.int64)).min()) if classes else len(y)
-        if most < 2:
-            what = "rows of each class" if classes else "rows"
-            raise OptionError(f"folds need at least 2 {what}; got n_samples = {len(y)}, of the rarest {most}.")
-        many = StratifiedKFold if classes else KFold
-        for k, (_, out) in enumerate(many(min(folds, most), shuffle=True, random_state=seed).split(X, y)):
-            fold[out] = k
-        return fold
+        return folds_of(y, classes, folds, seed).numpy()
 
     def _scores(self, X: ArrayLike) -> np.ndarray:
         check_is_fitted(self, "coef_")

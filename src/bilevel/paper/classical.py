@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...cells import Cell, Found, Settings
-from ...methods.penalty import Penalty
-from ...paper.markdown import table
-from .case import FEASIBLE, OPTIMAL, RESOLVES, WITHIN, Case, cases, judge, named, run
-from .papers import PAPERS
+from ..applications.classical.case import FEASIBLE, OPTIMAL, RESOLVES, WITHIN, Case, cases, judge, named, run
+from ..applications.classical.papers import PAPERS
+from ..cells import Cell, Found, Settings
+from ..methods.penalty import Penalty
+from .markdown import table
 
 STARTS = 8
 MAX_STEPS = 2000

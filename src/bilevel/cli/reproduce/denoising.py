@@ -1,0 +1,153 @@
+"""Denoising: the table, its smaller parts, and the two figures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...cells import Cell
+from ...errors import OptionError
+from ..device import device_of
+from .shared import (
+    DeviceOption,
+    JsonOption,
+    NoRunOption,
+    OutOption,
+    PageOption,
+    Write,
+    deadline_in,
+    folders_of,
+    run_filed,
+    words,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def denoising(
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Data sets of the table, with commas. By default all on a GPU, digits on a CPU."),
+    ] = None,
+    noise: Annotated[str | None, typer.Option(help="Shares of wrong labels, with commas: 0.25,0.5.")] = None,
+    kind: Annotated[str | None, typer.Option(help="`symmetric` or `asymmetric`. By default both.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: ours,oracle.")] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="table, hyper-cleaning, how-few, with commas. By default all, with --dataset the table."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
+    passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="No cell is begun after these, and cifar10-wrn ends with them.")
+    ] = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/denoising"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: Table 2, hyper-cleaning, and how few trusted examples are enough (Section 3.2, Appendix D.1)."""
+    from ...options import one_of
+    from ...paper import denoising as study
+    from ...paper import denoising_cells, denoising_page, denoising_small
+
+    all_parts = ("table", denoising_small.HYPER_CLEANING, denoising_small.HOW_FEW)
+    where = device_of(device)
+    names = words("--dataset", dataset, denoising_cells.DATASETS)
+    if dataset is None:
+        names = list(denoising_cells.DATASETS) if where.type == "cuda" else ["digits"]
+    one_of("--kind", kind, (study.SYMMETRIC, study.ASYMMETRIC), optional=True)
+    wanted = ["table"] if parts is None and dataset is not None else words("--parts", parts, all_parts)
+    cells: list[Cell] = []
+    if "table" in wanted:
+        some = words("--columns", columns, tuple(study.COLUMNS))
+        cells += denoising_cells.cells(names, _shares(noise), kind, some, seeds, passes)
+    cells += [cell for cell in denoising_small.cells() if cell.settings["part"] in wanted]
+    _run("denoising", cells, where, deadline_in(minutes), out, page, no_run, json, denoising_page.write)
+
+
+def denoising_speed(
+    device: DeviceOption = "auto",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method.")] = 1,
+    out: OutOption = Path("runs/denoising-speed"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: accuracy against wall-clock time, Penalty and ApproxGrad (Figure 4(a)). An MLP where no GPU is."""
+    from ...paper import denoising_speed as study
+
+    _figure_study(study.SPEED, device, seeds, out, page, no_run, json)
+
+
+def denoising_steps(
+    device: DeviceOption = "auto",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method and T.")] = 1,
+    out: OutOption = Path("runs/denoising-steps"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Denoising: the last accuracy and the time of an upper iteration against T (Figure 5(a)). An MLP without a GPU."""
+    from ...paper import denoising_speed as study
+
+    _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
+
+
+def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
+    from ...paper import denoising_speed as study
+    from ...paper import denoising_speed_page
+
+    where = device_of(device)
+    cells = study.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds)
+    writer = partial(denoising_speed_page.write, part)
+    _run(f"denoising-{part}", cells, where, None, out, page, no_run, json, writer)
+
+
+def _run(
+    name: str,
+    cells: Sequence[Cell],
+    device: torch.device,
+    deadline: float | None,
+    out: Path,
+    page: Path | None,
+    no_run: bool,
+    json: bool,
+    write: Write,
+) -> None:
+    """Run the cells whose data are here."""
+    from ...paper import denoising_cells
+
+    def possible(cells: list[Cell]) -> list[Cell]:
+        missing = denoising_cells.missing([cell.settings["dataset"] for cell in cells])
+        for dataset, why in missing.items():
+            print(f"bilevel: Nothing is run on {dataset}: {why}", file=sys.stderr)
+        return [cell for cell in cells if cell.settings["dataset"] not in missing]
+
+    folders = folders_of(out, page)
+    function = partial(
+        denoising_cells.run, device=device, checkpoints=folders[0].path / "checkpoints", deadline=deadline
+    )
+    run_filed(name, cells, function, write, folders, no_run=no_run, json=json, deadline=deadline, possible=possible)
+
+
+def _shares(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"--noise must be shares of 1 with commas between them, such as 0.25,0.5; got {text}."
+        ) from None
+    for share in found:
+        if not 0 < share < 1:
+            raise OptionError(f"--noise must be above 0 and below 1; got {share:g}.")
+    return found

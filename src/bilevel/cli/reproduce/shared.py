@@ -1,0 +1,144 @@
+"""What the studies share on the command line: options, the run of cells with a bar, and the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ...cells import Cell, Found, Settings, Store, run_cells
+from ...errors import OptionError
+from ...options import one_of
+from ...paper.filed import FiledStore, run_ranked
+from ..bar import progress_bar
+from ..folder import Folder, to_json
+
+OutOption = Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")]
+PageOption = Annotated[
+    Path | None, typer.Option(help="The folder for the page and its figures. By default that of --out.")
+]
+NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from what is there and run nothing.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="A small version that ends within a minute.")]
+WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")]
+DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
+MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Function = Callable[[Settings], Found | None]
+Write = Callable[[Sequence[tuple[Settings, Found]], Path], dict[str, Any]]
+"""Writes the page of these cells into a folder; returns the summary."""
+
+
+def words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
+    """The words of a list with commas, each one of those allowed; all of them where there is none."""
+    found = list(allowed) if text is None else [word.strip() for word in text.split(",")]
+    for word in found:
+        one_of(option, word, tuple(allowed))
+    return found
+
+
+def folders_of(out: Path, page: Path | None) -> tuple[Folder, Folder]:
+    """Those of the results and of the page: refused here, before anything is run."""
+    return Folder(out), Folder(out if page is None else page, "--page")
+
+
+def run(
+    name: str,
+    cells: Sequence[Cell],
+    folders: tuple[Folder, Folder],
+    function: Function,
+    workers: int,
+    store: Store | None = None,
+) -> Store | None:
+    """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
+    store = Store(cells_folder(folders)) if store is None else store
+    done: list[str] = []
+    with progress_bar() as bar:
+        task = bar.add_task(name, total=len(cells))
+
+        def tell(cell: Cell) -> None:
+            done.append(cell.name)
+            bar.advance(task)
+
+        began = time.perf_counter()
+        complete = run_cells(cells, store, function, workers=min(workers, os.cpu_count() or 1), tell=tell)
+    if complete:
+        folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
+        print(f"{len(cells)} cells, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        return store
+    return stopped(len(done), len(cells))
+
+
+def run_filed(
+    name: str,
+    cells: Sequence[Cell],
+    function: Function,
+    write: Write,
+    folders: tuple[Folder, Folder],
+    *,
+    no_run: bool,
+    json: bool,
+    deadline: float | None = None,
+    workers: int = 1,
+    possible: Callable[[list[Cell]], list[Cell]] = list,
+) -> None:
+    """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
+
+    One after another, the weightiest first; after the deadline none is begun. With several workers, side by side.
+    `possible` leaves out those that cannot be run here.
+    """
+    store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
+    left = [] if no_run else possible([cell for cell in cells if store.get(cell) is None])
+    began, done = time.monotonic(), 0
+    with progress_bar() as bar:
+        task = bar.add_task(name, total=len(left))
+
+        def tell(cell: Cell) -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+
+        if workers > 1:
+            complete = run_cells(left, store, function, workers=min(workers, os.cpu_count() or 1), tell=tell)
+        else:
+            complete = run_ranked(left, store, function, deadline=deadline, tell=tell)
+    if not complete:
+        stopped(done, len(left))
+    store.write()
+    summary = write(store.all(), folders[1].path)
+    message = f"{done} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
+    end(name, message, summary, folders, json)
+
+
+def deadline_in(minutes: float | None) -> float | None:
+    return None if minutes is None else time.monotonic() + 60 * minutes
+
+
+def cells_folder(folders: tuple[Folder, Folder]) -> Path:
+    found = folders[0].path / "cells"
+    if found.exists() and not found.is_dir():
+        raise OptionError(f"--out must be a folder whose `cells` is a folder, too; {found} is a file.")
+    return found
+
+
+def stopped(done: int, cells: int) -> NoReturn:
+    print(
+        f"bilevel: Stopped by Ctrl-C: {done} of {cells} cells are finished and kept; the same command goes on from "
+        "there.",
+        file=sys.stderr,
+    )
+    raise typer.Exit(1)
+
+
+def end(name: str, message: str, summary: dict[str, Any], folders: tuple[Folder, Folder], json: bool) -> None:
+    result = {"command": f"reproduce {name}", "status": "done", "message": message, **summary}
+    folders[0].write_json("result.json", result)
+    if json:
+        typer.echo(to_json(result))
+    else:
+        typer.echo(message)
+        typer.echo(f"page: {folders[1].path / f'{name}.md'}")

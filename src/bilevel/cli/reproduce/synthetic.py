@@ -1,0 +1,54 @@
+"""The synthetic problems, and the complexity of one hypergradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .shared import JsonOption, OutOption, PageOption, QuickOption, WorkersOption, end, folders_of, run
+
+
+def synthetic(
+    out: OutOption = Path("runs/synthetic"),
+    page: PageOption = None,
+    quick: QuickOption = False,
+    workers: WorkersOption = 2,
+    json: JsonOption = False,
+) -> None:
+    """The four synthetic problems: GD, RMD, ApproxGrad and Penalty (Section 3.1, Appendices D.4 and E.1)."""
+    from ...paper import synthetic as study
+    from ...paper import synthetic_page, synthetic_runs
+    from ...paper.results import Results
+
+    scale = study.QUICK if quick else study.FULL
+    cells = study.cells(scale)
+    folders = folders_of(out, page)
+    store = run("synthetic", cells, folders, synthetic_runs.run, workers)
+    if store is not None:
+        summary = synthetic_page.write(Results(scale, store), folders[1].path)
+        held = sum(claim["holds"] for claim in summary["claims"])
+        message = f"{held} of {len(summary['claims'])} claims of the paper hold."
+        if quick:
+            message = f"A quick run of {scale.steps} steps, which say nothing of the paper's claims."
+        end("synthetic", message, summary, folders, json)
+
+
+def complexity(
+    out: OutOption = Path("runs/complexity"),
+    page: PageOption = None,
+    quick: QuickOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Time and memory of one hypergradient against T, U and V, beside Table 1."""
+    from ...paper import complexity as study
+    from ...paper import complexity_page
+
+    sizes = study.QUICK if quick else study.FULL
+    cells = study.cells(sizes)
+    folders = folders_of(out, page)
+    store = run("complexity", cells, folders, study.run, 1)
+    if store is not None:
+        found = [(cell.settings, result) for cell in cells if (result := store.get(cell)) is not None]
+        summary = complexity_page.write(sizes, found, folders[1].path)
+        message = f"{summary['holds']} of {summary['decisive']} exponents agree with Table 1."
+        summary |= {"seconds": round(store.session.seconds, 3), "resumed": store.session.kept > 0}
+        end("complexity", message, summary, folders, json)

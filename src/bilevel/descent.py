@@ -37,7 +37,9 @@ class Descent:
         device = variable.device
         for group in self.optimizer.param_groups if self.optimizer else ():
             base = float(group["lr"])
-            rate = torch.full((), base, dtype=variable.dtype, device=device)
+            # The fused kernel of a GPU reads the rate as float32.
+            narrow = device.type == "cuda" and group.get("fused")
+            rate = torch.full((), base, dtype=torch.float32 if narrow else variable.dtype, device=device)
             group["lr"] = rate
             if device.type == "cuda" and "capturable" in group:
                 group["capturable"] = True

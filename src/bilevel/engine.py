@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .autodiff import Derivatives
+from .draws import order_of_draws
 from .errors import BilevelWarning, OptionError
 from .replay import random_state, set_random_state
 from .rewrite import weight_gradients
@@ -328,14 +329,14 @@ class Engines:
 
 
 def _options(device: torch.device) -> dict[str, Any]:
-    """What inductor is told. Random numbers are eager's.
+    """What inductor is told. Random numbers are eager's, in the order of the step.
 
     On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
     and prices become few. With these, inductor's reordering of loops fails on an assertion of its own (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda
-    return {"fallback_random": True} | own
+    return {"fallback_random": True} | order_of_draws() | own
 
 
 def _host_generators() -> tuple[Any, ...]:
@@ -346,7 +347,8 @@ def _host_generators() -> tuple[Any, ...]:
 
 def _told(error: Exception) -> str:
     """What went wrong, in a sentence."""
-    if "_local_scalar_dense" in str(error) or "stream is capturing" in str(error):
+    texts = str(error) + str(error.__context__)  # a capture ends with an error of its own
+    if "_local_scalar_dense" in texts or "stream is capturing" in texts:
         return "an objective reads a value on the host (.item(), float(), a branch on a tensor)."
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {first.rstrip('.')}."

@@ -1,12 +1,13 @@
 """Plain training of a classifier on weighted examples: Adam, with a rate that falls linearly to zero.
 
 Batches are drawn by index from tensors that live on the model's device. On a GPU the step is captured once and
-replayed.
+replayed; where there are many, it is compiled first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,30 +43,72 @@ def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) ->
 
 
 class Trainer:
-    """The step, and all that it changes."""
+    """Trains a model on examples that stay on its device, once or several times with one record of the step.
+
+    `tensors` are inputs, targets and weights; between trainings they and the model may be changed in place. `steps` is
+    how many there will be in all.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         tensors: tuple[Tensor, Tensor, Tensor],
-        rate: float,
-        augment: Augment | None,
-        precision: Precision | None,
+        *,
+        steps: int,
+        augment: Augment | None = None,
+        precision: Precision | None = None,
         loss: Loss | None = None,
+        engine: str = "auto",
     ) -> None:
-        self.model, self.tensors, self.augment, self.precision = model, tensors, augment, precision
+        self.model, self.augment, self.precision = model, augment, precision
         self.loss = loss or weighted_cross_entropy
         self.v = Variable(model, "model")
-        self.descent = Descent(self.v, adam(self.v, rate), "optimizer")
+        x, y, w = (tensor.to(self.v.device) for tensor in tensors)
+        self.x, self.y, self.w = x, y, w
+        self.descent = Descent(self.v, adam(self.v, 1.0), "optimizer")
         self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
-        self.engine = Engines("graph" if self.v.device.type == "cuda" else "eager", self, gradients=0).outer
+        self._engines = partial(Engines, engine, self, gradients=steps)
+        self.engines = self._engines()
 
-    def step(self, index: Tensor, factor: Tensor) -> Tensor:
-        """Move by the gradient of the weighted mean of these examples' losses; `factor` scales the rate."""
-        x, y, w = (tensor[index] for tensor in self.tensors)
+    def train(
+        self,
+        rows: Tensor,
+        *,
+        steps: int,
+        batch: int,
+        rate: float,
+        seed: int,
+        watch: Watch | None = None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Train on these rows from the model's present weights. All draws come from `seed`."""
+        device = self.v.device
+        with seeded(seed, device) as generator:
+            self.model.train()
+            self.descent.restart()
+            rates = rate * torch.linspace(1, 0, steps + 1, device=device)
+            task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+            done = 0 if checkpoint is None else self.load(checkpoint, task)
+            for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
+                if k < done:
+                    continue
+                self.engines.outer.call(self.inner, (index, rates[k]))
+                if checkpoint is not None and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps):
+                    self.save(checkpoint, task, k + 1)
+                if watch is not None:
+                    watch(k + 1)
+        self.model.eval()
+
+    def inner(self, index: Tensor, rate: Tensor) -> Tensor:
+        loss: Tensor = self.engines.inner.call(self.step, (index, rate))
+        return loss
+
+    def step(self, index: Tensor, rate: Tensor) -> Tensor:
+        """Move by the gradient of the weighted mean of these examples' losses."""
+        x, y, w = self.x[index], self.y[index], self.w[index]
         with reduced(self.precision, self.v.device):
             loss = self.loss(self.model, self.augment(x) if self.augment else x, y, w)
-        self.descent.step(torch.autograd.grad(loss, self.v.leaves), (), factor)
+        self.descent.step(torch.autograd.grad(loss, self.v.leaves), (), rate)
         return loss.detach()
 
     def live(self) -> list[Tensor]:
@@ -99,6 +142,7 @@ class Trainer:
         for name, tensor in self.v.tensors().items():
             tensor.copy_(state["model"][name])
         self.descent.load_state_dict(state["descent"])
+        self.engines = self._engines()  # a record holds on to the moments from before
         set_random_state(state["random"], self.v.device)
         return int(state["step"])
 
@@ -118,6 +162,7 @@ def fit(
     watch: Watch | None = None,
     checkpoint: Path | None = None,
     loss: Loss | None = None,
+    engine: str = "auto",
 ) -> None:
     """Train the model in place on (x, y). `y` holds class indices, or one row of probabilities for each example.
 
@@ -125,25 +170,10 @@ def fit(
     generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state. `loss` takes
     the place of the weighted cross-entropy; what `y` holds is then for it to know.
     """
-    device = next(model.parameters()).device
     w = torch.ones(len(x)) if weights is None else weights.float().cpu()
+    trainer = Trainer(model, (x, y, w), steps=steps, augment=augment, precision=precision, loss=loss, engine=engine)
     rows = w.nonzero().squeeze(1)
-    tensors = x.to(device), y.to(device), w.to(device)
-    with seeded(seed, device) as generator:
-        model.train()
-        trainer = Trainer(model, tensors, rate, augment, precision, loss)
-        factors = torch.linspace(1, 0, steps + 1, device=device)
-        task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
-        done = 0 if checkpoint is None else trainer.load(checkpoint, task)
-        for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
-            if k < done:
-                continue
-            trainer.engine.call(trainer.step, (index, factors[k]))
-            if checkpoint is not None and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps):
-                trainer.save(checkpoint, task, k + 1)
-            if watch is not None:
-                watch(k + 1)
-    model.eval()
+    trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, watch=watch, checkpoint=checkpoint)
 
 
 def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:

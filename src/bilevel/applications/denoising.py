@@ -41,7 +41,7 @@ from ..replay import derived
 from ..rows import Rows
 from ..solution import Solution, Status
 from ..solve import solve
-from ..training import Augment, fit, probabilities
+from ..training import Augment, Trainer, probabilities
 from .mistakes import mistakes
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
@@ -126,15 +126,18 @@ def denoise(
         _same_task(folder, {"train": _digest(x, y), "trusted": _digest(x_trusted, y_trusted), "steps": steps}, resume)
     first = copy.deepcopy(model.state_dict())
     device = next(model.parameters()).device
-    inputs, targets = torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float()
-    rows = torch.arange(len(y))
+    count = len(y) + len(y_trusted)
+    trainer = Trainer(
+        model, (torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float(), torch.ones(count)),
+        steps=3 * rounds, augment=augment, precision=precision,
+    )  # fmt: skip
+    rows, every = torch.arange(len(y)), torch.arange(count)
 
-    def trained(stage: str, part: slice, rate: float, weights: Tensor | None = None) -> Tensor:
+    def trained(stage: str, part: Tensor, rate: float) -> Tensor:
         """Train the model anew on a part of the examples; returns its probabilities on the training inputs."""
         model.load_state_dict(first)
-        fit(
-            model, inputs[part], targets[part], weights=weights, steps=rounds, batch=size, rate=rate,
-            seed=derived(seed, stage), augment=augment, precision=precision,
+        trainer.train(
+            part, steps=rounds, batch=size, rate=rate, seed=derived(seed, stage),
             checkpoint=folder and folder / stage.replace(" ", "-"),
             watch=watch and (lambda done: watch(stage, done, rounds)),
         )  # fmt: skip
@@ -143,7 +146,7 @@ def denoise(
             raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
         return found
 
-    guess = trained("trusted set", slice(len(y), None), rate or DEEP_RATE)
+    guess = trained("trusted set", every[len(y) :], rate or DEEP_RATE)
     noise = mistakes(guess, y)
     right = noise.posterior(guess, y, noise.temperature)[rows, y]
     start = torch.logit(right, eps=1e-6).clamp(-CERTAIN, CERTAIN)
@@ -165,9 +168,11 @@ def denoise(
             "another model, method or seed."
         )
     rate = rate or _final_rate(method, solution)
-    found = trained("round 1", slice(None), rate, torch.cat([importance, torch.ones(len(y_trusted))]))
-    targets[: len(y)] = noise.posterior(found, y)
-    found = trained("round 2", slice(None), rate)
+    trainer.w[: len(y)] = importance.to(device)
+    found = trained("round 1", every, rate)
+    trainer.w.fill_(1.0)
+    trainer.y[: len(y)] = noise.posterior(found, y).to(device)
+    found = trained("round 2", every, rate)
     confidence, suggested = found.max(1)
     return Denoised(
         importance=importance, quality=importance * found[rows, y],

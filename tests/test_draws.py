@@ -34,6 +34,7 @@ def test_every_draw_waits_for_the_one_before_it():
 def test_graph_without_draws_stays_as_it_is():
     graph = make_fx(torch.sin, tracing_mode="real")(torch.ones(5)).graph
     before = [str(node.target) for node in graph.nodes]
+    assert order_of_draws(graph) == {}
     in_order(graph)
     assert [str(node.target) for node in graph.nodes] == before
 
@@ -44,7 +45,7 @@ def test_compiled_draws_are_those_of_eager():
 
     x = torch.ones(5)
     graph = make_fx(drawing, tracing_mode="real")(x)
-    compiled = compile_graph(graph, [x], options={"fallback_random": True} | order_of_draws())
+    compiled = compile_graph(graph, [x], options={"fallback_random": True} | order_of_draws(graph.graph))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         wanted = drawing(x)

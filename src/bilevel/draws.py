@@ -13,8 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 
-def order_of_draws() -> dict[str, Any]:
-    """Inductor's option for it."""
+def order_of_draws(graph: Graph) -> dict[str, Any]:
+    """Inductor's options for it, where there is an order to keep."""
+    if len(_draws(graph)) < 2:
+        return {}
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class InOrder(CustomGraphPass):
@@ -25,7 +27,8 @@ def order_of_draws() -> dict[str, Any]:
             """What a cache of compiled code goes by."""
             return get_hash_for_files((__file__,))
 
-    return {"post_grad_custom_post_pass": InOrder()}
+    # A draw would be moved to its first use before this pass sees it.
+    return {"post_grad_custom_post_pass": InOrder(), "reorder_for_locality": False}
 
 
 def in_order(graph: Graph) -> None:
@@ -33,9 +36,12 @@ def in_order(graph: Graph) -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    draws = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
-    waits = {after: OrderedSet([_value(before)]) for before, after in itertools.pairwise(draws)}
+    waits = {after: OrderedSet([_value(before)]) for before, after in itertools.pairwise(_draws(graph))}
     preserve_node_ordering(graph, waits)
+
+
+def _draws(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
 
 
 def _value(draw: Node) -> Node:

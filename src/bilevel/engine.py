@@ -205,12 +205,13 @@ class Compiled(Recorded):
             weight_gradients(graph)
             inputs: list[Any] = [*tensors, *lived]
             with self._undone(), torch.no_grad():
-                compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
+                options = _options(self.host.derivatives.v.device) | order_of_draws(graph.graph)
+                compiled = compile_graph(graph, inputs, options=options)
                 compiled(*inputs)  # while it can still be given up
 
         def unit(given: list[Tensor]) -> Any:
             with torch.no_grad():
-                out = compiled(*given, *lived)
+                out = compiled(*_apart(given), *lived)
             count()
             return pytree.tree_unflatten(list(out), forms[-1])
 
@@ -329,14 +330,14 @@ class Engines:
 
 
 def _options(device: torch.device) -> dict[str, Any]:
-    """What inductor is told. Random numbers are eager's, in the order of the step.
+    """What inductor is told. Random numbers are eager's.
 
     On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
     and prices become few. With these, inductor's reordering of loops fails on an assertion of its own (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda
-    return {"fallback_random": True} | order_of_draws() | own
+    return {"fallback_random": True} | own
 
 
 def _host_generators() -> tuple[Any, ...]:
@@ -358,6 +359,17 @@ def _copied(tensor: Tensor) -> Tensor:
     """A copy of the same strides; where these overlap, as after `expand`, another name for the same memory."""
     copy = tensor.clone()
     return copy if copy.stride() == tensor.stride() else tensor.detach()
+
+
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, those that share memory with one before as copies: what is compiled takes them to be apart."""
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        found.append(tensor.clone() if memory in seen else tensor)
+        seen.add(memory)
+    return found
 
 
 def _name(tensor: Tensor) -> tuple[Any, ...]:

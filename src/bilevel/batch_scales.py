@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .autodiff import Derivatives
 from .batches import Pair
-from .vectors import gradient, norm
+from .vectors import norm
 
 GAMMA_SHARE = 1.0
 """The first gamma |g_vv s| as a multiple of |f_v|."""
@@ -74,22 +74,24 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             d.lower(pair[1])
             f, values = d.upper(pair[0]), d.constraints(pair[0])
             wrt = [*leaves, *inputs()]
-            first = gradient(f, wrt, retain=True)
+            first = d.agreed_beside_rows(d.gradient(f, wrt, retain=True))
+            (value,) = d.agreed([f.detach()])
             f_v += norm(first[: len(leaves)]).item()
-            f_z += norm(first).item()
-            f_size = (f_size[0] + f.sum().item(), f_size[1] + _entries(first[: len(leaves)]))
+            f_z += d.size(first).item()
+            f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(first[: len(leaves)]))
             if d.u.rows:
-                tapes = zip(d.tapes, d.u.rows, strict=True)
+                tapes = zip(d.all_rows(d.tapes), d.u.rows, strict=True)
                 read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
                 coverage += max(read, default=0.0) / count
             shapes = shapes or [h.shape for h in values]
             size_h = size_h or [0.0] * len(values)
             for i, h in enumerate(values):
-                pulled = norm(gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True)).item()
+                slopes = d.agreed_beside_rows(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
+                pulled = d.size(slopes).item()
                 size_h[i] += pulled / math.sqrt(max(1, h.numel()))
     length = 1.0 + norm(leaves).item()
     if not bent > 1e-12 * max(slope, 1e-300):
-        direction = [torch.randn_like(leaf) for leaf in leaves]
+        direction = d.agreed([torch.randn_like(leaf) for leaf in leaves])
         product = d.hessian_product(pairs[:1], [x / norm(direction) for x in direction], with_u=False)
         bent = count * max(norm(product).item() ** 2 * length, 1e-12)
     sizes = [s / count * length for s in size_h]

@@ -19,8 +19,10 @@ from . import checkpoint as store
 from .callbacks import Callback, Run
 from .certificate import certify
 from .errors import BilevelWarning
+from .joining import agree, own_generators, share_buffers
 from .method import RECORD, Setting, State
 from .problem import Variable
+from .replay import random_state
 from .solution import Certificate, History, Solution, Status
 
 
@@ -37,11 +39,16 @@ class Loop:
         log_every: int | None,
         seed: int,
         identity: dict[str, Any],
+        *,
+        writes: bool = True,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
         self.seed, self.fingerprint = seed, identity
+        self.ranks, self.writes = setting.ranks, writes
+        self.sent = self.counted = 0
+        """Bytes that went to other ranks in the steps of this process, and how many steps these were."""
         self.history = History()
         self.step = 0
         self.seconds = 0.0
@@ -69,14 +76,17 @@ class Loop:
         started = time.perf_counter() - self.seconds
         watch = Run(
             self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds,
-            self.state.engine,
+            self.state.engine, 1 if self.ranks is None else self.ranks.size,
         )  # fmt: skip
         status: Status | None = self.finished or self.state.ended()
         for callback in self.callbacks:
             callback.start(watch)
         while status is None and self.step < self.setting.max_steps:
+            before = 0 if self.ranks is None else self.ranks.payload
             record = self.state.step(self.step)
             self.step += 1
+            if self.ranks is not None:
+                self.sent, self.counted = self.sent + self.ranks.payload - before, self.counted + 1
             # On the CPU there is nothing to overlap with: its step has ended by now.
             if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
                 self.setting.sources.ahead(self.state.draws)
@@ -84,7 +94,9 @@ class Loop:
             self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
             status = self.state.ended()
             due = self.folder is not None and self.step % self.every == 0
-            last = status is not None or self.step >= self.setting.max_steps or self.interrupted
+            # Ranks hear of an interrupt where they talk anyway: it reaches them in different steps.
+            stopping = self.interrupted and self.ranks is None
+            last = status is not None or self.step >= self.setting.max_steps or stopping
             if due or last or self.step % self.log_every == 0:
                 found = self._fetch(watch)
                 status = found if status is None or found is Status.DIVERGED else status
@@ -107,7 +119,8 @@ class Loop:
             certificate=certificate, multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]],
             message=self.message,
             waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
-            interrupted=self.interrupted, state=self.state.state_dict(),
+            interrupted=self.interrupted, ranks=1 if self.ranks is None else self.ranks.size,
+            bytes_per_step=self._bytes_per_step(), state=self.state.state_dict(),
         )  # fmt: skip
 
     def _judged(self, status: Status, certificate: Certificate) -> Status:
@@ -140,13 +153,18 @@ class Loop:
                 return Status.DIVERGED
             self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
         self.pending = []
-        if not self._finite():
+        finite = self._finite()
+        if self.ranks is not None:
+            finite, self.interrupted = agree(self.ranks, table, finite, self.interrupted, self.step)
+        if not finite:
             self.message = f"At step {self.step}, u or v is not finite."
             self._restore_snapshot()
             return Status.DIVERGED
         self.good = self._snapshot()
-        watch.step, watch.seconds = self.step, self.seconds
-        stop = [callback.log(watch) for callback in self.callbacks]
+        watch.step, watch.seconds, watch.bytes_per_step = self.step, self.seconds, self._bytes_per_step()
+        stop = [bool(callback.log(watch)) for callback in self.callbacks]
+        if self.ranks is not None:
+            stop = [any(each) for each in self.ranks.gather(stop)]
         watch.seen = len(self.history)
         if self._within_tolerance():
             return Status.CONVERGED
@@ -191,10 +209,19 @@ class Loop:
             for key, tensor in variable.tensors().items():
                 tensor.copy_(saved[name][key])
 
+    def _bytes_per_step(self) -> float:
+        return self.sent / self.counted if self.counted else 0.0
+
     def _save(self, status: Status | None = None) -> None:
+        if self.ranks is not None:
+            # What each rank's forward passes have left: BatchNorm's statistics, of shares of the batches.
+            share_buffers(self.ranks, self.variables)
         if self.folder is None:
             return
         device = self.setting.v.device
+        more = {} if self.ranks is None else {"ranks": self.ranks.gather(list(random_state(device)))}
+        if not self.writes:
+            return
         store.save(self.folder, {
             "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
             "max_steps": self.setting.max_steps, "status": status.name if status else None,
@@ -202,7 +229,7 @@ class Loop:
             "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            "history": torch.tensor(self.history.to_lists(), dtype=torch.float64),
+            "history": torch.tensor(self.history.to_lists(), dtype=torch.float64), **more,
         })  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -221,6 +248,8 @@ class Loop:
         self.setting.generator.set_state(saved["generator"])
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
+        if self.ranks is not None:
+            own_generators(self.ranks, saved, self.setting.v.device)
         self.history = History.from_lists(saved["history"].tolist())
         self.step, self.seconds = saved["step"], saved["seconds"]
         self.setting.sources.waited = saved.get("waited", 0.0)

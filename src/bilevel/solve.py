@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,21 @@ from typing import Any
 import torch
 
 from . import checkpoint as store
-from .autodiff import Derivatives
 from .callbacks import Callback
 from .check import first_evaluation, variables
+from .distributed import Ranks
 from .engine import ENGINES
 from .errors import CheckpointError, OptionError
 from .fingerprint import compare, fingerprint
+from .joining import apart, begin_alike, by_first
 from .loop import Loop
 from .method import Method, Setting
+from .parallel import derivatives
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
 from .reading import worst_case
 from .replay import seeded
+from .shares import Sharing
 from .solution import Solution
 from .sources import Sources
 from .starts import several
@@ -65,6 +67,9 @@ def solve(
     `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`), each with
     `max_steps`, and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates` lists the
     distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
+
+    Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
+    (docs/distributed.md). The first rank alone writes files and calls callbacks.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
@@ -125,14 +130,23 @@ class _Order:
         return self.once(folder, seed, start)
 
     def once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
-        """One run from the present u and v."""
+        """One run from the present u and v, by this process or by all ranks."""
+        ranks = Ranks.here(self.lower.device)
+        with nullcontext() if ranks is None else ranks.telling():
+            return self._once(folder, seed, start, ranks)
+
+    def _once(self, folder: Path | None, seed: int | None, start: int, ranks: Ranks | None) -> Solution:
         problem, upper, lower = self.problem, self.upper, self.lower
-        saved = _open(folder, self.resume)
+        saved = _open(folder, self.resume) if ranks is None else by_first(ranks, lambda: _open(folder, self.resume))
         if seed is None:
             seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
-        sources = Sources(self.data, seed, lower.device)
+            seed = seed if ranks is None else ranks.share(seed)
+        sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
+        sources = Sources(self.data, seed, lower.device, sharing)
         identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
         identity |= {"precision": self.precision}
+        if ranks is not None:
+            begin_alike(ranks, identity, upper, lower)
         if saved is not None:
             compare(saved["fingerprint"], identity, folder)
         if self.accumulate > 1 and not sources:
@@ -142,18 +156,27 @@ class _Order:
         with seeded(seed, lower.device) as generator:
             setting = Setting(
                 problem, upper, lower, sources, self.max_steps, self.tolerance, self.accumulate, generator,
-                self.precision, self.engine, start,
+                self.precision, self.engine, start, None if sharing is None else ranks,
             )  # fmt: skip
-            first_evaluation(Derivatives(problem, upper, lower, precision=self.precision), sources)
+            first_evaluation(derivatives(setting), sources)
             try:
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
-                    loop = Loop(setting, state, self.callbacks, folder, self.every, self.log_every, seed, identity)
+                    loop = Loop(
+                        setting, state, self._heard(ranks), folder, self.every, self.log_every, seed, identity,
+                        writes=ranks is None or ranks.first,
+                    )  # fmt: skip
+                    if setting.ranks is not None:
+                        apart(setting.ranks, seed, lower.device)
                     if saved is not None:
                         loop.restore(saved)
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
+
+    def _heard(self, ranks: Ranks | None) -> Sequence[Callback]:
+        """The callbacks that are called in this process."""
+        return [c for c in self.callbacks if ranks is None or ranks.first or c.every_rank]
 
 
 def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
@@ -206,8 +229,5 @@ def _refuse(
         raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise OptionError(f"solve runs in one process; got WORLD_SIZE={ranks}. Data-parallel runs are not built yet.")
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")

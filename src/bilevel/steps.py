@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .autodiff import Curvature, Derivatives
+from .autodiff import Curvature
 from .batch_scales import BatchScales, measure
 from .batches import Pair, detached
 from .descent import Descent, OptimizerFactory, adam
@@ -24,6 +24,7 @@ from .engine import Engine, Engines
 from .errors import OptionError
 from .lower_level import lower_point
 from .method import Setting
+from .parallel import derivatives
 from .prices import Gradients, Prices
 from .replay import keeping
 from .solution import Status
@@ -78,7 +79,7 @@ class Steps(ABC):
                 f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
                 "tasks into one batch."
             )
-        self.derivatives = Derivatives(self.problem, self.u, self.v, curvature, setting.precision)
+        self.derivatives = derivatives(setting, curvature)
         self.tolerance = setting.tolerance
         self.lower_steps, self.falling = lower_steps, falling
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
@@ -260,6 +261,8 @@ class Steps(ABC):
     # -- what the engines ask --------------------------------------------------------------------------------------
 
     def obstacle(self) -> str:
+        if self.derivatives.shared:
+            return "ranks average gradients in the midst of a step, which a record does not hold."
         if self.curved and self.derivatives.curvature == "difference":
             return "curvature='difference' sets the random generators back within a step."
         if self.setting.accumulate > 1:

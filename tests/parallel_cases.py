@@ -26,7 +26,7 @@ from bilevel import (
     weighted_mean,
 )
 
-STEPS = 12
+STEPS = 8
 ADAM = partial(torch.optim.Adam, lr=0.02)
 BOTH: dict[str, Any] = {"lower_optimizer": ADAM, "upper_optimizer": ADAM}
 COLUMNS = ("upper", "lower", "grad_u", "grad_v", "residual", "violation", "gamma", "lam", "epsilon", "advanced")
@@ -166,6 +166,13 @@ def solved(name: str, **more: Any) -> Solution:
         problem(), method, u, network(), data(rows=isinstance(u, Rows)), max_steps=STEPS, seed=7, log_every=4,
         hypergradient=False, **(options | more),
     )  # fmt: skip
+
+
+FEW = [
+    "penalty, steps on v", "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
+    "approx grad", "value gap, rows", "value function",
+]  # fmt: skip
+"""One of each method."""
 
 
 def all_cases(names: Sequence[str]) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class Derivatives:
         """The norm of what `agreed_beside_rows` returned, rows included."""
         return norm(found)
 
+    def whole(self, part: Tensor) -> Tensor:
+        """The sum over the shards of v, where it is divided among ranks."""
+        return part
+
     def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to take the mean over ranks; what is returned waits for it."""
         return lambda: tensors

@@ -59,7 +59,7 @@ def _measure(
         for pair in make(True):
             outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
             lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
-    slopes = d.agreed(_mean(lagrangian))
+    slopes = d.agreed_beside_rows(_mean(lagrangian))
     direct, pull = d.cotangent(slope, state.prices())
     curved = _product(d, lower, pull)
     total = [a + b for a, b in zip(slopes, curved, strict=True)]
@@ -78,8 +78,8 @@ def _measure(
     scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
-        stationarity_u=norm(slope_u).item(), stationarity_v=norm(total[:count]).item(),
-        lower_residual=norm(residual).item(), violation=violation(own[0], own[2]).item() if own[0] else 0.0,
+        stationarity_u=norm(slope_u).item(), stationarity_v=d.size(total[:count]).item(),
+        lower_residual=d.size(residual).item(), violation=violation(own[0], own[2]).item() if own[0] else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
         damping=_damping(state.lam(), prices.gamma),

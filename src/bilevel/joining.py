@@ -40,7 +40,7 @@ def begin_alike(ranks: Ranks, identity: Mapping[str, Any], u: Variable, v: Varia
                     f"every rank must call solve with the same arguments; the {name} of rank {ranks.rank} is "
                     f"{identity[name]}, that of rank {rank} is {value}."
                 )
-    ranks.same([tensor for variable in (u, v) for tensor in variable.tensors().values()])
+    ranks.same([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
 
 
 def apart(ranks: Ranks, seed: int, device: torch.device, step: int = 0) -> None:

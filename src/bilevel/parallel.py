@@ -133,4 +133,8 @@ def derivatives(setting: Setting, curvature: Curvature = "auto") -> Derivatives:
         raise OptionError("trials cannot be used with data under torchrun. Run them in one process.")
     if curvature == "gram":
         raise OptionError("curvature='gram' cannot be used under torchrun. Use curvature='auto'.")
+    if setting.v.shards or setting.u.shards:
+        from .sharded import Sharded  # it builds on this module
+
+        return Sharded(setting, setting.ranks, curvature)
     return Across(setting, setting.ranks, curvature)

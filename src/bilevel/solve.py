@@ -83,6 +83,8 @@ def solve(
     _refuse(max_steps, tolerance, every, log_every, engine, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
+    if checkpoint is not None and lower.shards:
+        raise OptionError("checkpoint cannot be used where v is sharded by fully_shard. Leave it out.")
     folder = None if checkpoint is None else Path(checkpoint)
     order = _Order(
         problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
@@ -158,7 +160,8 @@ class _Order:
                 problem, upper, lower, sources, self.max_steps, self.tolerance, self.accumulate, generator,
                 self.precision, self.engine, start, None if sharing is None else ranks,
             )  # fmt: skip
-            first_evaluation(derivatives(setting), sources)
+            if not lower.shards:  # autograd does not reach those
+                first_evaluation(derivatives(setting), sources)
             try:
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)

@@ -28,7 +28,7 @@ from .parallel import derivatives
 from .prices import Gradients, Prices
 from .replay import keeping
 from .solution import Status
-from .vectors import norm
+from .vectors import dot, norm
 
 Draw = tuple[list[Pair], list[Pair] | None]
 """The batches of one gradient, and those that its cotangent is from where that is another's."""
@@ -245,7 +245,7 @@ class Steps(ABC):
         """|the gradient in u|, of each trial where there are trials; a row that was read twice counts once."""
         squares = self.upper.row_squares(moved.rows)
         if moved.u:
-            squares.append(self.derivatives.dot(moved.u, moved.u))
+            squares.append(dot(moved.u, moved.u, trials=self.problem.trials is not None))
         return torch.stack(squares).sum(0).detach().sqrt() if squares else torch.zeros_like(moved.f)
 
     def _draw(self) -> Draw:

@@ -4,6 +4,9 @@
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
+    told = False
+    """Whether another rank tells the user of it."""
+
 
 class OptionError(BilevelError, ValueError):
     """An option or argument is out of range, unknown, or not used by the mode in force."""

@@ -27,6 +27,7 @@ def by_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
             found = error
     found = ranks.share(found)
     if isinstance(found, BilevelError):
+        found.told = not ranks.first
         raise found
     return found
 

@@ -239,7 +239,7 @@ class Loop:
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
                 f"from step {saved['step']} on.",
                 BilevelWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self._write(saved)
         self.state.load_state_dict(saved["method"])

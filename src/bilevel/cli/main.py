@@ -44,6 +44,12 @@ def options(
     """Solve bilevel optimization problems by the penalty method."""
 
 
+def _say(error: Exception) -> None:
+    """Print an error, once where all ranks have the same."""
+    if not getattr(error, "told", False):
+        print(f"bilevel: {error}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (that of the process by default) and return its exit code."""
     try:
@@ -54,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Stopped by Ctrl-C.", file=sys.stderr)
         return 1
     except OptionError as error:
-        print(f"bilevel: {error}", file=sys.stderr)
+        _say(error)
         return 2
     except (BilevelError, OSError) as error:
-        print(f"bilevel: {error}", file=sys.stderr)
+        _say(error)
         return 1
     return 0

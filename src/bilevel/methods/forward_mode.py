@@ -59,7 +59,7 @@ class ForwardMode(UnrolledOptions):
                 f"ForwardMode takes T x U = {count:,} second backwards in every upper step. Use ReverseMode or Penalty "
                 "for so large a u.",
                 BilevelWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
         return _Run(self, setting)
 

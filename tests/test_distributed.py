@@ -11,6 +11,7 @@ from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset
 
 from bilevel import DataError, OptionError, Penalty, ProblemError, solve, weighted_mean
+from bilevel.cli.main import main
 from bilevel.shares import Share, Sharing
 from bilevel.sources import Sources
 
@@ -132,3 +133,11 @@ def test_a_weighted_mean_needs_a_weight_for_each_loss():
     assert weighted_mean(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 2.5
     with pytest.raises(ProblemError, match="one weight for each loss"):
         weighted_mean(torch.ones(3), torch.ones(2))
+
+
+def test_commands_other_than_denoise_are_refused_under_torchrun(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in ((0, "torchrun is for denoise alone; got demo"), (1, "")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["demo"]) == 2
+        assert (said in capsys.readouterr().err) if said else capsys.readouterr().err == ""

@@ -19,6 +19,7 @@ METHODS = {
     "difference": Penalty(curvature="difference", lower_steps=1, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "defaults": Penalty(curvature="difference"),
+    "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
 }
 WORDS, CLASSES = 7, 3
 
@@ -60,9 +61,15 @@ def lower(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
     return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u)[batch[1]])
 
 
+def balance(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+    return v(batch[0]).mean() - 0.1
+
+
 def run(method: Any, v: nn.Module, **more: Any) -> Solution:
     u = torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)
-    return solve(Problem(upper, lower), method, u, v, data(), max_steps=6, seed=3, hypergradient=False, **more)
+    # In a warm-up, constraints are evaluated without a backward pass.
+    problem = Problem(upper, lower, equalities=[balance] if method is METHODS["constraints"] else [])
+    return solve(problem, method, u, v, data(), max_steps=6, seed=3, hypergradient=False, **more)
 
 
 def numbers(solution: Solution) -> dict[str, Any]:

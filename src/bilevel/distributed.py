@@ -62,12 +62,17 @@ class Ranks:
     """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
 
     _runs = 0
+    _talk: tuple[Any, Any] = None, None
+    """The group of all ranks, and that of their CPUs, which is made once."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.payload = 0
         backends = dist.get_backend_config()
-        self._host = dist.group.WORLD if "cpu" in str(backends) else dist.new_group(backend="gloo")
+        everyone = dist.group.WORLD
+        if Ranks._talk[0] is not everyone:
+            Ranks._talk = everyone, everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
+        self._host = Ranks._talk[1]
         Ranks._runs += 1
         self._run = f"bilevel/{Ranks._runs}"
 

@@ -21,7 +21,7 @@ from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..cells import one_thread
 from ..data import apply_decisions, load
-from ..distributed import Ranks, restarted
+from ..distributed import Ranks, first_rank, restarted
 from ..errors import BilevelError, OptionError, RankError
 from ..joining import by_first
 from ..method import Method
@@ -97,7 +97,8 @@ def command(
     exported there, `bilevel denoise DATA --apply decisions.csv --out cleaned.npz` turns into cleaned data.
     """
     if apply is not None:
-        _apply(data, apply, out, label, json)
+        if first_rank():
+            _apply(data, apply, out, label, json)
         return
     asked = {
         "command": "denoise", "data": data, "trusted": trusted, "test": test, "label": label, "noise": noise,

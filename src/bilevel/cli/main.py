@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..distributed import first_rank, world
 from ..errors import BilevelError, OptionError
 from . import compare, demo, denoise, poison, reproduce, tune
 
@@ -37,11 +38,16 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Solve bilevel optimization problems by the penalty method."""
+    if world() > 1 and context.invoked_subcommand != "denoise":
+        error = OptionError(f"torchrun is for denoise alone; got {context.invoked_subcommand}. Run it in one process.")
+        error.told = not first_rank()
+        raise error
 
 
 def _say(error: Exception) -> None:

@@ -26,7 +26,7 @@ from bilevel import (
     weighted_mean,
 )
 
-STEPS = 8
+STEPS = 6
 ADAM = partial(torch.optim.Adam, lr=0.02)
 BOTH: dict[str, Any] = {"lower_optimizer": ADAM, "upper_optimizer": ADAM}
 COLUMNS = ("upper", "lower", "grad_u", "grad_v", "residual", "violation", "gamma", "lam", "epsilon", "advanced")
@@ -169,7 +169,7 @@ def solved(name: str, **more: Any) -> Solution:
 
 
 FEW = [
-    "penalty, steps on v", "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
+    "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
     "approx grad", "value gap, rows", "value function",
 ]  # fmt: skip
 """One of each method."""

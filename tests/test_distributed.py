@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_cases import CASES, FEW, all_cases, data, decays, network, ridge
+from parallel_cases import CASES, FEW, STEPS, all_cases, data, decays, network, ridge
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +32,7 @@ def four() -> list[dict[str, Any]]:
 
 
 def assert_alike(name: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    # Sums in another order, and 8 steps of Adam, whose first ones divide by a gradient's own size; a difference of
+    # Sums in another order, and 6 steps of Adam, whose first ones divide by a gradient's own size; a difference of
     # gradients divides rounding by about 1e-5.
     tolerance = 1e-6 if "difference" in name or "value" in name else 1e-9
     assert found["advanced"] == expected["advanced"]
@@ -73,7 +73,7 @@ def test_bytes_of_a_step_are_those_of_its_means(two, alone):
     assert alone["penalty, steps on v"]["bytes"] == 0
     # One step of warm-up, and the scales at its end, which are measured in the step after it: 4 pairs of batches.
     scales = 8 * 4 * (2 * weights + 2 + weights)
-    assert two[0]["penalty, steps on v"]["bytes"] == (7 * expected + warm_up + scales) / 8
+    assert two[0]["penalty, steps on v"]["bytes"] == ((STEPS - 1) * expected + warm_up + scales) / STEPS
 
 
 # -- shares --------------------------------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_that_comes_too_late_to_stop_a_run_is_told_of(quadratic, monkeypatch):
-    module = sys.modules["bilevel.solve"]
+    module = sys.modules["bilevel.loop"]
     plain_certify = module.certify
 
     def late(*arguments, **options):

@@ -368,7 +368,7 @@ def _folded(cells):
 
 
 def test_ctrl_c_after_the_last_step_of_a_method_is_not_forgotten(monkeypatch):
-    module = sys.modules["bilevel.solve"]
+    module = sys.modules["bilevel.loop"]
     plain = module.certify
 
     def interrupted(*arguments, **options):

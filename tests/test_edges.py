@@ -238,12 +238,6 @@ def test_projected_adam_rests_at_the_solution_and_not_where_its_own_scaling_woul
     torch.testing.assert_close(u.detach(), Ball(0.8)((a + b / 2) / 1.5), rtol=0, atol=1e-4)
 
 
-def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(OptionError, match="WORLD_SIZE=2"):
-        solve(Problem(pull, follow), Penalty(), leaf(0.0), leaf(0.0), max_steps=2)
-
-
 def test_history_of_a_diverged_run_ends_where_its_state_does():
     calls = itertools.count()
 

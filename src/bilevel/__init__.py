@@ -9,6 +9,7 @@ from .errors import (
     DataError,
     OptionError,
     ProblemError,
+    RankError,
     VariableError,
 )
 from .methods.alternating import Alternating
@@ -23,13 +24,14 @@ from .projections import Ball, Box, Simplex
 from .rows import Rows
 from .solution import Certificate, History, Solution, Status
 from .solve import solve
+from .weighting import weighted_mean
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Alternating", "ApproxGrad", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback",
     "Certificate", "Check", "CheckpointError", "DataError", "EarlyStopping", "ForwardMode", "History",
-    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "Simplex",
-    "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "__version__", "check",
-    "solve",
+    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "RankError", "ReverseMode", "Rows", "Run",
+    "Simplex", "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "__version__",
+    "check", "solve", "weighted_mean",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ from .precision import Precision, reduced, widened
 from .prices import Gradients, Prices, added, paid
 from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
+from .rows import Parts
 from .vectors import dot, gradient, norm, spread, summed
 
 if TYPE_CHECKING:
@@ -61,6 +62,41 @@ class Derivatives:
         self.kkt: KKT | None = None
         """What the lower level's constraints were turned into; `problem` is then without them"""
         self._proved = False  # whether an exact evaluation has gone through
+
+    # -- what ranks agree on (see `bilevel.parallel`); one process has nothing to agree on ---------------------------
+
+    gradient = staticmethod(gradient)
+    """The derivative of outputs in leaves: see `bilevel.vectors`"""
+    shared = False
+    """Whether the batches are shares of those of all ranks"""
+
+    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The mean over ranks."""
+        return tensors
+
+    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
+        """The mean over ranks of what belongs to the leaves of v and u; what follows belongs to rows that were read."""
+        return found
+
+    def agreed_gradients(self, found: Gradients) -> Gradients:
+        """f, g and their derivatives as means over ranks. Rows stay each rank's own: see `all_rows`."""
+        return found
+
+    def all_rows(self, parts: Parts) -> Parts:
+        """The rows that were read on any rank, with the gradients that they have in the mean."""
+        return parts
+
+    def size(self, found: list[Tensor]) -> Tensor:
+        """The norm of what `agreed_beside_rows` returned, rows included."""
+        return norm(found)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The sum over the shards of v, where it is divided among ranks."""
+        return part
+
+    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to take the mean over ranks; what is returned waits for it."""
+        return lambda: tensors
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -130,7 +166,7 @@ class Derivatives:
         with self.holding_u(False):
             for _, batch in batches:
                 g = self.lower(batch) * share
-                part = [g.detach(), *gradient(g, self.v.leaves)]
+                part = [g.detach(), *self.gradient(g, self.v.leaves)]
                 total = summed([total, part]) if total else part
         return total[0], total[1:]
 
@@ -142,7 +178,7 @@ class Derivatives:
         with self.holding_u(False), torch.enable_grad():
             for upper_batch, lower_batch in batches:
                 g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
-                part = [g.detach(), f.detach(), *gradient(g, self.v.leaves), *gradient(f, self.v.leaves)]
+                part = [g.detach(), f.detach(), *self.gradient(g, self.v.leaves), *self.gradient(f, self.v.leaves)]
                 total = summed([total, part]) if total else part
                 with torch.no_grad():
                     values = [x * share for x in self.constraints(upper_batch)]
@@ -160,7 +196,7 @@ class Derivatives:
             with self.holding_u(True) as inputs:
                 f = self.upper(batch) * share
                 leaves = self.v.leaves[:count]
-                slopes = gradient(f, [*leaves, *inputs()], retain=retain)
+                slopes = self.gradient(f, [*leaves, *inputs()], retain=retain)
                 found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
             total = found if total is None else added(total, found)
         if total is None:
@@ -216,11 +252,11 @@ class Derivatives:
             for batch in batches:
                 states.append(random_state(self.v.device))
                 g = self.lower(batch[1])
-                s = gradient(g * share, self.v.leaves)
+                s = self.gradient(g * share, self.v.leaves)
                 with torch.no_grad():
                     part = s + [h * share for h in self.constraints(batch[0])]
                     mean = summed([mean, part]) if mean else part
-        count = len(self.v.leaves)
+        count, mean = len(self.v.leaves), self.agreed(mean)
         pulled = mean[:count] if slope is None else list(slope)
 
         # g and h are evaluated again with the draws they had; f goes on from where those ended.
@@ -260,20 +296,24 @@ class Derivatives:
             direct: list[Tensor] | None = None
             # The Gram form knows no cotangent but nu + gamma s.
             nu = prices.nu if prices.multipliers else None
-            plain = given_slope is not None or self.v.projected or self.problem.trials is not None
+            plain = given_slope is not None or self.v.projected or self.problem.trials is not None or self.shared
             gram = [] if plain else self._gram(g, with_slope=lam is None, with_nu=prices.multipliers)
             self.gram_layers = len(gram)
             if gram:
                 s, pull, slope = terms(g, leaves, gram, prices.gamma, nu, with_slope=lam is None)
             else:
-                s = gradient(g, leaves, keep_graph=exact, retain=with_u)
+                s = self.gradient(g, leaves, keep_graph=exact, retain=with_u)
                 slope = [x.detach() for x in s]
-                direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
+            # Ranks average s while f is evaluated. Of several batches it has been averaged before.
+            landed = self._agreeing(slope) if given_constraints is None else None
             h = self.constraints(batch[0])
             if before_upper is not None:
                 before_upper()
             f = self.upper(batch[0])
-            values = [x.detach() for x in h] if given_constraints is None else list(given_constraints)
+            slope = slope if landed is None else landed()
+            if not gram:
+                direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
+            values = self.agreed([x.detach() for x in h]) if given_constraints is None else list(given_constraints)
             pull_h = self.constraint_cotangents(values, prices)
             wrt = [*leaves, *inputs()]
             if exact:
@@ -281,9 +321,9 @@ class Derivatives:
                     refuse_once_differentiable(s)
                 # lam g rides along: its cotangents join those of the second backward before any product is formed.
                 first, weights = ([f], [None]) if lam is None else ([f, g], [None, lam.to(g.dtype)])
-                found = gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
+                found = self.gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
-                found = gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
+                found = self.gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
                 found = summed([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
                 if lam is not None:
                     found = summed([found, [spread(lam, x) * x for x in slope]])
@@ -315,7 +355,7 @@ class Derivatives:
             n + prices.gamma * (v.detach() - m.detach())
             for n, v, m in zip(prices.nu, self.v.leaves, moved, strict=True)
         ]
-        back = gradient(moved, points, cotangent=pull)
+        back = self.gradient(moved, points, cotangent=pull)
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
@@ -351,7 +391,7 @@ class Derivatives:
                     rows.replay()
                 value = self.lower(batch)
                 after = random_state(self.v.device) if after is None else after
-                sides.append(gradient(value, wrt, retain=True))
+                sides.append(self.gradient(value, wrt, retain=True))
         set_random_state(after, self.v.device)
         return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
 
@@ -386,10 +426,10 @@ class Derivatives:
                     if with_u and self.u.rows:
                         self.lower(batch)  # notes the rows that are read, whose leaves are differentiated
                     return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
-                s = gradient(self.lower(batch), self.v.leaves, keep_graph=True)
+                s = self.gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
                     refuse_once_differentiable(s)
-                return gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=retain)
+                return self.gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=retain)
 
         return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .autodiff import Derivatives
 from .batches import Pair
-from .vectors import gradient, norm
 
 GAMMA_SHARE = 1.0
 """The first gamma |g_vv s| as a multiple of |f_v|."""
@@ -67,31 +66,33 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
     leaves, count = d.v.leaves, len(pairs)
     for pair in pairs:
         g, s = d.slope([pair])
-        g_size = (g_size[0] + g.sum().item(), g_size[1] + _entries(s))
-        slope += norm(s).item()
-        bent += norm(d.hessian_product([pair], s, with_u=False)).item()
+        g_size = (g_size[0] + g.sum().item(), g_size[1] + _entries(d, s))
+        slope += d.size(s).item()
+        bent += d.size(d.hessian_product([pair], s, with_u=False)).item()
         with d.holding_u(True) as inputs:
             d.lower(pair[1])
             f, values = d.upper(pair[0]), d.constraints(pair[0])
             wrt = [*leaves, *inputs()]
-            first = gradient(f, wrt, retain=True)
-            f_v += norm(first[: len(leaves)]).item()
-            f_z += norm(first).item()
-            f_size = (f_size[0] + f.sum().item(), f_size[1] + _entries(first[: len(leaves)]))
+            first = d.agreed_beside_rows(d.gradient(f, wrt, retain=True))
+            (value,) = d.agreed([f.detach()])
+            f_v += d.size(first[: len(leaves)]).item()
+            f_z += d.size(first).item()
+            f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(d, first[: len(leaves)]))
             if d.u.rows:
-                tapes = zip(d.tapes, d.u.rows, strict=True)
+                tapes = zip(d.all_rows(d.tapes), d.u.rows, strict=True)
                 read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
                 coverage += max(read, default=0.0) / count
             shapes = shapes or [h.shape for h in values]
             size_h = size_h or [0.0] * len(values)
             for i, h in enumerate(values):
-                pulled = norm(gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True)).item()
+                slopes = d.agreed_beside_rows(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
+                pulled = d.size(slopes).item()
                 size_h[i] += pulled / math.sqrt(max(1, h.numel()))
-    length = 1.0 + norm(leaves).item()
+    length = 1.0 + d.size(leaves).item()
     if not bent > 1e-12 * max(slope, 1e-300):
-        direction = [torch.randn_like(leaf) for leaf in leaves]
-        product = d.hessian_product(pairs[:1], [x / norm(direction) for x in direction], with_u=False)
-        bent = count * max(norm(product).item() ** 2 * length, 1e-12)
+        direction = d.agreed_beside_rows([torch.randn_like(leaf) for leaf in leaves])
+        product = d.hessian_product(pairs[:1], [x / d.size(direction) for x in direction], with_u=False)
+        bent = count * max(d.size(product).item() ** 2 * length, 1e-12)
     sizes = [s / count * length for s in size_h]
     return BatchScales(
         gamma=GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0,
@@ -102,18 +103,19 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
         sizes=(f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0),
         f=f_size,
         g=g_size,
-        most=_largest_rate(leaves),
+        most=_largest_rate(d),
     )
 
 
-def _largest_rate(leaves: Sequence[Tensor]) -> float:
+def _largest_rate(d: Derivatives) -> float:
     """What a network of many layers bears.
 
     At its first weights the losses of a deep network hardly fall: 6% of them would ask for steps as long as the weights
     themselves, after which no unit is open.
     """
-    layers = [leaf.detach() for leaf in leaves if leaf.ndim > 1]
-    size = norm(layers).item() / math.sqrt(sum(x.numel() for x in layers)) if len(layers) > 1 else 0.0
+    layers = [leaf.detach() for leaf in d.v.leaves if leaf.ndim > 1]
+    count = sum(leaf.numel() for leaf in d.v.shards or d.v.leaves if leaf.ndim > 1)
+    size = d.size(layers).item() / math.sqrt(count) if len(layers) > 1 else 0.0
     if size == 0.0:
         return LOWER_RATES[1]
     return min(max(DEEP_RATE, DEEP_SHARE * size / len(layers)), LOWER_RATES[1])
@@ -122,10 +124,10 @@ def _largest_rate(leaves: Sequence[Tensor]) -> float:
 def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
     """gamma at the present v, without a host read; not finite or zero where it cannot be told."""
     found = [(d.first_order([pair], None), pair) for pair in pairs]
-    f_v = torch.stack([norm(gradients.v) for gradients, _ in found]).sum()
-    bends = [norm(d.hessian_product([pair], gradients.slope, with_u=False)) for gradients, pair in found]
+    f_v = torch.stack([d.size(gradients.v) for gradients, _ in found]).sum()
+    bends = [d.size(d.hessian_product([pair], gradients.slope, with_u=False)) for gradients, pair in found]
     return GAMMA_SHARE * f_v / torch.stack(bends).sum()
 
 
-def _entries(tensors: Sequence[Tensor]) -> float:
-    return torch.stack([t.detach().abs().sum() for t in tensors]).sum().item()
+def _entries(d: Derivatives, tensors: Sequence[Tensor]) -> float:
+    return d.whole(torch.stack([t.detach().abs().sum() for t in tensors]).sum()).item()

@@ -26,13 +26,22 @@ class Run:
     seconds: float = 0.0
     engine: str = "eager"
     """What runs the steps: `compile` among it means a first step that takes a minute or two."""
+    ranks: int = 1
+    """How many processes share the batches."""
+    bytes_per_step: float = 0.0
+    """What each of them hands to the others in a step."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return self.history.rows(self.seen)
 
 
 class Callback:
-    """Override what you need. `log` is called every `log_every` steps; returning True stops the run."""
+    """Override what you need. `log` is called every `log_every` steps; returning True stops the run.
+
+    Under torchrun the first rank alone calls it, and stops all. With `every_rank = True` all ranks call it.
+    """
+
+    every_rank = False
 
     def start(self, run: Run) -> None:
         """Before the first step, or before the first resumed one."""
@@ -78,6 +87,8 @@ class Progress(Callback):
         steps, seconds = run.step - self._first[0], run.seconds - self._first[1]
         last = next(run.history.rows(len(run.history) - 1))
         values = f"f {last['upper']:.4g}  |grad_v g| {last['residual']:.2e}  gamma {last['gamma']:.2g}"
+        if run.ranks > 1:
+            values += f"  {run.ranks} ranks, {run.bytes_per_step / 1e6:.2g} MB a step"
         rate = f"{steps / seconds:.1f}" if seconds > 0 and not self._compiling else "-"
         if self._compiling:  # the steps from here on tell how fast they are
             self._compiling, self._first = False, (run.step, run.seconds)

@@ -17,7 +17,7 @@ from .problem import Problem
 from .replay import keeping, random_state, set_random_state
 from .solution import Certificate
 from .sources import Sources
-from .vectors import gradient, norm, spread
+from .vectors import norm, spread
 
 BATCHES = 64
 """Most batches of each source that a certificate is measured on."""
@@ -50,7 +50,7 @@ def _measure(
     upper, lower, full = _batches(state, sources, problem)
     _, slope = d.slope([pair for make in lower for pair in make(False)])
     residual = d.residual(slope)
-    values = _mean([d.constraints(pair[0]) for make in upper for pair in make(False)])
+    values = d.agreed(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
     # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
     leaves = [*d.v.leaves, *d.u.leaves]
@@ -58,8 +58,8 @@ def _measure(
     for make in upper:
         for pair in make(True):
             outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
-            lagrangian.append(gradient(outputs, leaves, cotangent=[None, *pulls]))
-    slopes = _mean(lagrangian)
+            lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
+    slopes = d.agreed_beside_rows(_mean(lagrangian))
     direct, pull = d.cotangent(slope, state.prices())
     curved = _product(d, lower, pull)
     total = [a + b for a, b in zip(slopes, curved, strict=True)]
@@ -78,8 +78,8 @@ def _measure(
     scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
-        stationarity_u=norm(slope_u).item(), stationarity_v=norm(total[:count]).item(),
-        lower_residual=norm(residual).item(), violation=violation(own[0], own[2]).item() if own[0] else 0.0,
+        stationarity_u=norm(slope_u).item(), stationarity_v=d.size(total[:count]).item(),
+        lower_residual=d.size(residual).item(), violation=violation(own[0], own[2]).item() if own[0] else 0.0,
         scale=scale, lower_scale=lower_scale, violation_scale=violation_scale,
         lower_minimiser=minimiser, hypergradient_error=error,
         damping=_damping(state.lam(), prices.gamma),

@@ -4,6 +4,9 @@
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
+    told = False
+    """Whether another rank tells the user of it."""
+
 
 class OptionError(BilevelError, ValueError):
     """An option or argument is out of range, unknown, or not used by the mode in force."""
@@ -23,6 +26,10 @@ class DataError(BilevelError, ValueError):
 
 class CheckpointError(BilevelError, RuntimeError):
     """A checkpoint cannot be read, or belongs to another run."""
+
+
+class RankError(BilevelError, ConnectionError):
+    """A rank of a data-parallel run is lost, or was started with other arguments than the first."""
 
 
 def reason(error: Exception) -> str:

@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from .batches import each_tensor, move
 from .errors import DataError
+from .shares import SharedLoader, Sharing, weighted
 
 ROOM = 0.25
 """The share of a GPU's free memory that data may live in."""
@@ -102,6 +103,7 @@ class Indexed:
 
     def __init__(self, loader: DataLoader[Any], name: str, shelf: Shelf) -> None:
         self.loader, self.name, self.shelf = loader, name, shelf
+        self.sharing: Sharing | None = None
         self._stack: tuple[list[tuple[Tensor, int]], Any] = [], None
 
     @classmethod
@@ -137,7 +139,15 @@ class Indexed:
         size, columns = loader.batch_sampler.batch_size, self._columns()
         end = len(index) // size * size if loader.batch_sampler.drop_last else len(index)
         chunks = (index[i : min(i + size, end)] for i in range(size * first, end, size))
+        if self.sharing is not None:
+            return ((self._share(chunk, columns), None) for chunk in chunks)
         return ((each_tensor(partial(_rows, chunk), columns), None) for chunk in chunks)
+
+    def _share(self, chunk: Tensor, columns: Any) -> Any:
+        """This rank's examples of a batch."""
+        assert self.sharing is not None
+        start, stop, weight = self.sharing.part(len(chunk))
+        return weighted(each_tensor(partial(_rows, chunk[start:stop]), columns), weight)
 
     def _indices(self, sampler: Iterable[int]) -> Tensor:
         """The rows of the underlying tensors that the sampler names, in order."""
@@ -194,10 +204,34 @@ class Streamed:
         return tensor.to(self.device, non_blocking=True)
 
 
-Reader = Listed | Indexed | Streamed
+class Divided:
+    """A rank's share of what another reader reads."""
+
+    def __init__(self, whole: Listed | Streamed, name: str, sharing: Sharing) -> None:
+        self.whole, self.name, self.sharing = whole, name, sharing
+
+    def begin(self, first: int) -> Iterator[Ready]:
+        """Start a pass at its batch `first`."""
+        return ((self.sharing.share(batch, self.name), copied) for batch, copied in self.whole.begin(first))
 
 
-def reader(items: Iterable[Any], name: str, shelf: Shelf) -> Reader:
+Reader = Listed | Indexed | Streamed | Divided
+
+
+def shared_reader(items: Any, found: Reader, name: str, device: torch.device, sharing: Sharing) -> Reader:
+    """A reader of this rank's share of each batch. What can be chosen by index is not read by the other ranks."""
+    if sharing.divided(items, name) or isinstance(found, Divided):
+        return found
+    if isinstance(found, Indexed):
+        found.sharing = sharing
+        return found
+    batches = getattr(items, "batch_sampler", None)
+    if type(items) is DataLoader and type(batches) is BatchSampler and type(batches.sampler) in SAMPLERS:
+        return Streamed(SharedLoader(items, sharing), device)
+    return Divided(found, name, sharing)
+
+
+def reader(items: Iterable[Any], name: str, shelf: Shelf) -> Listed | Indexed | Streamed:
     """The fastest way to read these items that gives the batches that iterating over them would."""
     if isinstance(items, (list, tuple)) and type(items) in (list, tuple):
         found: list[Tensor] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .autodiff import Derivatives
 from .batches import Pair
+from .distributed import Ranks
 from .precision import Precision
 from .prices import Prices
 from .problem import Problem, Variable
@@ -42,6 +43,8 @@ class Setting:
     """What runs the steps: see `bilevel.engine`."""
     start: int = 0
     """Which of several starts this is."""
+    ranks: Ranks | None = None
+    """The processes that share the batches; None where one has them all."""
 
 
 class State(Protocol):

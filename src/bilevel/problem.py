@@ -122,6 +122,12 @@ class Variable:
             _refuse(item, f"{name}[{key!r}]" if key else name)
         self.names = [key for key, item in found if isinstance(item, Tensor)]
         self.leaves = [item for _, item in found if isinstance(item, Tensor)]
+        # Of tensors that `fully_shard` has divided among ranks, this rank's shards are what is moved.
+        self.shards = [leaf for leaf in self.leaves if hasattr(leaf, "to_local")]
+        if self.shards:
+            if len(self.shards) < len(self.leaves):
+                raise VariableError(f"{name} must be sharded as a whole. Call fully_shard on the whole module.")
+            self.leaves = [leaf.detach().to_local().requires_grad_() for leaf in self.shards]  # type: ignore[attr-defined]
         self.row_names = [key for key, item in found if isinstance(item, Rows)]
         self.rows = [item for _, item in found if isinstance(item, Rows)]
         if len({*self.names, *self.row_names}) < len(found):
@@ -162,7 +168,7 @@ class Variable:
 
     @property
     def size(self) -> int:
-        return sum(leaf.numel() for leaf in self.leaves) + sum(r.values.numel() for r in self.rows)
+        return sum(leaf.numel() for leaf in self.shards or self.leaves) + sum(r.values.numel() for r in self.rows)
 
     @property
     def device(self) -> torch.device:

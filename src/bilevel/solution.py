@@ -201,6 +201,10 @@ class Solution:
     """The share of the run's time spent waiting for data."""
     interrupted: bool = False
     """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
+    ranks: int = 1
+    """How many processes shared the batches."""
+    bytes_per_step: float = 0.0
+    """What each rank handed to the others, or averaged with them, in a step (see docs/distributed.md)."""
     candidates: list[Candidate] = field(default_factory=list)
     """With `starts`, the distinct ends of all runs, the best first."""
     state: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -1,36 +1,32 @@
-"""The one loop. It knows no algorithm and prints nothing."""
+"""`solve`: checks what it was asked for, opens the checkpoint, and runs the loop (see `bilevel.loop`)."""
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import threading
-import time
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import checkpoint as store
-from .autodiff import Derivatives
-from .callbacks import Callback, Run
-from .certificate import certify
+from .callbacks import Callback
 from .check import first_evaluation, variables
+from .distributed import Ranks
 from .engine import ENGINES
-from .errors import BilevelWarning, CheckpointError, OptionError
+from .errors import CheckpointError, OptionError
 from .fingerprint import compare, fingerprint
-from .method import RECORD, Method, Setting, State
+from .joining import apart, begin_alike, by_first
+from .loop import Loop
+from .method import Method, Setting
+from .parallel import derivatives
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
 from .reading import worst_case
 from .replay import seeded
-from .solution import Certificate, History, Solution, Status
+from .shares import Sharing
+from .solution import Solution
 from .sources import Sources
 from .starts import several
 
@@ -71,6 +67,9 @@ def solve(
     `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`), each with
     `max_steps`, and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates` lists the
     distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
+
+    Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
+    (docs/distributed.md). The first rank alone writes files and calls callbacks.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
@@ -84,6 +83,8 @@ def solve(
     _refuse(max_steps, tolerance, every, log_every, engine, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
+    if checkpoint is not None and lower.shards:
+        raise OptionError("checkpoint cannot be used where v is sharded by fully_shard. Leave it out.")
     folder = None if checkpoint is None else Path(checkpoint)
     order = _Order(
         problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
@@ -131,14 +132,23 @@ class _Order:
         return self.once(folder, seed, start)
 
     def once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
-        """One run from the present u and v."""
+        """One run from the present u and v, by this process or by all ranks."""
+        ranks = Ranks.here(self.lower.device)
+        with nullcontext() if ranks is None else ranks.telling():
+            return self._once(folder, seed, start, ranks)
+
+    def _once(self, folder: Path | None, seed: int | None, start: int, ranks: Ranks | None) -> Solution:
         problem, upper, lower = self.problem, self.upper, self.lower
-        saved = _open(folder, self.resume)
+        saved = _open(folder, self.resume) if ranks is None else by_first(ranks, lambda: _open(folder, self.resume))
         if seed is None:
             seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
-        sources = Sources(self.data, seed, lower.device)
+            seed = seed if ranks is None else ranks.share(seed)
+        sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
+        sources = Sources(self.data, seed, lower.device, sharing)
         identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
         identity |= {"precision": self.precision}
+        if ranks is not None:
+            begin_alike(ranks, identity, upper, lower)
         if saved is not None:
             compare(saved["fingerprint"], identity, folder)
         if self.accumulate > 1 and not sources:
@@ -148,231 +158,28 @@ class _Order:
         with seeded(seed, lower.device) as generator:
             setting = Setting(
                 problem, upper, lower, sources, self.max_steps, self.tolerance, self.accumulate, generator,
-                self.precision, self.engine, start,
+                self.precision, self.engine, start, None if sharing is None else ranks,
             )  # fmt: skip
-            first_evaluation(Derivatives(problem, upper, lower, precision=self.precision), sources)
+            if not lower.shards:  # autograd does not reach those
+                first_evaluation(derivatives(setting), sources)
             try:
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
-                    loop = _Loop(setting, state, self.callbacks, folder, self.every, self.log_every, seed, identity)
+                    loop = Loop(
+                        setting, state, self._heard(ranks), folder, self.every, self.log_every, seed, identity,
+                        writes=ranks is None or ranks.first,
+                    )  # fmt: skip
+                    if setting.ranks is not None:
+                        apart(setting.ranks, seed, lower.device)
                     if saved is not None:
                         loop.restore(saved)
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
 
-
-class _Loop:
-    """A run in progress."""
-
-    def __init__(
-        self,
-        setting: Setting,
-        state: State,
-        callbacks: Sequence[Callback],
-        folder: Path | None,
-        every: int | None,
-        log_every: int | None,
-        seed: int,
-        identity: dict[str, Any],
-    ) -> None:
-        self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
-        self.every = every or max(1, setting.max_steps // 10)
-        self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
-        self.seed, self.fingerprint = seed, identity
-        self.history = History()
-        self.step = 0
-        self.seconds = 0.0
-        self.pending: list[tuple[Tensor, int, float, int]] = []
-        self.message = ""
-        self.finished: Status | None = None
-        self.interrupted = False
-        self.variables: tuple[Variable, Variable] = (setting.u, setting.v)
-        self.good = self._snapshot()
-
-    def run(self, hypergradient: bool | None) -> Solution:
-        try:
-            with _noting_interrupts(self):
-                status = self._steps()
-                solution = self._end(status, hypergradient)
-            for callback in self.callbacks:
-                callback.end(solution)
-            return solution
-        finally:
-            for callback in self.callbacks:
-                callback.close()
-
-    def _steps(self) -> Status:
-        """Step until the budget, the method, a callback or Ctrl-C ends the run."""
-        started = time.perf_counter() - self.seconds
-        watch = Run(
-            self.state.mode, self.setting.max_steps, self.step, self.history, len(self.history), self.seconds,
-            self.state.engine,
-        )  # fmt: skip
-        status: Status | None = self.finished or self.state.ended()
-        for callback in self.callbacks:
-            callback.start(watch)
-        while status is None and self.step < self.setting.max_steps:
-            record = self.state.step(self.step)
-            self.step += 1
-            # On the CPU there is nothing to overlap with: its step has ended by now.
-            if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
-                self.setting.sources.ahead(self.state.draws)
-            self.seconds = time.perf_counter() - started
-            self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
-            status = self.state.ended()
-            due = self.folder is not None and self.step % self.every == 0
-            last = status is not None or self.step >= self.setting.max_steps or self.interrupted
-            if due or last or self.step % self.log_every == 0:
-                found = self._fetch(watch)
-                status = found if status is None or found is Status.DIVERGED else status
-                if due and status is not Status.DIVERGED:
-                    self._save()
-        return status or Status.MAX_STEPS
-
-    def _end(self, status: Status, hypergradient: bool | None) -> Solution:
-        """Save, leave u and v as they are returned, and measure them."""
-        if status is not Status.DIVERGED:
-            self._save(status)
-        with self.state.derivatives.full_precision():
-            minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
-            certificate, multipliers = certify(
-                self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
-            )
-        return Solution(
-            u=self.setting.u.value, v=self.setting.v.value, status=self._judged(status, certificate),
-            steps=self.step, mode=self.state.mode, engine=self.state.engine, history=self.history,
-            certificate=certificate, multipliers=multipliers, adjoint=[-n for n in multipliers["nu"]],
-            message=self.message,
-            waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
-            interrupted=self.interrupted, state=self.state.state_dict(),
-        )  # fmt: skip
-
-    def _judged(self, status: Status, certificate: Certificate) -> Status:
-        """The status that the certificate bears out."""
-        tolerance = self.state.tolerance
-        if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
-            return status
-        stationary = certificate.stationarity / certificate.scale <= tolerance
-        if certificate.passes(tolerance):
-            return Status.CONVERGED
-        if stationary and certificate.infeasibility > tolerance:
-            return Status.INFEASIBLE
-        if certificate.worst <= tolerance and certificate.lower_minimiser is False:
-            return Status.STATIONARY
-        return Status.STALLED if status is Status.CONVERGED else status
-
-    def _fetch(self, watch: Run) -> Status | None:
-        """Bring the pending records to the host; look for divergence; tell the callbacks."""
-        if not self.pending:
-            return None
-        table = torch.stack([record for record, *_ in self.pending]).cpu().tolist()
-        self.seconds = max(self.seconds, self.pending[-1][2])
-        for values, (_, step, seconds, evaluations) in zip(table, self.pending, strict=True):
-            row = dict(zip(RECORD, values, strict=True))
-            bad = [name for name, value in row.items() if not math.isfinite(value)]
-            if bad:
-                self.message = f"At step {step}, {bad[0]} is {row[bad[0]]}."
-                self.pending = []
-                self._restore_snapshot()
-                return Status.DIVERGED
-            self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
-        self.pending = []
-        if not self._finite():
-            self.message = f"At step {self.step}, u or v is not finite."
-            self._restore_snapshot()
-            return Status.DIVERGED
-        self.good = self._snapshot()
-        watch.step, watch.seconds = self.step, self.seconds
-        stop = [callback.log(watch) for callback in self.callbacks]
-        watch.seen = len(self.history)
-        if self._within_tolerance():
-            return Status.CONVERGED
-        return Status.STOPPED if any(stop) or self.interrupted else None
-
-    def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
-        return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
-
-    def _within_tolerance(self) -> bool:
-        """Whether the last records are small enough for the certificate to be worth measuring, and it passes."""
-        tolerance = self.state.tolerance
-        if tolerance is None or self.state.mode != "stochastic":
-            return False
-        scale, lower_scale, _ = self.state.scales()
-        row = next(self.history.rows(len(self.history) - 1))
-        if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
-            return False
-        with self.state.derivatives.full_precision():
-            certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
-        return certificate.passes(tolerance)
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "u": _clone(self.variables[0].tensors()),
-            "v": _clone(self.variables[1].tensors()),
-            "method": _clone(self.state.state_dict()),
-        }
-
-    def _restore_snapshot(self) -> None:
-        self._write(self.good)
-        self.state.load_state_dict(self.good["method"])
-        self.step = self.good["step"]
-        self.history.truncate(self.step)
-
-    @torch.no_grad()
-    def _write(self, saved: dict[str, Any]) -> None:
-        for name, variable in zip("uv", self.variables, strict=True):
-            for key, tensor in variable.tensors().items():
-                tensor.copy_(saved[name][key])
-
-    def _save(self, status: Status | None = None) -> None:
-        if self.folder is None:
-            return
-        device = self.setting.v.device
-        store.save(self.folder, {
-            "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
-            "max_steps": self.setting.max_steps, "status": status.name if status else None,
-            "u": self.variables[0].tensors(), "v": self.variables[1].tensors(), "method": self.state.state_dict(),
-            "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
-            "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
-            "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            "history": torch.tensor(self.history.to_lists(), dtype=torch.float64),
-        })  # fmt: skip
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        if saved["max_steps"] != self.setting.max_steps:
-            warnings.warn(
-                f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
-                f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
-                f"from step {saved['step']} on.",
-                BilevelWarning,
-                stacklevel=5,
-            )
-        self._write(saved)
-        self.state.load_state_dict(saved["method"])
-        self.setting.sources.load_state_dict(saved["sources"])
-        torch.set_rng_state(saved["random"])
-        self.setting.generator.set_state(saved["generator"])
-        if saved["cuda"] is not None:
-            torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
-        self.history = History.from_lists(saved["history"].tolist())
-        self.step, self.seconds = saved["step"], saved["seconds"]
-        self.setting.sources.waited = saved.get("waited", 0.0)
-        if saved["status"] not in (None, Status.STOPPED.name) and saved["max_steps"] == self.setting.max_steps:
-            self.finished = Status[saved["status"]]
-        self.good = self._snapshot()
-
-
-def _clone(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: _clone(item) for key, item in tree.items()}
-    return [_clone(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+    def _heard(self, ranks: Ranks | None) -> Sequence[Callback]:
+        """The callbacks that are called in this process."""
+        return [c for c in self.callbacks if ranks is None or ranks.first or c.every_rank]
 
 
 def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
@@ -402,25 +209,6 @@ def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _noting_interrupts(loop: _Loop) -> Iterator[None]:
-    """Ctrl-C ends the run after the step in hand; a second one interrupts at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(*_: object) -> None:
-        if loop.interrupted:
-            raise KeyboardInterrupt
-        loop.interrupted = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _refuse(
     max_steps: int,
     tolerance: float | None,
@@ -444,8 +232,5 @@ def _refuse(
         raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise OptionError(f"solve runs in one process; got WORLD_SIZE={ranks}. Data-parallel runs are not built yet.")
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .batches import Pair
 from .errors import DataError
-from .loading import Indexed, Listed, Ready, Shelf, reader, receive
+from .loading import Divided, Indexed, Listed, Reader, Ready, Shelf, reader, receive, shared_reader
+from .shares import Sharing
 
 
 class _Generators:
@@ -67,7 +68,9 @@ class Source:
     _batches: Iterator[Ready] | None
     _generators: AbstractContextManager[None]
 
-    def __init__(self, items: Iterable[Any], name: str, seed: int, shelf: Shelf) -> None:
+    def __init__(
+        self, items: Iterable[Any], name: str, seed: int, shelf: Shelf, sharing: Sharing | None = None
+    ) -> None:
         if isinstance(items, Iterator):
             raise DataError(
                 f"the {name} data is a one-shot iterator ({type(items).__name__}), which cannot be cycled or resumed. "
@@ -82,7 +85,9 @@ class Source:
             )
         self.items, self.name, self.device = items, name, shelf.device
         self._seed = seed
-        self._reader = reader(items, name, shelf)
+        self._reader: Reader = reader(items, name, shelf)
+        if sharing is not None:
+            self._reader = shared_reader(items, self._reader, name, shelf.device, sharing)
         self.seek([0, 0])
 
     def _own_generators(self) -> list[torch.Generator]:
@@ -96,7 +101,7 @@ class Source:
 
     def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Ready], AbstractContextManager[None]]:
         """Start a pass at its batch `first`: the batches, and the generators to draw each of them under."""
-        if isinstance(self._reader, Listed):  # draws nothing at random
+        if isinstance(_undivided(self._reader), Listed):  # draws nothing at random
             return self._reader.begin(first), nullcontext()
         seed = hash_seed(self._seed, self.name, epoch)
         for generator in self._own_generators():
@@ -181,7 +186,7 @@ class Source:
 class Sources:
     """The pair of sources, or none."""
 
-    def __init__(self, data: object, seed: int, device: torch.device) -> None:
+    def __init__(self, data: object, seed: int, device: torch.device, sharing: Sharing | None = None) -> None:
         self.pair: tuple[Source, Source] | None = None
         self.device = device
         self.waited = 0.0
@@ -194,7 +199,10 @@ class Sources:
                 f"got {type(data).__name__}{f' of {len(data)}' if isinstance(data, (tuple, list)) else ''}."
             )
         shelf = Shelf(device)
-        self.pair = (Source(data[0], "upper", seed, shelf), Source(data[1], "lower", seed, shelf))
+        self.pair = (
+            Source(data[0], "upper", seed, shelf, sharing),
+            Source(data[1], "lower", seed, shelf, sharing),
+        )
 
     def __bool__(self) -> bool:
         return self.pair is not None
@@ -249,6 +257,10 @@ class Sources:
     def load_state_dict(self, state: list[list[int]]) -> None:
         for source, position in zip(self.pair or (), state, strict=True):
             source.seek(position)
+
+
+def _undivided(found: Reader) -> Reader:
+    return found.whole if isinstance(found, Divided) else found
 
 
 def hash_seed(seed: int, name: str, epoch: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .autodiff import Curvature, Derivatives
+from .autodiff import Curvature
 from .batch_scales import BatchScales, measure
 from .batches import Pair, detached
 from .descent import Descent, OptimizerFactory, adam
@@ -24,10 +24,11 @@ from .engine import Engine, Engines
 from .errors import OptionError
 from .lower_level import lower_point
 from .method import Setting
+from .parallel import derivatives
 from .prices import Gradients, Prices
 from .replay import keeping
 from .solution import Status
-from .vectors import norm
+from .vectors import dot, norm
 
 Draw = tuple[list[Pair], list[Pair] | None]
 """The batches of one gradient, and those that its cotangent is from where that is another's."""
@@ -78,7 +79,7 @@ class Steps(ABC):
                 f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
                 "tasks into one batch."
             )
-        self.derivatives = Derivatives(self.problem, self.u, self.v, curvature, setting.precision)
+        self.derivatives = derivatives(setting, curvature)
         self.tolerance = setting.tolerance
         self.lower_steps, self.falling = lower_steps, falling
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
@@ -244,7 +245,7 @@ class Steps(ABC):
         """|the gradient in u|, of each trial where there are trials; a row that was read twice counts once."""
         squares = self.upper.row_squares(moved.rows)
         if moved.u:
-            squares.append(self.derivatives.dot(moved.u, moved.u))
+            squares.append(dot(moved.u, moved.u, trials=self.problem.trials is not None))
         return torch.stack(squares).sum(0).detach().sqrt() if squares else torch.zeros_like(moved.f)
 
     def _draw(self) -> Draw:
@@ -260,6 +261,8 @@ class Steps(ABC):
     # -- what the engines ask --------------------------------------------------------------------------------------
 
     def obstacle(self) -> str:
+        if self.derivatives.shared:
+            return "ranks average gradients in the midst of a step, which a record does not hold."
         if self.curved and self.derivatives.curvature == "difference":
             return "curvature='difference' sets the random generators back within a step."
         if self.setting.accumulate > 1:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from . import checkpoint as store
 from .descent import Descent, adam
+from .distributed import first_rank
 from .engine import Engines
 from .errors import CheckpointError
 from .precision import Precision, reduced
@@ -93,7 +94,11 @@ class Trainer:
                 if k < done:
                     continue
                 self.engines.outer.call(self.inner, (index, rates[k]))
-                if checkpoint is not None and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps):
+                if (
+                    checkpoint is not None
+                    and first_rank()
+                    and ((k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps)
+                ):
                     self.save(checkpoint, task, k + 1)
                 if watch is not None:
                     watch(k + 1)

@@ -189,6 +189,7 @@ class Unrolled(Steps):
         d = self.derivatives
         g, slope = d.slope(draw[0])
         direct = d.direct(draw[0], with_v=False)
+        direct.rows = d.all_rows(direct.rows)
         return self._record(direct.f, g, direct, d.norm(slope), d.norm(slope), left, moving)
 
     def _record(

@@ -33,7 +33,7 @@ from .prices import Gradients, Prices, added
 from .problem import Variable
 from .rows import together
 from .steps import Draw, Steps
-from .vectors import gradient, spread
+from .vectors import spread
 
 GAMMA = RECORD.index("gamma")
 
@@ -143,6 +143,7 @@ class ValueSteps(Steps):
             g, slope = d.slope(batches)
             slope = self._regularised(slope)
             direct = d.direct(batches, with_v=False)
+            direct.rows = d.all_rows(direct.rows)
             return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
         shared = self.problem.prepare is not None
         below = self._lower_slopes(batches, retain=shared)
@@ -161,6 +162,7 @@ class ValueSteps(Steps):
                 [[(i, -p * x) for i, x in pairs] for pairs in below.rows],
             ),
         )  # fmt: skip
+        total.rows = d.all_rows(total.rows)
         self.upper.step(total.u, total.rows, left)
         record = self._record(total.f, total.g, total, d.norm(total.v), d.norm(residual), left, moving)
         record[GAMMA] = p.mean()
@@ -178,9 +180,9 @@ class ValueSteps(Steps):
         for _, batch in batches:
             with d.holding_u(True) as inputs:
                 g = d.lower(batch) * share
-                found = gradient(g, [*self.v.leaves, *inputs()], retain=retain)
+                found = d.gradient(g, [*self.v.leaves, *inputs()], retain=retain)
                 parts.append(d.gathered(torch.zeros_like(g), g, [], [], found, 1.0, count))
-        return reduce(added, parts)
+        return d.agreed_gradients(reduce(added, parts))
 
     def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
         """g(u, w) - g(u, v) - mu/2 |v|^2 - <s, w - v>."""

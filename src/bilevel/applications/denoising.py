@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ..batch_scales import DEEP_RATE
 from ..callbacks import Callback
+from ..distributed import first_rank
 from ..errors import CheckpointError, DataError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
@@ -42,6 +43,7 @@ from ..rows import Rows
 from ..solution import Solution, Status
 from ..solve import solve
 from ..training import Augment, Trainer, probabilities
+from ..weighting import weighted_mean
 from .mistakes import mistakes
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
@@ -122,7 +124,7 @@ def denoise(
     steps = steps or max(LEAST_STEPS, PASSES * len(y) // size)
     rounds = final_steps or steps
     folder = None if checkpoint is None else Path(checkpoint)
-    if folder is not None:
+    if folder is not None and first_rank():
         _same_task(folder, {"train": _digest(x, y), "trusted": _digest(x_trusted, y_trusted), "steps": steps}, resume)
     first = copy.deepcopy(model.state_dict())
     device = next(model.parameters()).device
@@ -198,7 +200,7 @@ def importance_problem(
         x, y, row = triple
         w = importance(u[row])
         losses = cross_entropy(v(augment(x) if augment else x), y, reduction="none")
-        return (w * losses).sum() / w.sum()
+        return weighted_mean(losses, w)
 
     return Problem(upper, lower)
 

@@ -21,7 +21,9 @@ from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..cells import one_thread
 from ..data import apply_decisions, load
-from ..errors import BilevelError, OptionError
+from ..distributed import Ranks, first_rank, restarted
+from ..errors import BilevelError, OptionError, RankError
+from ..joining import by_first
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
@@ -95,7 +97,8 @@ def command(
     exported there, `bilevel denoise DATA --apply decisions.csv --out cleaned.npz` turns into cleaned data.
     """
     if apply is not None:
-        _apply(data, apply, out, label, json)
+        if first_rank():
+            _apply(data, apply, out, label, json)
         return
     asked = {
         "command": "denoise", "data": data, "trusted": trusted, "test": test, "label": label, "noise": noise,
@@ -114,24 +117,38 @@ def command(
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
     net = classifier_of(model, prepared.data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
-    if resume and (done := finished(folder, asked)) is not None:
-        print("note: this run is finished already.", file=sys.stderr)
-        _tell(folder, done, json)
+    resume = resume or restarted()
+
+    def opened() -> tuple[dict[str, Any] | None, Path | None]:
+        done = finished(folder, asked) if resume else None
+        return done, None if done is not None else begin(folder, asked, resume, (*FILES, NOISY))
+
+    ranks = Ranks.here(where)
+    first = ranks is None or ranks.first
+    done, checkpoint = opened() if ranks is None else by_first(ranks, opened)
+    if done is not None or checkpoint is None:
+        if first:
+            print("note: this run is finished already.", file=sys.stderr)
+            _tell(folder, done or {}, json)
         return
-    checkpoint = begin(folder, asked, resume, (*FILES, NOISY))
-    if noise is not None:
+    if noise is not None and first:
         prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
     try:
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
     except KeyboardInterrupt:
-        print(
-            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
-        )
+        if first:
+            again = f"The same command with --resume goes on from {folder.path}."
+            print(f"bilevel: Stopped by Ctrl-C. {again}", file=sys.stderr)
         raise typer.Exit(1) from None
-    except BilevelError:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+    except RankError:
         raise
+    except BilevelError:
+        if first:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+        raise
+    if not first:
+        return
     result = summary(prepared, cleaned, net, asked, time.perf_counter() - began, where)
     source = data if noise is None else str(folder.path / NOISY)
     write(folder, prepared, cleaned, net, result, apply_command(source, label))

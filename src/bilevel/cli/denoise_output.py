@@ -77,6 +77,8 @@ def summary(
         plain = cleaned.accuracies.get("labels as they are")
         message += "." if plain is None else f"; on the labels as they are, on {100 * plain:.1f}%."
     measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
+    if found.solution.ranks > 1:
+        measured |= {"ranks": found.solution.ranks, "bytes_per_step": found.solution.bytes_per_step}
     notes = [*prepared.notes, *([net.why] if net.why else []), *cleaned.notes]
     return {
         "command": "denoise", "method": asked["method"], "status": found.solution.status.name.lower(),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from ..distributed import world
 from ..errors import OptionError
 
 
 def device_of(text: str) -> torch.device:
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available() and world() > 1:  # each rank of a machine has a GPU of its own
+            text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        else:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(text)
         torch.empty(1, device=found)

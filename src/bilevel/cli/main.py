@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..distributed import first_rank, world
 from ..errors import BilevelError, OptionError
 from . import compare, demo, denoise, poison, reproduce, tune
 
@@ -37,11 +38,22 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Solve bilevel optimization problems by the penalty method."""
+    if world() > 1 and context.invoked_subcommand != "denoise":
+        error = OptionError(f"torchrun is for denoise alone; got {context.invoked_subcommand}. Run it in one process.")
+        error.told = not first_rank()
+        raise error
+
+
+def _say(error: Exception) -> None:
+    """Print an error, once where all ranks have the same."""
+    if not getattr(error, "told", False):
+        print(f"bilevel: {error}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Stopped by Ctrl-C.", file=sys.stderr)
         return 1
     except OptionError as error:
-        print(f"bilevel: {error}", file=sys.stderr)
+        _say(error)
         return 2
     except (BilevelError, OSError) as error:
-        print(f"bilevel: {error}", file=sys.stderr)
+        _say(error)
         return 1
     return 0

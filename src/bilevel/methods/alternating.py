@@ -51,6 +51,7 @@ class _Run(Steps):
         d = self.derivatives
         g, slope = d.slope(draw[0])
         direct = d.direct(draw[0], with_v=False)
+        direct.rows = d.all_rows(direct.rows)
         if moving:
             self.upper.step(direct.u, direct.rows, left)
         return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)

@@ -113,6 +113,7 @@ class _Run(Steps):
         d, batches = self.derivatives, draw[0]
         direct = d.direct(batches, retain=moving and self.problem.prepare is not None)
         if not moving:
+            direct.rows = d.all_rows(direct.rows)
             g, slope = d.slope(batches)
             return self._record(direct.f, g, direct, d.norm(direct.v), d.norm(slope), left, moving)
         curved = self._curved(batches, direct.v, left)
@@ -122,6 +123,7 @@ class _Run(Steps):
             u=[a - b for a, b in zip(direct.u, curved.u, strict=True)],
             rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
         )  # fmt: skip
+        total.rows = d.all_rows(total.rows)
         self.upper.step(total.u, total.rows, left)
         return self._record(total.f, total.g, total, d.norm(total.v), d.norm(total.slope), left, moving)
 
@@ -134,9 +136,10 @@ class _Run(Steps):
             g = d.lower(batches[0][1])
             s = gradient(g, leaves, keep_graph=True)
             wrt = [*leaves, *inputs()]
-            q = self._solved(lambda p: gradient(s, leaves, cotangent=p, retain=True), f_v, left)
-            found = gradient(s, wrt, cotangent=q)
-            return d.gathered(torch.zeros_like(g), g, [x.detach() for x in s], [], found, 1.0, len(leaves))
+            q = self._solved(lambda p: d.agreed(gradient(s, leaves, cotangent=p, retain=True)), f_v, left)
+            found = d.agreed_beside_rows(gradient(s, wrt, cotangent=q))
+            g, *slope = d.agreed([g.detach(), *(x.detach() for x in s)])
+            return d.gathered(torch.zeros_like(g), g, slope, [], found, 1.0, len(leaves))
 
     def _curved_anew(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
         """The same, where each product evaluates g anew: with the draws that the first evaluation had."""

@@ -59,7 +59,7 @@ class ForwardMode(UnrolledOptions):
                 f"ForwardMode takes T x U = {count:,} second backwards in every upper step. Use ReverseMode or Penalty "
                 "for so large a u.",
                 BilevelWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
         return _Run(self, setting)
 
@@ -120,9 +120,9 @@ class _Run(Unrolled):
             with d.holding_u(True):
                 g = d.lower(batch) * share
                 first = gradient(g, [*self.v.leaves, *self.u.leaves], keep_graph=True)
-            part = [x.detach() for x in first[:count]]
+            found = d.agreed([*(x.detach() for x in first[:count]), *self._bent(first, P)])
+            part, bent = found[:count], found[count:]
             slope = [a + b for a, b in zip(slope, part, strict=True)] if slope else part
-            bent = self._bent(first, P)
             change = [a + b for a, b in zip(change, bent, strict=True)] if change else bent
         P = [p - move for p, move in zip(P, self.lower.scaled(change, left), strict=True)]
         self.lower.step(slope, (), left)

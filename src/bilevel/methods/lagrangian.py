@@ -92,7 +92,7 @@ class Lagrangian:
                 f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
                 "that precision can reach. Use float64 for more digits.",
                 BilevelWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
         self.status: Status | None = None
         self.restarts = self.stalls = 0

@@ -125,6 +125,7 @@ class _Run(Unrolled):
         with torch.no_grad():
             for mine, new in zip(self.adjoint, total, strict=True):
                 mine.copy_(new)
+        rows = d.all_rows(rows)
         self.upper.step(p, rows, left)
         moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
         # What the adjoint leaves of f_v is the slope of the Lagrangian in v.

@@ -139,6 +139,7 @@ class Stepwise(Steps):
         schedule = self.schedule
         factor, upper_factor = (self._factor(power, left) for power in (self.lower_power, self.upper_power))
         gradients = self._gradients(draw, moving, with_u=moving)
+        gradients.rows = self.derivatives.all_rows(gradients.rows)
         lowered = [x + spread(schedule.lam, s) * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
         if self.options.joint:
             self.lower.step(lowered, (), factor)

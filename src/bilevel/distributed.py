@@ -1,0 +1,268 @@
+"""Means over ranks: what makes `solve` data-parallel under torchrun. On one process there are no ranks, and no cost.
+
+Every quantity that ranks agree on is averaged in one all-reduce of one flat buffer for each type of number, and is then
+the same bits on all of them: what is decided from it is decided alike everywhere. Small things that the host decides
+on (a stop, a checkpoint) go over a group of its own on the CPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import OptionError, RankError, reason
+from .rows import Parts, Rows
+
+GRACE = 5.0
+"""Seconds that the others have to say that they are there, once a collective has failed."""
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for a rank, where the user has not set up the ranks."""
+
+
+def world() -> int:
+    """How many ranks this job has."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that writes files and draws bars."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return world() == 1 or int(os.environ.get("RANK", "0")) == 0
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+class Flight:
+    """A mean that is under way."""
+
+    def __init__(self, land: Callable[[], list[Tensor]]) -> None:
+        self._land = land
+
+    def wait(self) -> list[Tensor]:
+        """The mean over ranks, one tensor for each that was handed in."""
+        return self._land()
+
+
+class Ranks:
+    """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
+
+    _runs = 0
+    _talk: tuple[Any, Any] = None, None
+    """The group of all ranks, and that of their CPUs, which is made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.payload = 0
+        backends = dist.get_backend_config()
+        everyone = dist.group.WORLD
+        if Ranks._talk[0] is not everyone:
+            Ranks._talk = everyone, everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
+        self._host = Ranks._talk[1]
+        Ranks._runs += 1
+        self._run = f"bilevel/{Ranks._runs}"
+
+    @classmethod
+    def here(cls, device: torch.device) -> Ranks | None:
+        """The ranks that torchrun or the user has started; None where there is one process."""
+        if world() == 1:
+            return None
+        if not dist.is_available():
+            raise OptionError("this build of torch has no torch.distributed, which WORLD_SIZE above 1 needs.")
+        if not dist.is_initialized():
+            if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+                raise OptionError(
+                    f"WORLD_SIZE={world()} asks for ranks, but {missing[0]} is not set. Start the ranks with torchrun, "
+                    "or unset WORLD_SIZE."
+                )
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+            atexit.register(_leave)
+        return cls(device)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def start(self, tensors: Sequence[Tensor]) -> Flight:
+        """Begin to average these over the ranks, in one all-reduce for each type of number."""
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            kinds.setdefault(tensor.dtype, []).append(i)
+        parts = []
+        for indices in kinds.values():
+            flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+            self.payload += flat.nbytes
+            with self._watched():
+                parts.append((indices, flat, dist.all_reduce(flat, async_op=True)))
+
+        def land() -> list[Tensor]:
+            found: list[Tensor] = list(tensors)
+            for indices, flat, work in parts:
+                with self._watched():
+                    work.wait()
+                pieces = torch.split(flat.div_(self.size), [tensors[i].numel() for i in indices])
+                for i, piece in zip(indices, pieces, strict=True):
+                    found[i] = piece.view(tensors[i].shape)
+            return found
+
+        return Flight(land)
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean over ranks of each."""
+        return self.start(tensors).wait() if tensors else []
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, without a derivative."""
+        found = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.payload += found.nbytes
+        with self._watched():
+            dist.all_reduce(found)
+        return found
+
+    def all_rows(self, parts: Parts, variables: Sequence[Rows]) -> Parts:
+        """The rows that any rank has read, with their part of the mean gradient: the same on every rank.
+
+        O(batch) numbers travel. How many each rank has, the host tells over its own group: the device is not waited
+        for.
+        """
+        if not parts:
+            return []
+        lengths = torch.tensor([sum(len(index) for index, _ in pairs) for pairs in parts])
+        counts = [torch.empty_like(lengths) for _ in range(self.size)]
+        with self._watched():
+            dist.all_gather(counts, lengths, group=self._host)
+        found: Parts = []
+        for pairs, rows, sizes in zip(parts, variables, torch.stack(counts, 1).tolist(), strict=True):
+            if max(sizes) == 0:
+                found.append([])
+                continue
+            values = rows.values
+            index = torch.zeros(max(sizes), dtype=torch.int64, device=self.device)
+            gradient = values.new_zeros(max(sizes), *values.shape[1:])
+            if pairs:
+                index[: sizes[self.rank]] = torch.cat([i for i, _ in pairs])
+                joined = torch.cat([g.detach().reshape(-1, *values.shape[1:]) for _, g in pairs])
+                gradient[: sizes[self.rank]] = joined / self.size
+            found.append([(self._gathered(index, sizes), self._gathered(gradient, sizes))])
+        return found
+
+    def _gathered(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The first rows of every rank's tensor, one after another."""
+        every = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.payload += tensor.nbytes
+        with self._watched():
+            dist.all_gather(every, tensor)
+        return torch.cat([x[:n] for x, n in zip(every, sizes, strict=True)])
+
+    def same(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the values of the first, in place."""
+        for tensor in tensors:
+            value = tensor.detach().contiguous()
+            self.payload += value.nbytes
+            with self._watched():
+                dist.broadcast(value, 0)
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    # -- what the host decides ---------------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on all of them."""
+        found: list[Any] = [None] * self.size
+        with self._watched():
+            dist.all_gather_object(found, value, group=self._host)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """The first rank's value, on all of them."""
+        held = [value]
+        with self._watched():
+            dist.broadcast_object_list(held, 0, group=self._host)
+        return held[0]
+
+    # -- who is lost -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Leave word of an error that ends this rank, for the others to name."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self._leave_word(f"{type(error).__name__}: {reason(error)}" if isinstance(error, Exception) else "stopped")
+            raise
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Turn the failure of a collective into a sentence that names the rank that is not there any more."""
+        try:
+            yield
+        except (RuntimeError, ConnectionError) as error:
+            if isinstance(error, NotImplementedError):
+                raise
+            raise RankError(self._lost(error)) from error
+
+    def _leave_word(self, text: str) -> None:
+        try:
+            self._store().set(f"{self._run}/word/{self.rank}", text)
+        except Exception:  # the store goes with the rank that holds it
+            return
+
+    def _lost(self, error: Exception) -> str:
+        """Ask who is still there, and say who is not."""
+        others = [r for r in range(self.size) if r != self.rank]
+        said: dict[int, str] = {}
+        self._leave_word("")
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and len(said) < len(others):
+            try:
+                store = self._store()
+                for r in others:
+                    if r not in said and store.check([f"{self._run}/word/{r}"]):
+                        said[r] = store.get(f"{self._run}/word/{r}").decode()
+            except Exception:
+                return f"rank 0, which holds the ranks together, is lost: {reason(error)}. {_again()}"
+            if any(said.values()):
+                break
+            time.sleep(0.05)
+        for r, word in said.items():
+            if word:
+                return f"rank {r} of {self.size} ended: {word} {_again()}"
+        gone = [r for r in others if r not in said]
+        if not gone:
+            return f"the ranks lost each other, though all are there: {reason(error)}. {_again()}"
+        names = ", ".join(map(str, gone))
+        return (
+            f"rank{'s' if len(gone) > 1 else ''} {names} of {self.size} {'are' if len(gone) > 1 else 'is'} lost: "
+            f"{reason(error)}. {_again()}"
+        )
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+
+def _again() -> str:
+    return "Start the job again: with checkpoint= and resume=True it goes on from the last checkpoint, at any number."
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""Runs of ranks that are stopped, resumed at other numbers of ranks, and lose one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
+from ranks import on_ranks, started
+from test_distributed import assert_alike
+
+from bilevel import Callback, Penalty, Problem, Run, solve
+
+CASES = ["penalty, rows", "value gap"]
+
+
+class Stop(Callback):
+    """Ends a run after some steps; the first rank alone is asked."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, run: Run) -> bool:
+        return run.step >= self.step
+
+
+def dropping(u: Any, v: Any, batch: Any) -> Any:
+    """An objective that draws random numbers, each rank its own."""
+    x = torch.nn.functional.dropout(batch[0], 0.2)
+    decay = torch.exp(u).sum() * 1e-3 * sum(p.square().sum() for p in v.parameters())
+    return ((v(x).squeeze(1) - batch[1]) ** 2).mean() + decay
+
+
+def run(folder: str, stop: int | None) -> dict[str, Any]:
+    """Go on from the folder, to the end or to a stop."""
+    callbacks = [] if stop is None else [Stop(stop)]
+    found = {}
+    for name in CASES:
+        path = f"{folder}/{name.replace(' ', '-')}"
+        solution = solved(name, callbacks=callbacks, checkpoint=path, every=2, resume=True)
+        assert solution.steps == (stop or STEPS)
+        found[name] = numbers(solution)
+    problem = Problem(dropping, dropping)
+    drop = solve(
+        problem, Penalty(lower_steps=1), decays(), network(), data(), max_steps=STEPS, seed=1, log_every=4,
+        checkpoint=f"{folder}/dropout", resume=True, every=2, callbacks=callbacks, hypergradient=False,
+    )  # fmt: skip
+    return found | {"dropout": numbers(drop)}
+
+
+def in_turn(folder: str) -> tuple[dict[str, Any], ...]:
+    """A run that is stopped and goes on, one that is not stopped, and one that was begun by one process."""
+    run(f"{folder}/two", 4)
+    run(f"{folder}/shrinks", 4)
+    return run(f"{folder}/two", None), run(f"{folder}/straight", None), run(f"{folder}/grows", None)
+
+
+def test_a_run_resumes_to_the_same_bits_and_at_another_number_of_ranks(tmp_path):
+    alone = {name: numbers(solved(name)) for name in CASES}
+    run(str(tmp_path / "grows"), 4)
+    for resumed, straight, grown in on_ranks(2, in_turn, str(tmp_path)):
+        assert resumed == straight
+        for name in CASES:
+            assert_alike(name, alone[name], grown[name])
+    shrunk = run(str(tmp_path / "shrinks"), None)
+    for name in CASES:
+        assert_alike(name, alone[name], shrunk[name])
+
+
+def long_run(folder: str) -> None:
+    solve(
+        ridge(), Penalty(), decays(), network(), data(), max_steps=100_000, seed=0, log_every=1, every=1,
+        checkpoint=folder,
+    )  # fmt: skip
+
+
+def test_the_others_name_a_rank_that_was_killed_and_a_checkpoint_is_left(tmp_path):
+    ranks, results = started(3, long_run, str(tmp_path))
+    file, end = tmp_path / "state.safetensors", time.monotonic() + 100
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    found = dict(results.get() for _ in range(2))
+    for process in ranks:
+        process.join()
+    assert sorted(found) == [0, 2]
+    for good, message in found.values():
+        assert not good
+        assert message.startswith("RankError: rank 1 of 3 is lost")
+        assert "resume=True" in message
+    assert file.exists()
+
+
+def one_fails(wrong: str) -> str:
+    rank, calls = int(os.environ["RANK"]), [0]
+
+    def lower(u: Any, v: Any, batch: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] > 40:
+            raise ValueError("the disk of this machine is gone")
+        return ridge().lower(u, v, batch)
+
+    seed = rank if wrong == "seed" else 0
+    problem = Problem(ridge().upper, lower) if wrong == "objective" else ridge()
+    try:
+        solve(problem, Penalty(), decays(), network(), data(), max_steps=200, seed=seed)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_the_others_tell_the_error_that_ended_a_rank():
+    first, second = on_ranks(2, one_fails, "objective")
+    assert second == "ValueError: the disk of this machine is gone"
+    assert first.startswith("RankError: rank 1 of 2 ended: ValueError: the disk of this machine is gone")
+
+
+def test_ranks_that_were_called_with_other_arguments_are_refused():
+    for message in on_ranks(2, one_fails, "seed"):
+        assert message.startswith("RankError: every rank must call solve with the same arguments; the seed of rank")

@@ -1,0 +1,128 @@
+"""A transformer that FSDP2 divides among two ranks, against the same one in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from bilevel import OptionError, Penalty, Problem, Solution, ValueGap, solve, weighted_mean
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+METHODS = {
+    "difference": Penalty(curvature="difference", lower_steps=1, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    "defaults": Penalty(curvature="difference"),
+    "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
+}
+WORDS, CLASSES = 7, 3
+
+
+class Reader(nn.Module):
+    """A transformer that classifies sentences of few words. Its attention has no double backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, activation="gelu")
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, sentences: Tensor) -> Tensor:
+        return self.head(self.block(self.words(sentences)).mean(1))
+
+
+def reader() -> Reader:
+    torch.manual_seed(1)
+    return Reader().double()
+
+
+def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    draw = torch.Generator().manual_seed(2)
+    sentences = torch.randint(WORDS, (40, 5), generator=draw)
+    labels = sentences.sum(1) % CLASSES
+    return (
+        DataLoader(TensorDataset(sentences[:16], labels[:16]), 7, shuffle=True),
+        DataLoader(TensorDataset(sentences[16:], labels[16:]), 8, shuffle=True),
+    )
+
+
+def upper(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(v(batch[0]), batch[1])
+
+
+def lower(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+    """u is what the examples of each class count."""
+    return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u)[batch[1]])
+
+
+def balance(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+    return v(batch[0]).mean() - 0.1
+
+
+def run(method: Any, v: nn.Module, **more: Any) -> Solution:
+    u = torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)
+    # In a warm-up, constraints are evaluated without a backward pass.
+    problem = Problem(upper, lower, equalities=[balance] if method is METHODS["constraints"] else [])
+    return solve(problem, method, u, v, data(), max_steps=6, seed=3, hypergradient=False, **more)
+
+
+def numbers(solution: Solution) -> dict[str, Any]:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in solution.v.parameters()]
+    certificate = solution.certificate
+    return {
+        "u": solution.u.tolist(), "v": torch.cat([p.detach().reshape(-1) for p in whole]).tolist(),
+        **{name: solution.history[name] for name in ("upper", "lower", "grad_u", "grad_v", "residual", "gamma")},
+        "certificate": [certificate.stationarity_u, certificate.stationarity_v, certificate.lower_residual],
+    }  # fmt: skip
+
+
+def divided() -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        v = reader()
+        fully_shard(v.block)
+        fully_shard(v)
+        whole = sum(p.numel() for p in v.parameters())
+        found[name] = numbers(run(method, v))
+        found["share"] = sum(p.to_local().numel() for p in v.parameters()) / whole
+    for name, method, more in (
+        ("exact", Penalty(curvature="exact"), {}),
+        ("checkpoint", Penalty(curvature="difference"), {"checkpoint": "never"}),
+    ):
+        v = reader()
+        fully_shard(v)
+        with pytest.raises(OptionError) as error:
+            run(method, v, **more)
+        found[name] = str(error.value)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, divided)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sharded_transformer_takes_the_steps_of_a_whole_one(name, ranks):
+    expected = numbers(run(METHODS[name], reader()))
+    for column, values in expected.items():
+        # A difference of gradients divides rounding by about 1e-5, and gamma multiplies it.
+        assert ranks[0][name][column] == pytest.approx(values, rel=1e-5, abs=1e-6), column
+    assert ranks[1][name] == ranks[0][name]
+
+
+def test_each_rank_has_half_of_it_and_what_does_not_work_is_refused(ranks):
+    assert ranks[0]["share"] == pytest.approx(0.5, abs=0.02)
+    assert "no double backward" in ranks[0]["exact"]
+    assert "checkpoint cannot be used" in ranks[0]["checkpoint"]

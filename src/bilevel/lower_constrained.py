@@ -33,8 +33,8 @@ VAIN = 4
 REACHES = (0.1, 1.0)
 """How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
 LOOKS = 128
-"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v has
-more than `LARGE` numbers."""
+"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v
+has more than `LARGE` numbers."""
 PROMISING, LARGE = 4, 1000
 APART = 0.3
 """How far these lie from v and from one another at least, relative to 1 + |v|."""

@@ -93,7 +93,7 @@ def fair_problem(train: People, valid: People, bound: float | None) -> Problem:
         return torch.stack([gap - limit, -gap - limit])
 
     limit = 0.0 if bound is None else bound
-    return Problem(upper, lower, inequalities=[] if bound is None else excess)
+    return Problem(upper, lower, inequalities=[] if bound is None else [excess])
 
 
 def train_fairly(

@@ -36,7 +36,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         order = torch.randperm(len(self.people.y), generator=torch.Generator().manual_seed(self.seed))
-        for rows in order.split(BATCH):
+        for rows in torch.split(order, BATCH):
             yield self.people.x[rows].float(), self.people.y[rows].long(), self.people.kind[rows]
 
 

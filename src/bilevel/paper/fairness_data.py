@@ -19,10 +19,11 @@ SIZES = (16_000, 8000)
 
 def people(seed: int) -> tuple[People, People, People]:
     """Training, validation and test rows, the first two drawn by the seed."""
-    x, y, count = source("a9a", seed)
+    x, y, first_test = source("a9a", seed)
+    count = first_test or len(y)
     order = np.random.default_rng(seed).permutation(count)
     train, valid = order[: SIZES[0]], order[SIZES[0] : sum(SIZES)]
-    parts = train, valid, np.arange(count or 0, len(y))
+    parts = train, valid, np.arange(count, len(y))
     return _people(x, y, parts[0]), _people(x, y, parts[1]), _people(x, y, parts[2])
 
 

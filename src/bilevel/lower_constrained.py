@@ -163,15 +163,16 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
     with torch.no_grad():
         at, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
         weights = sum(m.abs().sum().item() for m in (*kkt.alpha, *kkt.beta))
-        largest: float = max(x.max().item() for x in (*kkt.sizes_c, *kkt.sizes_d))
+        largest = max(x.max().item() for x in (*kkt.sizes_c, *kkt.sizes_d))
     g = at.item()
     noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
     margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
 
     def allowed(point: LowerPoint) -> float:
         """By how much its g may be less. A point outside by x is as low as g may fall by x times its multipliers."""
-        own: float = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
-        return min(margin + 2 * own * largest * point.violation, LARGEST * (abs(g) + abs(point.value)) + 1e-7)
+        own = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
+        explained = margin + 2 * own * largest * point.violation
+        return float(min(explained, LARGEST * (abs(g) + abs(point.value)) + 1e-7))
 
     points = [held]
     for reach in REACHES:

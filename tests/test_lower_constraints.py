@@ -228,6 +228,13 @@ def test_gradient_evaluates_objectives_once_and_lower_constraints_twice():
     counts.update(dict.fromkeys(counts, 0))
     d.penalised([(None, None)], prices, with_u=True)
     assert counts == {"upper": 1, "lower": 1, "c": 2, "d": 2}
+    # A cut compares g here with g and the constraints there.
+    kkt.add_cut(torch.tensor([0.2, 0.1], dtype=torch.float64))
+    d.problem = kkt.problem()
+    prices.gamma_h, prices.mu = [prices.gamma_h[0]] * 3, [torch.zeros_like(h) for h in d.constraints(None)]
+    counts.update(dict.fromkeys(counts, 0))
+    d.penalised([(None, None)], prices, with_u=True)
+    assert counts == {"upper": 1, "lower": 3, "c": 3, "d": 3}
 
 
 def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
@@ -294,6 +301,13 @@ def test_cuts_keep_v_a_lower_minimiser_where_two_tie():
     assert v.item() == pytest.approx(0.95753, abs=1e-4)
 
 
+class Pieces(Penalty):
+    """Without the smooth rounds, as every other of several starts."""
+
+    def init(self, setting):
+        return super().init(replace(setting, start=1))
+
+
 def valleys() -> Problem:
     """g has a minimum at sqrt(u) and another at -1, where v ends; they tie at u = 1/4 (Mitsos and Barton, 3.14)."""
     return Problem(
@@ -319,8 +333,8 @@ def test_cut_at_the_end_of_a_fixed_range_counts_in_full():
 
 
 def test_of_lower_minimisers_that_tie_the_one_with_the_least_f_is_taken():
-    u, v = leaf(0.25), leaf(-1.0)
-    solution = solve(valleys(), Penalty(), u, v, max_steps=500, seed=0)
+    u, v = leaf(0.25), leaf(-1.0)  # where f = 1, and Pieces stays
+    solution = solve(valleys(), Pieces(), u, v, max_steps=500, seed=0)
     assert solution.status is Status.CONVERGED
     # To what the comparison of g allows, a relative 1e-9, with a slope of 3/2 in u.
     assert (u.item(), v.item()) == pytest.approx((0.25, 0.5), abs=1e-5)
@@ -370,13 +384,6 @@ def test_upper_bounds_and_lower_constraints_work_together():
     assert values[0] == pytest.approx(5.0, abs=1e-6)
     assert values == sorted(values)
     assert len(values) == len({round(value, 4) for value in values})
-
-
-class Pieces(Penalty):
-    """Without the smooth rounds, as every other of several starts."""
-
-    def init(self, setting):
-        return super().init(replace(setting, start=1))
 
 
 def test_piece_is_left_for_its_neighbour_where_f_falls_there():

@@ -185,6 +185,7 @@ class Lagrangian:
         pairs = (self.search.moves, self.search.bends) if keep else ([], [])
         self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
         self.search.moves, self.search.bends = pairs
+        self.search.shortest = self.shortest
         self.origin, self.taken = self.search.x.clone(), 0
 
     def step(self, k: int) -> Tensor:

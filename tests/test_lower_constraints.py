@@ -12,8 +12,10 @@ from common import leaf
 from torch import Tensor
 
 from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
+from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
 from bilevel.kkt import KKT
+from bilevel.lower_constrained import resolve
 from bilevel.methods.constrained import Constrained
 from bilevel.methods.lagrangian import Lagrangian
 from bilevel.prices import Prices
@@ -226,6 +228,13 @@ def test_gradient_evaluates_objectives_once_and_lower_constraints_twice():
     counts.update(dict.fromkeys(counts, 0))
     d.penalised([(None, None)], prices, with_u=True)
     assert counts == {"upper": 1, "lower": 1, "c": 2, "d": 2}
+    # A cut compares g here with g and the constraints there.
+    kkt.add_cut(torch.tensor([0.2, 0.1], dtype=torch.float64))
+    d.problem = kkt.problem()
+    prices.gamma_h, prices.mu = [prices.gamma_h[0]] * 3, [torch.zeros_like(h) for h in d.constraints(None)]
+    counts.update(dict.fromkeys(counts, 0))
+    d.penalised([(None, None)], prices, with_u=True)
+    assert counts == {"upper": 1, "lower": 3, "c": 3, "d": 3}
 
 
 def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
@@ -242,6 +251,11 @@ def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
     assert states[0].derivatives.kkt is None
     assert set(solution.multipliers) == {"nu", "equalities", "inequalities"}
     assert solution.certificate.lower_gap is None
+    empty = replace(quadratic.problem, lower_equalities=[], lower_inequalities=())
+    again = quadratic.start()
+    assert solve(empty, Penalty(), *again, max_steps=200, seed=0).history["upper"] == solution.history["upper"]
+    assert torch.equal(again[0].detach(), u.detach())
+    assert torch.equal(again[1].detach(), v.detach())
     bounded = Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v - 100)
     solve(bounded, Watching(), *quadratic.start(), max_steps=200, seed=0)
     assert type(states[1]) is Constrained
@@ -287,6 +301,58 @@ def test_cuts_keep_v_a_lower_minimiser_where_two_tie():
     assert v.item() == pytest.approx(0.95753, abs=1e-4)
 
 
+class Pieces(Penalty):
+    """Without the smooth rounds, as every other of several starts."""
+
+    def init(self, setting):
+        return super().init(replace(setting, start=1))
+
+
+def valleys() -> Problem:
+    """g has a minimum at sqrt(u) and another at -1, where v ends; they tie at u = 1/4 (Mitsos and Barton, 3.14)."""
+    return Problem(
+        lambda u, v, _: torch.sum((u - 0.25) ** 2 + v**2),
+        lambda u, v, _: torch.sum(v**3 / 3 - u * v),
+        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -1 - v]),
+        project_upper=Box(-1.0, 1.0),
+    )
+
+
+def test_cut_at_the_end_of_a_fixed_range_counts_in_full():
+    """A constraint that u moves may excuse a cut where it is violated; one that u does not move may not."""
+    u, v = leaf(0.1), leaf(0.3)
+    bound = leaf(-1.0).detach()
+    fixed = KKT(valleys(), Variable(u, "u"), Variable(v, "v"), None)
+    fixed.add_cut(bound)
+    gap = (0.3**3 / 3 - 0.03) - (-1 / 3 + 0.1)
+    assert fixed.problem().inequalities[-1](u, v, None).item() == pytest.approx(gap / 2, abs=1e-12)  # 1 + |w| = 2
+    moving = replace(valleys(), lower_inequalities=[lambda u, v, _: u - v - 1.05])  # at w = -1: u - 0.05
+    kkt = KKT(moving, Variable(u, "u"), Variable(v, "v"), None)
+    kkt.add_cut(bound)
+    assert kkt.problem().inequalities[-1](u, v, None).item() == pytest.approx(1e-6 - 0.05, abs=1e-12)
+
+
+def test_of_lower_minimisers_that_tie_the_one_with_the_least_f_is_taken():
+    u, v = leaf(0.25), leaf(-1.0)  # where f = 1, and Pieces stays
+    solution = solve(valleys(), Pieces(), u, v, max_steps=500, seed=0)
+    assert solution.status is Status.CONVERGED
+    # To what the comparison of g allows, a relative 1e-9, with a slope of 3/2 in u.
+    assert (u.item(), v.item()) == pytest.approx((0.25, 0.5), abs=1e-5)
+
+
+def test_lower_problem_solved_again_finds_the_lowest_of_many_valleys():
+    """At v = (0, 0.951, 0) Rastrigin's function has a minimum, but not its least."""
+    case = named("smd4")
+    u, v = Variable(leaf(0.0, 0.0), "u"), Variable(leaf(0.0, 0.951051, 0.0), "v")
+    kkt = KKT(case.problem(), u, v, None)
+    kkt.measure(None, 40.0)
+    for seed in range(3):
+        found = resolve(Derivatives(case.problem(), u, v), kkt, torch.Generator().manual_seed(seed), 1e-8, 1e-6)
+        assert found.better is not None
+        assert found.better.value == pytest.approx(0.0, abs=1e-6)
+    assert v.leaves[0].tolist() == [0.0, 0.951051, 0.0]
+
+
 def test_lower_constraints_that_no_point_meets_are_called_infeasible():
     problem = Problem(
         lambda u, v, _: torch.sum((v - u) ** 2 + u**2),
@@ -318,13 +384,6 @@ def test_upper_bounds_and_lower_constraints_work_together():
     assert values[0] == pytest.approx(5.0, abs=1e-6)
     assert values == sorted(values)
     assert len(values) == len({round(value, 4) for value in values})
-
-
-class Pieces(Penalty):
-    """Without the smooth rounds, as every other of several starts."""
-
-    def init(self, setting):
-        return super().init(replace(setting, start=1))
 
 
 def test_piece_is_left_for_its_neighbour_where_f_falls_there():
@@ -385,6 +444,24 @@ def test_first_start_is_the_run_without_starts():
     first = next(c for c in solution.candidates if c.start == 0)
     assert torch.equal(first.u[0], alone[0].detach())
     assert torch.equal(first.v[0], alone[1].detach())
+
+
+def test_starts_that_agree_leave_out_the_rest(tmp_path):
+    problem = Problem(lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 2))
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(problem, Penalty(), u, v, max_steps=500, seed=0, starts=8, checkpoint=tmp_path)
+    assert solution.status is Status.CONVERGED
+    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1", "start-2"}
+
+
+def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("bilevel.starts.FIRST", 2)
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=3, checkpoint=tmp_path)
+    assert solution.status is Status.CONVERGED
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"start-0", "start-1", "start-2"} < names
+    assert len([name for name in names if name.endswith("to-its-end")]) == 1
 
 
 def test_starts_resume_from_the_folders_of_their_runs(tmp_path):

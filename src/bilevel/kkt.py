@@ -65,6 +65,7 @@ class KKT:
         self.gap: float | None = None
         self.gap_starts = 0
         self._better: list[Any] = []
+        self._moved: list[list[Tensor]] = []
         self.u = Extended(u, [*self.a, *self.b])
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -153,7 +154,10 @@ class KKT:
             equalities.append(self._complementarity(i))
             if self.active is not None:
                 inequalities.append(self._signs(i))
-        inequalities += [self._cut(w, 1 + flat.norm().item()) for w, flat in zip(self._better, self.cuts, strict=True)]
+        inequalities += [
+            self._cut(w, 1 + flat.norm().item(), moved)
+            for w, flat, moved in zip(self._better, self.cuts, self._moved, strict=True)
+        ]
         return replace(
             source, lower=self._lagrangian, equalities=equalities, inequalities=inequalities,
             lower_equalities=(), lower_inequalities=(),
@@ -189,19 +193,45 @@ class KKT:
 
         return signs
 
-    def _cut(self, w: Any, size: float) -> Objective:
+    def _cut(self, w: Any, size: float, moved: list[Tensor]) -> Objective:
         scale = self.bend * size
 
         def cut(u: Any, v: Any, batch: Any) -> Tensor:
             here = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
             there, c, d = self.parts(batch, w)
-            # Met, too, where w is no point of the lower level.
-            outside = [(x / size).amax() for x, size in zip(c, self.sizes_c, strict=True)]
-            outside += [(x / size).abs().amax() for x, size in zip(d, self.sizes_d, strict=True)]
+            # Met, too, where w is no point of the lower level, which only constraints that u moves can bring about.
+            outside = [x / size for x, size in zip(c, self.sizes_c, strict=True)]
+            outside += [(x / size).abs() for x, size in zip(d, self.sizes_d, strict=True)]
+            outside = [x[rows].amax() for x, rows in zip(outside, moved, strict=True) if bool(rows.any())]
             gap = (here - there) / scale
             return torch.minimum(gap, 1e-6 - torch.stack(outside).amax()) if outside else gap
 
         return cut
+
+    @torch.no_grad()
+    def _moved_by_u(self, w: Any) -> list[Tensor]:
+        """Which numbers of the lower constraints at w change with u."""
+        generator = torch.Generator().manual_seed(0)
+        held = [leaf.detach().clone() for leaf in self.plain_u.leaves]
+
+        def values() -> list[Tensor]:
+            _, c, d = self.parts(self._prepared(), w)
+            return [*c, *d]
+
+        first = values()
+        found = [torch.zeros_like(x, dtype=torch.bool) for x in first]
+        for _ in range(2):
+            for leaf, value in zip(self.plain_u.leaves, held, strict=True):
+                draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
+                leaf.copy_(value + 0.1 * (1 + value.abs()) * draw)
+            found = [old | ~(x == y) for old, x, y in zip(found, first, values(), strict=True)]
+        for leaf, value in zip(self.plain_u.leaves, held, strict=True):
+            leaf.copy_(value)
+        return found
+
+    def _prepared(self) -> Any:
+        prepare = self.source.prepare
+        return None if prepare is None else prepare(self.plain_u.value, None)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -226,6 +256,7 @@ class KKT:
         """Require g(u, v) <= g(u, w)."""
         self.cuts.append(w.clone())
         self._better.append(other(self.v, w))
+        self._moved.append(self._moved_by_u(self._better[-1]))
 
     # -- what a certificate says -----------------------------------------------------------------------------------
 
@@ -271,7 +302,7 @@ class KKT:
         self.sizes_c, self.sizes_d = list(state["sizes_c"]), list(state["sizes_d"])
         self.active = [x.bool() for x in state["active"]] if state["piece"] else None
         self.gap, self.gap_starts = state["gap"], state["gap_starts"]
-        self.cuts, self._better = [], []
+        self.cuts, self._better, self._moved = [], [], []
         for w in state["cuts"]:
             self.add_cut(w)
 

@@ -33,6 +33,8 @@ class LBFGS:
     bends: list[Tensor] = field(default_factory=list)
     length: float = 0.0
     extra: Any = None
+    shortest: float = 0.0
+    """Below this length the line search gives up; where it is not 0, it tells lengths apart to a hundredth."""
 
     @classmethod
     def start(cls, function: Function, x: Tensor, *, memory: int = 50, metric: Tensor | None = None) -> LBFGS:
@@ -84,7 +86,8 @@ class LBFGS:
                     break
                 low = t
             t = 2 * low if high == float("inf") else (low + high) / 2
-            if high - low <= 1e-14 * high:
+            # Between two lengths this near, with a kink or rounding in between, no better one is to be had.
+            if high - low <= (1e-2 if self.shortest else 1e-14) * high or high <= self.shortest:
                 break
         if kept is None:
             return False
@@ -102,5 +105,5 @@ class LBFGS:
     def state_dict(self) -> dict[str, Any]:
         return {
             "x": self.x, "value": self.value, "gradient": self.gradient, "memory": self.memory, "metric": self.metric,
-            "moves": list(self.moves), "bends": list(self.bends), "length": self.length,
+            "moves": list(self.moves), "bends": list(self.bends), "length": self.length, "shortest": self.shortest,
         }  # fmt: skip

@@ -9,7 +9,7 @@ First order only, and apart from the run that it starts and checks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,8 +30,18 @@ MOST = 1e8
 """The largest price of a lower constraint, in the unit of g's curvature."""
 VAIN = 4
 """Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
-REACHES = (0.1, 0.5, 1.0, 3.0)
+REACHES = (0.1, 1.0)
 """How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
+LOOKS = 128
+"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v
+has more than `LARGE` numbers."""
+PROMISING, LARGE = 4, 1000
+APART = 0.3
+"""How far these lie from v and from one another at least, relative to 1 + |v|."""
+COARSE = 1e-5
+"""The tolerance of a minimisation that ends where g is larger, or where one ended before."""
+SAME = 1e-3
+"""Ends that differ by less, relative to 1 + |v|, are one."""
 NONE = 1e-3
 """The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
 
@@ -58,10 +68,14 @@ def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
     return torch.stack(sizes).amax().item()
 
 
-def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float) -> LowerPoint:
-    """Minimise g under the lower constraints from the present v, where it leaves v. Multipliers start at zero."""
+def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
+    """Minimise g under the lower constraints from the present v, where it leaves v.
+
+    Multipliers start at zero, or where an earlier minimisation left them.
+    """
     size = 1 + flatten(d.v.leaves).norm().item()
-    alpha, beta = [torch.zeros_like(x) for x in kkt.sizes_c], [torch.zeros_like(x) for x in kkt.sizes_d]
+    alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else list(start.alpha)
+    beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else list(start.beta)
     rho = 10.0
 
     def prices(sizes: list[Tensor]) -> list[Tensor]:
@@ -135,6 +149,8 @@ class Resolved:
     starts: int
     met: int = 0
     """How many of these ended at a point that meets the lower constraints."""
+    tied: list[LowerPoint] = field(default_factory=list)
+    """Other lower points whose g is the same, as far as the accuracy goes."""
 
 
 def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
@@ -144,30 +160,70 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
     """
     held = flatten(d.v.leaves)
     size = 1 + held.norm().item()
-    batch = d.prepare([(None, None)], graph=False)[0][1]
     with torch.no_grad():
-        at, c, e = kkt.parts(batch)
+        at, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
         weights = sum(m.abs().sum().item() for m in (*kkt.alpha, *kkt.beta))
         largest = max(x.max().item() for x in (*kkt.sizes_c, *kkt.sizes_d))
     g = at.item()
     noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
     margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
-    best, lowest, starts, met = None, g, 0, 0
-    for reach in (0.0, *REACHES):
+
+    def allowed(point: LowerPoint) -> float:
+        """By how much its g may be less. A point outside by x is as low as g may fall by x times its multipliers."""
+        own = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
+        explained = margin + 2 * own * largest * point.violation
+        return float(min(explained, LARGEST * (abs(g) + abs(point.value)) + 1e-7))
+
+    points = [held]
+    for reach in REACHES:
         direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
         direction *= reach * size / direction.norm()
-        for sign in (1, -1) if reach else (1,):
-            write(held + sign * direction, d.v.leaves)
-            found = minimise_constrained(d, kkt, tolerance)
-            starts += 1
-            if reach == 0 and found.violation > NONE * size:
-                write(held, d.v.leaves)
-                return Resolved(0.0, None, starts)
-            met += found.violation <= 1e-6 * size
-            # A point outside by x is as low as g may fall by x times its multipliers.
-            own = sum(m.abs().sum().item() for m in (*found.alpha, *found.beta))
-            allowed = min(margin + 2 * own * largest * found.violation, LARGEST * (abs(g) + abs(found.value)) + 1e-7)
-            if found.violation <= 1e-6 * size and found.value < lowest - (allowed if best is None else 0.0):
-                best, lowest = found, found.value
+        points += [held + direction, held - direction]
+    points += promising(d, kkt, held, 2 * weights * largest + kkt.bend * size, generator)
+    best, lowest, met = None, g, 0
+    ends: list[LowerPoint] = []
+    for k, point in enumerate(points):
+        write(point, d.v.leaves)
+        found = minimise_constrained(d, kkt, tolerance if k == 0 else max(tolerance, COARSE))
+        if k == 0 and found.violation > NONE * size:
+            write(held, d.v.leaves)
+            return Resolved(0.0, None, 1)
+        known = any((found.v - end.v).norm() <= SAME * size for end in ends)
+        if k and not known and found.value <= lowest + max(margin, COARSE * (abs(g) + kkt.bend * size**2)):
+            found = minimise_constrained(d, kkt, tolerance, found)
+            known = any((found.v - end.v).norm() <= SAME * size for end in ends)
+        if found.violation > 1e-6 * size:
+            continue
+        met += 1
+        if not known:
+            ends.append(found)
+        if found.value < lowest - (allowed(found) if best is None else 0.0):
+            best, lowest = found, found.value
     write(held, d.v.leaves)
-    return Resolved(max(0.0, g - lowest), best, starts, met)
+    tied = [end for end in ends if abs(end.value - g) <= allowed(end) and (end.v - held).norm() > SAME * size]
+    return Resolved(max(0.0, g - lowest), best, len(points), met, [] if best else tied)
+
+
+@torch.no_grad()
+def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
+    """Points away from `held` where g + price * violation is small: every other one differs in one number alone."""
+    size = 1 + held.norm().item()
+    batch = d.prepare([(None, None)], graph=False)[0][1]
+    looked: list[tuple[float, Tensor]] = []
+    for k in range(LOOKS if held.numel() <= LARGE else LOOKS // 10):
+        direction = torch.randn(held.shape, generator=generator, dtype=held.dtype)
+        if k % 2:
+            only = int(torch.randint(held.numel(), (), generator=generator))
+            direction *= torch.arange(held.numel()) == only
+        reach = APART + 3 * torch.rand((), generator=generator).item() ** 2
+        point = held + (reach * size / max(direction.norm().item(), 1e-300) * direction).to(held)
+        write(point, d.v.leaves)
+        g, c, e = kkt.parts(batch)
+        value = g.item() + price * violation_of(kkt, c, e)
+        if math.isfinite(value):
+            looked.append((value, point))
+    kept: list[Tensor] = []
+    for _, point in sorted(looked, key=lambda pair: pair[0]):
+        if len(kept) < PROMISING and all((point - other).norm() > APART * size for other in kept):
+            kept.append(point)
+    return kept

@@ -64,9 +64,9 @@ def solve(
     exact hypergradient, which it does by itself only where v is small. `seed=None` takes a seed from torch's global
     generator.
 
-    `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`), each with
-    `max_steps`, and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates` lists the
-    distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
+    `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`, also for those
+    that are cut short), and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates`
+    lists the distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
 
     Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
     (docs/distributed.md). The first rank alone writes files and calls callbacks.

@@ -4,6 +4,10 @@ The first is the point that was passed. The others are drawn: uniform in a `Box`
 elsewhere normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected. Four times
 as many as are needed are drawn, and at each the lower problem is solved, which shows f: of two starts, one is the best
 of those that are left (the most feasible, then the least f), the other the next one drawn.
+
+A start that is not over after `FIRST` steps, or `LATER` once another one ended as a solution, is set aside; where none
+did, the best of those set aside is run to its end. Where `AGREE` of them ended at one f, and none at a smaller one, the
+rest are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from .prices import violation
 from .problem import Problem, Variable
 from .projections import Box
 from .scales import lower_curvature
-from .solution import Candidate, Solution
+from .solution import Candidate, Solution, Status
 
 POOL = 4
 ROUGH = 1e-4
@@ -35,6 +39,10 @@ NEAR = 1e-6
 SAME = 1e-4
 """Ends whose u and v differ by less, relative to their size, are one candidate."""
 TIE = 1e-7
+FIRST, LATER = 500, 300
+AGREE = 3
+ALIKE = 1e-5
+"""How much two values of f may differ, relative to 1 + |f|, to count as one."""
 
 
 @torch.no_grad()
@@ -114,6 +122,8 @@ class Runs(Protocol):
     def upper(self) -> Variable: ...
     @property
     def lower(self) -> Variable: ...
+    @property
+    def max_steps(self) -> int: ...
     def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution: ...
 
 
@@ -124,20 +134,37 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     both = order.upper, order.lower
     points = [(copied(both[0]), copied(both[1]))]
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
-    solutions: list[Solution] = []
-    ends: list[Candidate] = []
-    for k, point in enumerate(points):
-        for variable, value in zip(both, point, strict=True):
+    found: dict[int, tuple[Solution, Candidate]] = {}
+
+    def run(k: int, steps: int, name: str) -> bool:
+        """Run a start; whether others are still worth one."""
+        for variable, value in zip(both, points[k], strict=True):
             place(value, variable)
-        solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
-        solutions.append(solution)
-        ends.append(candidate(solution, Derivatives(order.problem, *both), k))
-        if solution.interrupted:
-            break
-    best = chosen(solutions, ends)
+        limited: Runs = replace(order, max_steps=steps)  # type: ignore[type-var]
+        solution = limited.run(None if folder is None else folder / name, seed + k, k)
+        found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
+        return not solution.interrupted and not agreed([c for _, c in found.values()])
+
+    def solved() -> bool:
+        return any(c.status is Status.CONVERGED for _, c in found.values())
+
+    more = all(run(k, min(LATER if solved() else FIRST, order.max_steps), f"start-{k}") for k in range(len(points)))
+    if more and not solved():
+        aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
+        if aside:
+            k = ranked(aside)[0].start
+            run(k, order.max_steps, f"start-{k}-to-its-end")
+    best = chosen([s for s, _ in found.values()], [c for _, c in found.values()])
     for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
         place(value, variable)
     return best
+
+
+def agreed(candidates: Sequence[Candidate]) -> bool:
+    """Whether enough of these are solutions with one f, the least of all solutions."""
+    values = [c.upper for c in candidates if c.status is Status.CONVERGED]
+    least = min(values, default=0.0)
+    return sum(value <= least + ALIKE * (1 + abs(least)) for value in values) >= AGREE
 
 
 def copied(variable: Variable) -> list[Tensor]:

@@ -3,22 +3,26 @@
     v solves the lower problem first, which gives the first multipliers; t = 0.1 (1 + |v|)
     smooth rounds on F with phi_t; t /= 10 in each that met its epsilon, until it is 1e-4 (1 + |v|)
     piece: rounds on F with the active constraints held, to the last digits; at its end the next piece, if f falls there
-    at the end: solve the lower problem again from several points; if g falls, cut there and go on
+    at the end: solve the lower problem again from several points; if g falls, cut there and go on;
+            if it ties where f is less, cut here and go on from there
 
 See `bilevel.kkt` for the conditions and `lagrangian` for a round.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..kkt import KKT
-from ..lower_constrained import Resolved, minimise_constrained, resolve
-from ..lower_level import write
+from ..lower_constrained import LowerPoint, Resolved, minimise_constrained, resolve
+from ..lower_level import flatten, write
 from ..method import Setting
+from ..prices import violation
 from ..scales import Scales, lower_curvature
 from ..vectors import gradient, norm
 from .lagrangian import Lagrangian, default_tolerance
@@ -30,12 +34,17 @@ TOLERANCE = 1e-7
 """By default, relative. Prices of several kinds at once leave fewer digits than without lower constraints."""
 SMOOTH_GOAL = 1e-4
 """How far the smooth rounds go, relative to the sizes of the problem."""
-SMOOTH_ROUNDS = 25
+SMOOTH_ROUNDS = 15
 PRICES = (1.0, 100.0, 0.1, 100.0)
 """What the first prices are multiplied by, in turn over several starts: high ones keep a run near its start, low ones
 let it pass over what lies between. Every other start leaves out the smooth rounds, too."""
 PIECES = 30
 """Most pieces of one run."""
+HALVINGS = 20
+"""Most restarts of a run whose gap each of them at least halves; others have `lagrangian.RESTARTS`."""
+FEASIBLE = 1e-6
+LESS = 1e-6
+"""How much less f must be, relative to 1 + |f|, for a run to go on at another lower solution."""
 
 
 class Constrained(Lagrangian):
@@ -55,6 +64,8 @@ class Constrained(Lagrangian):
         self.pieces, self.rounds = 0, 0
         self.exact_goal = 0.0
         self.resolved: Resolved | None = None
+        self.gaps = [math.inf, math.inf]
+        self.tie = self.closing = False
         super().__init__(options, replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
         self.derivatives.kkt = self.kkt
 
@@ -170,24 +181,59 @@ class Constrained(Lagrangian):
 
     def _lower_point(self) -> Tensor | None:
         slope = norm(self.derivatives.slope(self._batches(graph=False))[1]).item()
-        self.resolved = resolve(self.derivatives, self.kkt, self.setting.generator, self.goal, slope)
-        self.kkt.gap, self.kkt.gap_starts = self.resolved.gap, self.resolved.starts
-        return None if self.resolved.better is None else self.resolved.better.v
+        self.resolved = found = resolve(self.derivatives, self.kkt, self.setting.generator, self.goal, slope)
+        self.kkt.gap, self.kkt.gap_starts = found.gap, found.starts
+        self.gaps = [self.gaps[1], found.gap]
+        self.tie = False
+        if found.better is None and not self.closing and self._may_restart():
+            found.better = self._preferred(found.tied)
+            self.tie = found.better is not None
+        return None if found.better is None else found.better.v
+
+    def _may_restart(self) -> bool:
+        halved = self.restarts < HALVINGS and self.gaps[1] <= self.gaps[0] / 2 and self.restarts > 0
+        return halved or super()._may_restart()
+
+    @torch.no_grad()
+    def _preferred(self, points: list[LowerPoint]) -> LowerPoint | None:
+        """The feasible one of these lower solutions whose f is least, where it is less than here."""
+        held = flatten(self.v.leaves)
+        source, best = self.kkt.source, None
+        least = self.at().f.item()
+        least -= LESS * (1 + abs(least))
+        for point in points:
+            write(point.v, self.v.leaves)
+            u, batch = self.kkt.plain_u.value, self._batches(graph=False)[0][0]
+            values = [h(u, self.v.value, batch) for h in (*source.equalities, *source.inequalities)]
+            outside = violation(values, len(source.equalities)).item() if values else 0.0
+            f = self.derivatives.upper(batch).item()
+            if f < least and outside <= FEASIBLE * self._reach():
+                best, least = point, f
+        write(held, self.v.leaves)
+        return best
 
     def _restart(self, better: Tensor) -> None:
-        """Cut off the present point; go on from the better one, or, every other time, from here."""
+        """Cut off the present point; go on from the better one, or, every other time, from here.
+
+        Which of the two comes first depends on the start: where minimisers tie, each is the way to another solution.
+        From a lower solution that ties, and where f is less, the present one is what keeps v at a minimiser.
+        """
         if self.resolved is None or self.resolved.better is None:
             raise RuntimeError("a restart needs a better point")
-        self.kkt.add_cut(better)
-        if self.restarts % 2:
+        self.kkt.add_cut(flatten(self.v.leaves) if self.tie else better)
+        if self.tie or (self.restarts + self.setting.start // 2) % 2:
             write(better, self.v.leaves)
             self.kkt.write(self.resolved.better.alpha, self.resolved.better.beta)
-        self._smooth()
+        if self.tie or self.setting.start % 2:
+            self._piece()
+        else:
+            self._smooth()
         self.stalls = 0
         self._measure()
         self._start()
 
     def finish(self) -> bool | None:
+        self.closing = True
         if self.kkt.active is None:
             self._piece()
             self._measure()
@@ -198,13 +244,14 @@ class Constrained(Lagrangian):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "kkt": self.kkt.state_dict(), "pieces": self.pieces, "rounds": self.rounds,
-            "goals": [self.goal, self.exact_goal],
+            "goals": [self.goal, self.exact_goal], "gaps": list(self.gaps),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kkt.load_state_dict(state["kkt"])
         self.pieces, self.rounds = state["pieces"], state["rounds"]
         self.goal, self.exact_goal = state["goals"]
+        self.gaps = list(state["gaps"])
         super().load_state_dict(state)
         self._set_problem()
         write(self.search.x, self.leaves)

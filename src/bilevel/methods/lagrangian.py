@@ -185,6 +185,7 @@ class Lagrangian:
         pairs = (self.search.moves, self.search.bends) if keep else ([], [])
         self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
         self.search.moves, self.search.bends = pairs
+        self.search.shortest = self.shortest
         self.origin, self.taken = self.search.x.clone(), 0
 
     def step(self, k: int) -> Tensor:
@@ -281,7 +282,7 @@ class Lagrangian:
         """End here, or, where g can be made smaller, go on from the lower point."""
         better = self._lower_point()
         self.minimiser = better is None
-        if better is None or self.restarts >= RESTARTS:
+        if better is None or not self._may_restart():
             self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
             if self._measure_of(norm(self.at().residual).item(), sizes := self._violations()) > self.goal:
                 constraints = zip(sizes, self._constraint_scales()[:-1], strict=False)  # the set is met by projection
@@ -291,6 +292,9 @@ class Lagrangian:
         self.restarts += 1
         self.minimiser = None
         self._restart(better)
+
+    def _may_restart(self) -> bool:
+        return self.restarts < RESTARTS
 
     def _lower_point(self) -> Tensor | None:
         """A v with a lower g, or None where none was found."""

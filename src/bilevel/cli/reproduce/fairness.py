@@ -1,0 +1,36 @@
+"""Classifiers of a9a under constraints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .shared import (
+    JsonOption,
+    MinutesOption,
+    NoRunOption,
+    OutOption,
+    PageOption,
+    QuickOption,
+    WorkersOption,
+    deadline_in,
+    folders_of,
+    run_filed,
+)
+
+
+def fairness(
+    out: OutOption = Path("runs/fairness"),
+    page: PageOption = None,
+    quick: QuickOption = False,
+    workers: WorkersOption = 1,
+    minutes: MinutesOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """A bound on the parity gap of a classifier, and a network whose last layer lives on the simplex (a9a)."""
+    from ...paper import fairness as study
+
+    run_filed(
+        "fairness", study.cells(quick=quick), study.run_cell, study.write, folders_of(out, page), no_run=no_run,
+        json=json, deadline=deadline_in(minutes), workers=workers,
+    )  # fmt: skip

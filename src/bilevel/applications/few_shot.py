@@ -296,7 +296,7 @@ def meta_train(
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     resume: bool = False,
-    engine: str = "auto",
+    engine: str | None = None,
     precision: Precision | None = None,
     log_every: int | None = None,
     seed: int = 0,
@@ -304,7 +304,8 @@ def meta_train(
     """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
 
     `method` is any method of the library; None is `default_method()`. `scale` and `start` are those of the classifiers:
-    at the class means of the support, or at random. `augment` changes images at random.
+    at the class means of the support, or at random. `augment` changes images at random. `engine` is that of `solve`;
+    None captures the steps on a GPU and compiles nothing.
     """
     in_range("steps", steps, least=1, whole=True)
     one_of("start", start, ("means", "random"))
@@ -317,11 +318,15 @@ def meta_train(
     representation.train()
     solution = solve(
         episodes.problem(), method or default_method(), representation, v, (sampler, [torch.zeros(0)]),
-        max_steps=steps, callbacks=callbacks, checkpoint=checkpoint, resume=resume, engine=engine, precision=precision,
+        max_steps=steps, callbacks=callbacks, checkpoint=checkpoint, resume=resume, engine=engine or _engine(first.device), precision=precision,
         log_every=log_every, seed=seed, hypergradient=False,
     )  # fmt: skip
     representation.eval()
     return solution
+
+
+def _engine(device: torch.device) -> str:
+    return "graph" if device.type == "cuda" else "eager"
 
 
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:

@@ -23,7 +23,14 @@ class TaskSampler:
     """
 
     def __init__(
-        self, classes: ImageClasses, ways: int, shots: int, queries: int = 15, *, tasks: int = 30, episodes: int = EPISODES
+        self,
+        classes: ImageClasses,
+        ways: int,
+        shots: int,
+        queries: int = 15,
+        *,
+        tasks: int = 30,
+        episodes: int = EPISODES,
     ) -> None:
         for name, value in (("ways", ways), ("shots", shots), ("queries", queries), ("tasks", tasks)):
             in_range(name, value, least=2 if name == "ways" else 1, whole=True)

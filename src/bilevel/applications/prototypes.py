@@ -18,7 +18,7 @@ from ..training import Augment, Watch, fit
 from .few_shot import Evaluation, embed, pixels
 from .few_shot_tasks import TaskSampler
 
-RATE = 1e-3
+RATE = 2e-3
 
 
 def scores(features: Tensor, shots: int) -> Tensor:

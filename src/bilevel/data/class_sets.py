@@ -159,10 +159,14 @@ def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
             else:
                 text = (place / name).read_text(encoding="utf-8")
         except (OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
-            raise DataError(f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not to be read.") from None
+            raise DataError(
+                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not to be read."
+            ) from None
         reader = csv.DictReader(io.StringIO(text))
         if "label" not in (reader.fieldnames or ()):
-            raise DataError(f"{place / name} must have the column `label` (filename,label); it has {reader.fieldnames}.")
+            raise DataError(
+                f"{place / name} must have the column `label` (filename,label); it has {reader.fieldnames}."
+            )
         found[name.removesuffix(".csv")] = [(row.get("filename") or "", row["label"]) for row in reader]
         if not found[name.removesuffix(".csv")]:
             raise DataError(f"{place / name} has no row.")
@@ -199,5 +203,3 @@ def _classes_of(folder: Path) -> tuple[ImageClasses, tuple[str, ...]]:
 
 def _bytes(x: Tensor) -> Tensor:
     return (x * 255).round().to(torch.uint8)
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import classical, denoising, poisoning, synthetic, tuning
+from . import classical, denoising, fewshot, poisoning, synthetic, tuning
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")
 app.command("synthetic")(synthetic.synthetic)
@@ -16,3 +16,4 @@ app.command("denoising-steps")(denoising.denoising_steps)
 app.command("poisoning")(poisoning.poisoning)
 app.command("clean-label")(poisoning.clean_label)
 app.command("tuning")(tuning.tuning)
+app.command("fewshot")(fewshot.fewshot)

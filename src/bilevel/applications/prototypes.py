@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, Watch, fit
-from .few_shot import Evaluation, embed, pixels
+from .few_shot_classifier import embed, pixels
+from .few_shot_evaluation import Evaluation
 from .few_shot_tasks import TaskSampler
 
 RATE = 2e-3

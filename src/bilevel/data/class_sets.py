@@ -11,7 +11,6 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 

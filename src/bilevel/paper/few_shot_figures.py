@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -22,7 +23,7 @@ def curves(kept: Sequence[Kept], path: Path) -> None:
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
     figure = _figure(2.6 * columns + 0.4, 2.5 * rows + 0.3)
-    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    cells: list[Any] = list(figure.subplots(rows, columns, squeeze=False).ravel())
     for axes, (dataset, backbone, ways, shots) in zip(cells, places, strict=False):
         some = chosen(kept, dataset=dataset, backbone=backbone, ways=ways, shots=shots)
         for method, title in METHODS.items():

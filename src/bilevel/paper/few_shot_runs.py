@@ -11,17 +11,9 @@ import torch
 from torch import nn
 
 from .. import models
-from ..applications.few_shot import (
-    LOWER_RATE,
-    SCALE,
-    UPPER_RATE,
-    Evaluation,
-    Start,
-    Validation,
-    adapt_and_evaluate,
-    default_method,
-    meta_train,
-)
+from ..applications.few_shot import UPPER_RATE, default_method, meta_train
+from ..applications.few_shot_classifier import SCALE, Start
+from ..applications.few_shot_evaluation import LOWER_RATE, Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
 from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
 from ..augmentation import crop_and_flip, move_slightly
@@ -149,8 +141,8 @@ def _bilevel(
     steps, seed = int(settings["steps"]), int(settings["seed"])
     points, tasks = _points(settings)
     watch = Validation(
-        network, test, every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json", deadline=deadline, seed=seed + 1,
-        **classifiers(settings),
+        network, test, every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json",
+        deadline=deadline, seed=seed + 1, **classifiers(settings),
     )  # fmt: skip
     solution = meta_train(
         network, train, steps=steps, method=method(settings), augment=augmentation(settings), callbacks=[watch],

@@ -1,0 +1,87 @@
+"""Classifiers of many tasks at once, by cosines, on the features of a representation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from ..models import cosine_logits
+from ..options import in_range
+from ..precision import Precision, reduced
+
+SCALE = 10.0
+"""What cosines are multiplied by before the softmax; 1 in the paper."""
+SMALL = 0.01
+"""The deviation of weights that start at random."""
+BATCH = 2000
+"""Images that are embedded at once."""
+Start = Literal["means", "random"]
+
+
+class CosineClassifier(nn.Module):
+    """A linear classifier for each of several tasks, whose scores are cosines times `scale`."""
+
+    def __init__(
+        self,
+        tasks: int,
+        features: int,
+        ways: int,
+        *,
+        scale: float = SCALE,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        in_range("scale", scale, above=0)
+        self.scale = scale
+        self.weight = nn.Parameter(torch.empty(tasks, features, ways, device=device, dtype=dtype))
+        self.start_at_random()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The scores (tasks, n, ways) of features (tasks, n, features)."""
+        return self.scale * cosine_logits(features, self.weight)
+
+    @torch.no_grad()
+    def start_at_random(self) -> None:
+        """Small weights of a normal distribution: a cosine knows their direction alone, and soon turns it."""
+        self.weight.normal_(0.0, SMALL)
+
+    @torch.no_grad()
+    def start_at_means(self, support: Tensor) -> None:
+        """The mean direction of each class in features (tasks, ways * shots, size), which come class by class."""
+        tasks, features, ways = self.weight.shape
+        directions = normalize(support, dim=-1).reshape(tasks, ways, -1, features).mean(2)
+        self.weight.copy_(normalize(directions, dim=-1).transpose(1, 2))
+
+
+def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bytes as numbers from 0 to 1."""
+    return images.to(dtype) / 255
+
+
+def task_loss(v: CosineClassifier, features: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of each task, summed over the tasks: prices are then those of a task by itself."""
+    # Out of autocast: the classifiers are small, and second derivatives of rounded cosines are not worth having.
+    with torch.autocast(features.device.type, enabled=False):
+        scores = v(features)
+        tasks = scores.shape[0]
+        return cross_entropy(scores.flatten(0, 1), labels.repeat(tasks), reduction="sum") / len(labels)
+
+
+@torch.no_grad()
+def embed(
+    representation: nn.Module, images: Tensor, *, batch: int = BATCH, precision: Precision | None = None
+) -> Tensor:
+    """The representation of images given as bytes, in evaluation mode, on the representation's device."""
+    first = next(representation.parameters())
+    training = representation.training
+    representation.eval()
+    try:
+        with reduced(precision, first.device):
+            found = [representation(pixels(x.to(first.device), first.dtype)) for x in torch.split(images, batch)]
+    finally:
+        representation.train(training)
+    return torch.cat([z.float() if z.dtype is torch.bfloat16 else z for z in found])

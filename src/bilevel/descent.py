@@ -105,7 +105,7 @@ class Descent:
 
     def _make_state(self) -> None:
         """Have Adam make its moments before the first step, so that it counts in float64 from there on."""
-        if self.optimizer is not None and self.restarts_in_place:
+        if self.optimizer is not None and self.restarts_in_place and not self._stateless:
             held = [leaf.detach().clone() for leaf in self.variable.leaves]
             self.optimizer.step()
             for leaf, value in zip(self.variable.leaves, held, strict=True):
@@ -122,8 +122,14 @@ class Descent:
 
     @property
     def restarts_in_place(self) -> bool:
-        """Whether moments of zero are those of a new optimizer."""
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        """Whether moments of zero, or none, are those of a new optimizer."""
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
+
+    @property
+    def _stateless(self) -> bool:
+        """Whether the optimizer is plain gradient descent, which remembers nothing."""
+        groups = self.optimizer.param_groups if type(self.optimizer) is torch.optim.SGD else [{"momentum": 1.0}]
+        return all(group["momentum"] == 0 for group in groups)
 
     @property
     def recordable(self) -> bool:

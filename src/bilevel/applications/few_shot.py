@@ -29,8 +29,8 @@ from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
 from ..training import Augment
-from .few_shot_classifier import SCALE, CosineClassifier, Start, embed, pixels, task_loss
-from .few_shot_evaluation import LOWER_RATE, Evaluation, Validation, adapt, adapt_and_evaluate
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, pixels, support_loss, task_loss
+from .few_shot_evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
 from .few_shot_tasks import TaskSampler
 
 __all__ = [
@@ -46,18 +46,25 @@ __all__ = [
     "meta_train",
 ]
 
-GAMMA, LAM, LOWER_STEPS = 10.0, 1.0, 5
-UPPER_RATE = 2e-3
+GAMMA, LAM, LOWER_STEPS = 1.0, 0.1, 10
+UPPER_RATE, LOWER_RATE = 2e-3, 0.1
+"""Of Adam on the representation, and of gradient descent on the classifiers."""
 
 
 class Episodes:
     """The problem of a sampler's tasks: images live on the device, a batch is the numbers of some of them."""
 
     def __init__(
-        self, sampler: TaskSampler, device: torch.device, *, start: Start = "means", augment: Augment | None = None
+        self,
+        sampler: TaskSampler,
+        device: torch.device,
+        *,
+        start: Start = "means",
+        proximity: float = PROXIMITY,
+        augment: Augment | None = None,
     ) -> None:
         self.images = sampler.classes.images.to(device)
-        self.shots, self.start, self.augment = sampler.shots, start, augment
+        self.shots, self.start, self.proximity, self.augment = sampler.shots, start, proximity, augment
         self.support_labels, self.query_labels = sampler.labels(device)
 
     def problem(self) -> Problem:
@@ -79,7 +86,7 @@ class Episodes:
             v.start_at_random()
 
     def lower(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
-        return task_loss(v, prepared[0], self.support_labels)
+        return support_loss(v, prepared[0], self.support_labels, self.proximity)
 
     def upper(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
         return task_loss(v, prepared[1], self.query_labels)
@@ -92,7 +99,7 @@ def default_method(
     base: dict[str, Any] = {
         "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": LAM, "advances": 0,
         "upper_optimizer": partial(torch.optim.Adam, lr=upper_rate),
-        "lower_optimizer": partial(torch.optim.Adam, lr=lower_rate),
+        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
     }  # fmt: skip
     return Penalty(**(base | options))
 
@@ -104,6 +111,7 @@ def meta_train(
     steps: int,
     method: Method | None = None,
     scale: float = SCALE,
+    proximity: float = PROXIMITY,
     start: Start = "means",
     augment: Augment | None = None,
     callbacks: Sequence[Callback] = (),
@@ -121,11 +129,12 @@ def meta_train(
     None captures the steps on a GPU and compiles nothing.
     """
     in_range("steps", steps, least=1, whole=True)
+    in_range("proximity", proximity, least=0)
     one_of("start", start, ("means", "random"))
     first = next(iter(representation.parameters()), None)
     if first is None:
         raise OptionError("representation must have parameters; this module has none.")
-    episodes = Episodes(sampler, first.device, start=start, augment=augment)
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
     features = feature_count(representation, sampler.classes)
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()

@@ -14,6 +14,9 @@ from ..precision import Precision, reduced
 
 SCALE = 10.0
 """What cosines are multiplied by before the softmax; 1 in the paper."""
+PROXIMITY = 1.0
+"""What keeps class weights near the class means; 0 in the paper. Without it, a few images are soon told apart for
+certain: g is flat there, and which of its minima is meant is left open."""
 SMALL = 0.01
 """The deviation of weights that start at random."""
 BATCH = 2000
@@ -52,9 +55,14 @@ class CosineClassifier(nn.Module):
     @torch.no_grad()
     def start_at_means(self, support: Tensor) -> None:
         """The mean direction of each class in features (tasks, ways * shots, size), which come class by class."""
-        tasks, features, ways = self.weight.shape
-        directions = normalize(support, dim=-1).reshape(tasks, ways, -1, features).mean(2)
-        self.weight.copy_(normalize(directions, dim=-1).transpose(1, 2))
+        self.weight.copy_(class_means(support, self.weight.shape[2]))
+
+
+def class_means(support: Tensor, ways: int) -> Tensor:
+    """The mean directions (tasks, size, ways) of features (tasks, ways * shots, size), which come class by class."""
+    tasks, _, features = support.shape
+    directions = normalize(support, dim=-1).reshape(tasks, ways, -1, features).mean(2)
+    return normalize(directions, dim=-1).transpose(1, 2)
 
 
 def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,6 +77,16 @@ def task_loss(v: CosineClassifier, features: Tensor, labels: Tensor) -> Tensor:
         scores = v(features)
         tasks = scores.shape[0]
         return cross_entropy(scores.flatten(0, 1), labels.repeat(tasks), reduction="sum") / len(labels)
+
+
+def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity: float) -> Tensor:
+    """g: the loss of the support and `proximity` / 2 times the squared distance of the weights from the class means."""
+    loss = task_loss(v, support, labels)
+    if not proximity:
+        return loss
+    with torch.autocast(support.device.type, enabled=False):
+        apart = v.weight - class_means(support, v.weight.shape[2])
+        return loss + 0.5 * proximity * apart.square().sum()
 
 
 @torch.no_grad()

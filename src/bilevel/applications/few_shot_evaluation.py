@@ -18,12 +18,12 @@ from ..descent import OptimizerFactory
 from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived, seeded
-from .few_shot_classifier import SCALE, CosineClassifier, Start, embed, task_loss
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, support_loss
 from .few_shot_tasks import TaskSampler
 
 ADAPT_STEPS = 100
-LOWER_RATE = 1e-2
-"""Of Adam on the classifiers."""
+ADAPT_RATE = 0.05
+"""Of gradient descent on the classifiers."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def adapt(
     *,
     steps: int = ADAPT_STEPS,
     scale: float = SCALE,
+    proximity: float = PROXIMITY,
     start: Start = "means",
     optimizer: OptimizerFactory | None = None,
 ) -> CosineClassifier:
@@ -61,10 +62,10 @@ def adapt(
     if start == "means":
         v.start_at_means(support)
     labels = torch.arange(ways, device=support.device).repeat_interleave(images // ways)
-    descent = (optimizer or partial(torch.optim.Adam, lr=LOWER_RATE))([v.weight])
+    descent = (optimizer or partial(torch.optim.SGD, lr=ADAPT_RATE))([v.weight])
     for _ in range(steps):
         descent.zero_grad()
-        task_loss(v, support, labels).backward()  # type: ignore[no-untyped-call]
+        support_loss(v, support, labels, proximity).backward()  # type: ignore[no-untyped-call]
         descent.step()
     return v
 
@@ -76,6 +77,7 @@ def adapt_and_evaluate(
     tasks: int = 600,
     steps: int = ADAPT_STEPS,
     scale: float = SCALE,
+    proximity: float = PROXIMITY,
     start: Start = "means",
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
@@ -98,7 +100,9 @@ def adapt_and_evaluate(
         for part in torch.split(place.to(device), max(1, 30_000 // (sampler.ways * sampler.shots))):
             found = z[part]
             support, query = found[:, :, : sampler.shots].flatten(1, 2), found[:, :, sampler.shots :].flatten(1, 2)
-            v = adapt(support, sampler.ways, steps=steps, scale=scale, start=start, optimizer=optimizer)
+            v = adapt(
+                support, sampler.ways, steps=steps, scale=scale, proximity=proximity, start=start, optimizer=optimizer
+            )
             with torch.no_grad():
                 said.append(v(query).argmax(-1))
     predictions = torch.cat(said)

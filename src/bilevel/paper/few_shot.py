@@ -49,23 +49,25 @@ STEPS = {(OMNIGLOT, "conv4"): 3000, (CIFAR, "conv4"): 2500, (CIFAR, "resnet"): 1
 SHARE = {"rmd": 0.25, "approx-grad": 0.5, "paper": 0.5}
 """Of the upper steps: what a step costs more is taken off their number."""
 BACKBONES = {OMNIGLOT: ("conv4",), CIFAR: ("conv4", "resnet")}
-T = {"penalty": 5, "approx-grad": 20, "paper": 20, "rmd": 5}
+T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
 LOWER_STEPS = (1, 5, 10, 20)
 EFFECT_STEPS, CHOICE_STEPS = 600, 800
 TEST_TASKS, TEST_QUERIES = 600, 15
 VARIED: dict[str, dict[str, Any]] = {
     "as the table": {},
+    "T = 5": {"T": 5},
     "T = 20": {"T": 20},
-    "gamma 1": {"gamma": 1.0},
-    "gamma 100": {"gamma": 100.0},
-    "lam 10": {"lam": 10.0},
+    "gamma 0.3": {"gamma": 0.3},
+    "gamma 3, lower rate 0.03": {"gamma": 3.0, "lower_rate": 0.03},
+    "lam 0": {"lam": 0.0},
+    "lower rate 0.03": {"lower_rate": 0.03},
+    "lower rate 0.2": {"lower_rate": 0.2},
+    "no proximity": {"proximity": 0.0},
+    "proximity 3, gamma 0.1": {"proximity": 3.0, "gamma": 0.1},
     "scale 5": {"scale": 5.0},
     "scale 20": {"scale": 20.0},
-    "starts at random": {"start": "random"},
     "upper rate 1e-3": {"upper_rate": 1e-3},
     "upper rate 5e-3": {"upper_rate": 5e-3},
-    "lower SGD 0.05": {"lower_sgd": 0.05},
-    "lower rate 3e-3": {"lower_rate": 3e-3},
     "20 ways": {"train_ways": 20, "tasks": 12},
     "5 ways": {"train_ways": 5, "tasks": 30, "queries": 15},
     "moved images": {"moved": True},

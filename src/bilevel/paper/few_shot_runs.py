@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import models
 from ..applications.few_shot import UPPER_RATE, default_method, meta_train
-from ..applications.few_shot_classifier import SCALE, Start
-from ..applications.few_shot_evaluation import LOWER_RATE, Evaluation, Validation, adapt_and_evaluate
+from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start
+from ..applications.few_shot_evaluation import Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
 from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
 from ..augmentation import crop_and_flip, move_slightly
@@ -32,6 +32,10 @@ from .few_shot import CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
 
 POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
+APPROX_RATE = 0.05
+"""Of gradient descent on the classifiers in ApproxGrad, which descend g alone."""
+PAPER_TEST_RATE = 1e-2
+"""Of Adam on the classifiers of the paper's setting at the test; the paper has none."""
 DAMPING = 0.1
 """Of the linear system of ApproxGrad: the curvature of a cosine has directions in which it is zero."""
 
@@ -61,13 +65,11 @@ def method(settings: Settings) -> Method:
         case "approx-grad":
             return ApproxGrad(
                 lower_steps=lower_steps, linear_steps=lower_steps, damping=DAMPING, upper_optimizer=adam,
-                lower_optimizer=partial(torch.optim.Adam, lr=LOWER_RATE),
+                lower_optimizer=partial(torch.optim.SGD, lr=settings.get("lower_rate", APPROX_RATE)),
             )  # fmt: skip
         case "rmd":
             return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
     options = {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
-    if "lower_sgd" in settings:
-        options["lower_optimizer"] = partial(torch.optim.SGD, lr=settings["lower_sgd"])
     return default_method(lower_steps=lower_steps, upper_rate=upper_rate, **options)
 
 
@@ -78,10 +80,17 @@ def augmentation(settings: Settings) -> Augment | None:
 
 
 def classifiers(settings: Settings) -> dict[str, Any]:
-    """Scale and start of the classifiers, and what trains them at the test."""
+    """Scale, start and regulariser of the classifiers."""
     ours = settings["method"] != "paper"
     start: Start = settings.get("start", "means" if ours else "random")
-    return {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
+    found = {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
+    return found | {"proximity": settings.get("proximity", PROXIMITY if ours else 0.0)}
+
+
+def tested(settings: Settings) -> dict[str, Any]:
+    """The same at the test: the paper's classifiers, which start at random, are trained by Adam."""
+    adam = {"optimizer": partial(torch.optim.Adam, lr=PAPER_TEST_RATE)} if settings["method"] == "paper" else {}
+    return classifiers(settings) | adam
 
 
 def run(settings: Settings, device: torch.device, folder: Path, deadline: float | None = None) -> Found | None:
@@ -120,7 +129,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
 def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:
     if settings["method"] == "prototypes":
         return evaluate_prototypes(network, sampler, tasks=tasks, seed=seed)
-    return adapt_and_evaluate(network, sampler, tasks=tasks, seed=seed, **classifiers(settings))
+    return adapt_and_evaluate(network, sampler, tasks=tasks, seed=seed, **tested(settings))
 
 
 def _points(settings: Settings) -> tuple[int, int]:
@@ -142,7 +151,7 @@ def _bilevel(
     points, tasks = _points(settings)
     watch = Validation(
         network, test, every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json",
-        deadline=deadline, seed=seed + 1, **classifiers(settings),
+        deadline=deadline, seed=seed + 1, **tested(settings),
     )  # fmt: skip
     solution = meta_train(
         network, train, steps=steps, method=method(settings), augment=augmentation(settings), callbacks=[watch],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import needs
+from common import Each, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def tiny(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     return few_shot_cnn(1, 4).to(dtype)
 
 
-# -- tasks ---------------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,12 +96,12 @@ def test_tasks_that_cannot_be_are_refused_by_name():
 def test_rotations_are_new_classes_of_turned_images():
     classes = noise_classes(3, 2)
     turned = classes.rotated()
-    assert len(turned.names) == 12 and len(set(turned.names)) == 12
+    assert len(turned.names) == len(set(turned.names)) == 12
     assert torch.equal(turned.images[6:12], torch.rot90(classes.images, 1, (2, 3)))
     assert torch.equal(turned.select([5]).images, torch.rot90(classes.select([2]).images, 1, (2, 3)))
 
 
-# -- classifiers ---------------------------------------------------------------------------------------------------------
+# -- classifiers -----------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_cosines_times_the_scale():
@@ -130,9 +130,21 @@ def test_adapting_lowers_the_loss_of_the_support_from_the_class_means():
     labels = torch.arange(3).repeat_interleave(2)
     losses = []
     for steps in (0, 100):
-        v = adapt(support, 3, steps=steps)
+        v = adapt(support, 3, steps=steps, proximity=0.0)
         losses.append(cross_entropy(v(support).flatten(0, 1), labels.repeat(2)).item())
     assert losses[1] < 0.7 * losses[0]
+
+
+def test_proximity_holds_the_weights_at_the_class_means():
+    """At the minimum of g the pull of the loss equals proximity times the distance from the means."""
+    torch.manual_seed(0)
+    support = torch.randn(2, 6, 5, dtype=torch.float64)
+    v = adapt(support, 3, steps=2000, proximity=2.0)
+    loss = cross_entropy(v(support).flatten(0, 1), torch.arange(3).repeat_interleave(2).repeat(2), reduction="sum") / 6
+    (pull,) = torch.autograd.grad(loss, [v.weight])
+    apart = v.weight.detach() - adapt(support, 3, steps=0).weight.detach()
+    assert torch.allclose(pull, -2.0 * apart, atol=1e-8)
+    assert apart.norm() > 0.01
 
 
 def test_class_means_are_the_mean_directions_of_each_class():
@@ -142,15 +154,15 @@ def test_class_means_are_the_mean_directions_of_each_class():
     assert torch.allclose(v.weight[1, :, 1], expected / expected.norm(), atol=1e-6)
 
 
-# -- derivatives -----------------------------------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 10.0])
-def test_second_derivatives_through_batch_norm_and_pooling_match_differences(scale):
+@pytest.mark.parametrize(("scale", "proximity"), [(1.0, 0.0), (10.0, 1.0)])
+def test_second_derivatives_through_batch_norm_and_pooling_match_differences(scale, proximity):
     """dF of u and v, F = f + <nu, s> + gamma/2 |s|^2, against F itself along random directions, in float64."""
     u = tiny(dtype=torch.float64)
     sampler = TaskSampler(noise_classes(), 3, 2, 2, tasks=2)
-    episodes = Episodes(sampler, torch.device("cpu"))
+    episodes = Episodes(sampler, torch.device("cpu"), proximity=proximity)
     v = CosineClassifier(2, 4, 3, scale=scale, dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     batch = [(sampler.draw(2, generator), torch.zeros(0))]
@@ -185,7 +197,7 @@ def test_second_derivatives_through_batch_norm_and_pooling_match_differences(sca
         assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(exact, rel=1e-5, abs=1e-6)
 
 
-# -- learning --------------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------------------------
 
 
 def short(**options: Any) -> dict[str, Any]:
@@ -201,15 +213,11 @@ def test_the_representation_is_computed_once_for_each_upper_step():
     network, calls = tiny(), [0]
     network.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
 
-    class Count(Callback):
-        seen: list[int] = []
-
-        def log(self, run: Run) -> None:
-            self.seen.append(calls[0])
-
-    watch = Count()
+    seen: list[int] = []
+    watch = Each(lambda run: seen.append(calls[0]))
     meta_train(network, sampler, **short(callbacks=[watch], log_every=1))
-    assert set(np.diff(watch.seen)) == {1}
+    assert len(seen) == 7
+    assert set(np.diff(seen)) == {1}
 
 
 def coarse_classes(classes: int = 40, images: int = 6) -> ImageClasses:
@@ -227,16 +235,15 @@ RATE = partial(torch.optim.Adam, lr=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("method", "start"),
+    "method",
     [
-        (default_method(upper_rate=5e-3), "means"),
-        (default_method(upper_rate=5e-3, lower_steps=10, gamma=0.01, lam=0.01), "random"),
-        (ApproxGrad(lower_steps=3, damping=0.1, upper_optimizer=RATE), "means"),
-        (ReverseMode(lower_steps=3, upper_optimizer=RATE), "means"),
+        default_method(upper_rate=5e-3),
+        ApproxGrad(lower_steps=3, damping=0.1, upper_optimizer=RATE),
+        ReverseMode(lower_steps=3, upper_optimizer=RATE),
     ],
-    ids=["penalty", "penalty at random", "approx-grad", "rmd"],
+    ids=["penalty", "approx-grad", "rmd"],
 )
-def test_every_method_learns_a_representation_for_classes_it_has_not_seen(method, start):
+def test_every_method_learns_a_representation_for_classes_it_has_not_seen(method):
     classes = coarse_classes()
     train, test = classes.select(range(30)), classes.select(range(30, 40))
     torch.manual_seed(0)
@@ -244,11 +251,11 @@ def test_every_method_learns_a_representation_for_classes_it_has_not_seen(method
     tasks = TaskSampler(test, 5, 1, 3)
     # In training mode once, so that what an untrained network lacks is not the statistics of its batches.
     network.train()(train.images / 255)
-    before = adapt_and_evaluate(network, tasks, tasks=200, start=start)
-    solution = meta_train(network, TaskSampler(train, 5, 1, 3, tasks=4), steps=80, method=method, start=start, seed=0)
-    after = adapt_and_evaluate(network, tasks, tasks=200, start=start)
+    before = adapt_and_evaluate(network, tasks, tasks=200)
+    solution = meta_train(network, TaskSampler(train, 5, 1, 3, tasks=4), steps=80, method=method, seed=0)
+    after = adapt_and_evaluate(network, tasks, tasks=200)
     assert all(np.isfinite(solution.history["upper"]))
-    assert after.accuracy > before.accuracy + 0.04
+    assert after.accuracy > before.accuracy + 0.2
     assert not network.training
 
 
@@ -297,7 +304,8 @@ def test_evaluation_leaves_the_run_as_it_was_and_asks_each_image_alone():
     first = adapt_and_evaluate(network, sampler, tasks=10, seed=4)
     again = adapt_and_evaluate(network, sampler, tasks=10, seed=4)
     assert torch.equal(first.accuracies, again.accuracies)
-    assert network.training and torch.equal(torch.get_rng_state(), draws)
+    assert network.training
+    assert torch.equal(torch.get_rng_state(), draws)
     assert all(torch.equal(a, b) for a, b in zip(before, state(network), strict=True))
     images = noise_classes().images
     assert torch.allclose(embed(network, images[:5]), embed(network, images)[:5], atol=1e-6)
@@ -323,7 +331,7 @@ def test_prototypes_score_by_minus_the_squared_distance_and_learn():
     test = TaskSampler(classes.select(range(30, 40)), 5, 1, 3)
     before = evaluate_prototypes(network, test, tasks=200).accuracy
     train_prototypes(network, TaskSampler(classes.select(range(30)), 5, 1, 3, tasks=4), steps=80, rate=5e-3)
-    assert evaluate_prototypes(network, test, tasks=200).accuracy > before + 0.04
+    assert evaluate_prototypes(network, test, tasks=200).accuracy > before + 0.1
 
 
 def test_a_representation_that_gives_no_rows_is_refused():

@@ -29,7 +29,17 @@ from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
 from ..training import Augment
-from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, pixels, support_loss, task_loss
+from .few_shot_classifier import (
+    PROXIMITY,
+    SCALE,
+    CosineClassifier,
+    Start,
+    backbone,
+    embed,
+    pixels,
+    support_loss,
+    task_loss,
+)
 from .few_shot_evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
 from .few_shot_tasks import TaskSampler
 
@@ -41,6 +51,7 @@ __all__ = [
     "Validation",
     "adapt",
     "adapt_and_evaluate",
+    "backbone",
     "default_method",
     "embed",
     "meta_train",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from ..models import cosine_logits
-from ..options import in_range
+from ..errors import OptionError
+from ..models import cosine_logits, few_shot_cnn, mini_imagenet_resnet
+from ..options import in_range, one_of
 from ..precision import Precision, reduced
 
 SCALE = 10.0
@@ -22,6 +23,19 @@ SMALL = 0.01
 BATCH = 2000
 """Images that are embedded at once."""
 Start = Literal["means", "random"]
+
+
+BACKBONES = ("conv4", "resnet")
+
+
+def backbone(name: str, channels: int) -> nn.Module:
+    """The paper's representations: `conv4` that of Omniglot, `resnet` that of mini-ImageNet, with 3.8M weights."""
+    one_of("backbone", name, BACKBONES)
+    if name == "conv4":
+        return few_shot_cnn(channels)
+    if channels != 3:
+        raise OptionError(f"backbone 'resnet' takes images in colour; these have {channels} channel. Use 'conv4'.")
+    return mini_imagenet_resnet(512, 3)
 
 
 class CosineClassifier(nn.Module):

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import models
 from ..applications.few_shot import UPPER_RATE, default_method, meta_train
-from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start
+from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
 from ..applications.few_shot_evaluation import Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
 from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
@@ -45,11 +44,6 @@ def loaded(dataset: str) -> ClassSplits:
     if dataset == OMNIGLOT:
         return load_classes(OMNIGLOT, validation=0).rotated()
     return load_classes(dataset)
-
-
-def backbone(name: str, channels: int) -> nn.Module:
-    """The paper's networks: `conv4` of Omniglot, or the residual one of mini-ImageNet with its 3.8M weights."""
-    return models.few_shot_cnn(channels) if name == "conv4" else models.mini_imagenet_resnet(512, 3)
 
 
 def method(settings: Settings) -> Method:

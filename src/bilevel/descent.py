@@ -81,7 +81,7 @@ class Descent:
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
                 self._make_state()
-            self.optimizer.step()
+            self._move()
             for leaf in self.variable.leaves:
                 leaf.grad = None
             self.variable.project()
@@ -97,6 +97,16 @@ class Descent:
             optimizer.move(index, d, factor.to(values.dtype) * self.row_rate)
             if projection is not None:
                 values[index] = projection(values[index])
+
+    def _move(self) -> None:
+        """The optimizer's step. torch's SGD reads a rate that is a tensor on the host, which a GPU would wait for."""
+        assert self.optimizer is not None
+        if not (self._stateless and self.variable.device.type == "cuda"):
+            self.optimizer.step()
+            return
+        for group in self.optimizer.param_groups:
+            for leaf in group["params"]:
+                leaf.addcmul_(leaf.grad, group["lr"], value=-1)
 
     def row_squares(self, rows: Parts) -> list[Tensor]:
         """|gradient|^2 of each Rows of which any were read."""
@@ -128,8 +138,9 @@ class Descent:
     @property
     def _stateless(self) -> bool:
         """Whether the optimizer is plain gradient descent, which remembers nothing."""
-        groups = self.optimizer.param_groups if type(self.optimizer) is torch.optim.SGD else [{"momentum": 1.0}]
-        return all(group["momentum"] == 0 for group in groups)
+        if type(self.optimizer) is not torch.optim.SGD:
+            return False
+        return not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in self.optimizer.param_groups)
 
     @property
     def recordable(self) -> bool:

@@ -18,7 +18,7 @@ from ..applications.prototypes import RATE, evaluate_prototypes, train_prototype
 from ..augmentation import crop_and_flip, move_slightly
 from ..cells import Cell, Found, Settings
 from ..data.class_sets import load_classes
-from ..data.image_classes import ClassSplits
+from ..data.image_classes import ImageClasses
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
@@ -27,10 +27,12 @@ from ..replay import seeded
 from ..solution import Status
 from ..training import Augment
 from .denoising_runs import device_name
-from .few_shot import CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
+from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
 
 POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
+VALIDATION = 100
+"""Characters of the 1,200 on which choices are tried."""
 APPROX_RATE = 0.05
 """Of gradient descent on the classifiers in ApproxGrad, which descend g alone."""
 PAPER_TEST_RATE = 1e-2
@@ -40,10 +42,15 @@ DAMPING = 0.1
 
 
 @cache
-def loaded(dataset: str) -> ClassSplits:
-    if dataset == OMNIGLOT:
-        return load_classes(OMNIGLOT, validation=0).rotated()
-    return load_classes(dataset)
+def loaded(dataset: str, part: str) -> tuple[ImageClasses, ImageClasses]:
+    """The classes to learn from and those to be tried on: in the part `choices` they are those of meta-validation."""
+    choosing = part == CHOICES
+    splits = load_classes(dataset, validation=VALIDATION if choosing else 0)
+    splits = splits.rotated() if dataset == OMNIGLOT else splits
+    if not choosing:
+        return splits.train, splits.test
+    assert splits.validation is not None
+    return splits.train, splits.validation
 
 
 def method(settings: Settings) -> Method:
@@ -89,13 +96,12 @@ def tested(settings: Settings) -> dict[str, Any]:
 
 def run(settings: Settings, device: torch.device, folder: Path, deadline: float | None = None) -> Found | None:
     """Run a cell, or go on with it, until the deadline; None where Ctrl-C came."""
-    splits, seed = loaded(settings["dataset"]), int(settings["seed"])
+    part = CHOICES if settings["part"] == CHOICES else TABLE
+    (known, unseen), seed = loaded(settings["dataset"], part), int(settings["seed"])
     with seeded(seed):
-        network = backbone(settings["backbone"], splits.train.shape[0]).to(device)
-    train = TaskSampler(
-        splits.train, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"]
-    )
-    test = TaskSampler(splits.test, settings["ways"], settings["shots"], TEST_QUERIES)
+        network = backbone(settings["backbone"], known.shape[0]).to(device)
+    train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
+    test = TaskSampler(unseen, settings["ways"], settings["shots"], TEST_QUERIES)
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -115,7 +121,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed)
         found["accuracy_of_means"] = means.accuracy
     if settings["part"] == TABLE and settings["method"] == "penalty":
-        seen = TaskSampler(splits.train, settings["ways"], settings["shots"], TEST_QUERIES)
+        seen = TaskSampler(known, settings["ways"], settings["shots"], TEST_QUERIES)
         found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
     return found
 

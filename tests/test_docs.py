@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md", "docs/denoising.md", "docs/poisoning.md", "docs/tuning.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/denoising.md", "docs/poisoning.md", "docs/tuning.md", "docs/few-shot.md"]
 
 
 def blocks():

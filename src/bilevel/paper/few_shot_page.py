@@ -193,8 +193,8 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
     return [
         "## What was chosen",
         f"Our setting and what becomes of it with one change, on Omniglot, 20-way 1-shot, {cells[0][0]['steps']:,} "
-        "steps, one seed. Learnt on 1,100 of the 1,200 characters and measured on the other 100: no choice has seen the "
-        "test classes.",
+        "steps, one seed. Learnt on 1,100 of the 1,200 characters and measured on the other 100: no choice has seen "
+        "the test classes.",
         table(["", "accuracy", "of class means", "ms a step"], rows),
     ]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("guide", "denoising", "poisoning", "tuning", "distributed"))]
+NAMES = ("guide", "denoising", "poisoning", "tuning", "distributed", "few-shot")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
 def blocks():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import affine_grid, grid_sample, pad
 
 MARGIN = 4
+TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
+"""The largest turn in radians, and the largest changes of size and place as shares, of `move_slightly`."""
 
 
 def crop_and_flip(x: Tensor) -> Tensor:
@@ -21,6 +23,16 @@ def crop_and_flip(x: Tensor) -> Tensor:
     columns = torch.where(mirrored, columns.flip(1), columns)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def move_slightly(x: Tensor) -> Tensor:
+    """Images (n, channels, height, width), each turned, stretched and shifted a little, over zeros."""
+    n = len(x)
+    turn, across, down, right, low = (2 * torch.rand(5, n, device=x.device, dtype=x.dtype) - 1).unbind()
+    angle, wide, high = TURN * turn, 1 + STRETCH * across, 1 + STRETCH * down
+    rows = [wide * angle.cos(), -high * angle.sin(), SHIFT * right, wide * angle.sin(), high * angle.cos(), SHIFT * low]
+    grid = affine_grid(torch.stack(rows, 1).reshape(n, 2, 3), list(x.shape), align_corners=False)
+    return grid_sample(x, grid, padding_mode="zeros", align_corners=False)
 
 
 def add_noise(x: Tensor, strength: Tensor) -> Tensor:

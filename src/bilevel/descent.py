@@ -83,7 +83,7 @@ class Descent:
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
                 self._make_state()
-            self.optimizer.step()
+            self._move()
             for leaf in self.variable.leaves:
                 leaf.grad = None
             self.variable.project()
@@ -100,6 +100,16 @@ class Descent:
             if projection is not None:
                 values[index] = projection(values[index])
 
+    def _move(self) -> None:
+        """The optimizer's step. torch's SGD reads a rate that is a tensor on the host, which a GPU would wait for."""
+        assert self.optimizer is not None
+        if not (self._stateless and self.variable.device.type == "cuda"):
+            self.optimizer.step()
+            return
+        for group in self.optimizer.param_groups:
+            for leaf in group["params"]:
+                leaf.addcmul_(leaf.grad, group["lr"], value=-1)
+
     def row_squares(self, rows: Parts) -> list[Tensor]:
         """|gradient|^2 of each Rows of which any were read."""
         pairs = zip(self.row_optimizers, rows, strict=False)
@@ -107,7 +117,7 @@ class Descent:
 
     def _make_state(self) -> None:
         """Have Adam make its moments before the first step, so that it counts in float64 from there on."""
-        if self.optimizer is not None and self.restarts_in_place:
+        if self.optimizer is not None and self.restarts_in_place and not self._stateless:
             held = [leaf.detach().clone() for leaf in self.variable.leaves]
             self.optimizer.step()
             for leaf, value in zip(self.variable.leaves, held, strict=True):
@@ -124,8 +134,15 @@ class Descent:
 
     @property
     def restarts_in_place(self) -> bool:
-        """Whether moments of zero are those of a new optimizer."""
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        """Whether moments of zero, or none, are those of a new optimizer."""
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
+
+    @property
+    def _stateless(self) -> bool:
+        """Whether the optimizer is plain gradient descent, which remembers nothing."""
+        if type(self.optimizer) is not torch.optim.SGD:
+            return False
+        return not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in self.optimizer.param_groups)
 
     @property
     def recordable(self) -> bool:

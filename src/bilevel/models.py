@@ -97,13 +97,13 @@ def few_shot_cnn(channels: int = 1, filters: int = 64) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten())
 
 
-def mini_imagenet_resnet(features: int = 384, kernel: int = 1, *, dropout: bool = True) -> nn.Sequential:
+def mini_imagenet_resnet(features: int = 384, kernel: int = 1, *, dropout: float = 0.1) -> nn.Sequential:
     """The paper's representation for Mini-ImageNet: images of shape (3, 84, 84) to 384 features, 1,610,208 weights.
 
     Four residual blocks with 64, 96, 128 and 256 filters, a 1x1 convolution with 2,048 filters, the mean over the
     image, and a 1x1 convolution to the features. A block has three convolutions, each with batch normalisation and
-    leaky ReLU, a 1x1 convolution around them, and dropout of 0.9; we add a 2x2 pool, of which the paper says nothing.
-    `dropout=False` leaves the dropout out.
+    leaky ReLU, a 1x1 convolution around them, and dropout; we add a 2x2 pool, of which the paper says nothing. Its
+    dropout "with rate = 0.9" is read as the share that is kept: `dropout` is the share that is not.
 
     The paper's text has `kernel` 1 and 384 features, but its Table 7 counts 3.8M weights here and 5K in the classifier
     of two tasks of five ways. These are the counts with `kernel=3` and 512 features: 3,807,328 and 5,120.
@@ -112,7 +112,7 @@ def mini_imagenet_resnet(features: int = 384, kernel: int = 1, *, dropout: bool 
         raise OptionError(f"kernel must be odd, so that the convolutions keep the size of the image; got {kernel}.")
     layers: list[nn.Module] = []
     for before, after in ((3, 64), (64, 96), (96, 128), (128, 256)):
-        layers += [_Residual(before, after, kernel), *_dropout(0.9, dropout), nn.MaxPool2d(2)]
+        layers += [_Residual(before, after, kernel), *_dropout(dropout, dropout > 0), nn.MaxPool2d(2)]
     last = [nn.Conv2d(256, 2048, 1), nn.LeakyReLU(0.1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(2048, features, 1)]
     return nn.Sequential(*layers, *last, nn.Flatten())
 

@@ -187,7 +187,7 @@ class Steps(ABC):
         if self.problem.start_lower is not None:
             run(self._run, (draw, left), self._start_episode)
         for _ in range(self.lower_steps):
-            run(self._run, (draw, left), self._lower_step, moving)
+            run(self._run, (draw, self._lower_left(left)), self._lower_step, moving)
             draw = next(source, draw)
         record = run(self._run, (draw, left), self._upper_step, moving)
         return record
@@ -202,8 +202,13 @@ class Steps(ABC):
         still = (detached(batches), draw[1])
         self._start_episode(still, left)
         for _ in range(self.lower_steps):
-            self._lower_step(still, left, moving)
+            self._lower_step(still, self._lower_left(left), moving)
         return self._upper_step((batches, draw[1]), left, moving)
+
+    def _lower_left(self, left: Tensor) -> Tensor:
+        """What the rate of v is multiplied by. A lower problem that starts anew needs as many steps at the end of a
+        run as at its start."""
+        return torch.ones_like(left) if self.problem.start_lower is not None else left
 
     def _episode_of(self, batches: Sequence[Pair]) -> Any:
         """What `start_lower` receives: what was prepared, or else the pair of batches."""
@@ -237,7 +242,7 @@ class Steps(ABC):
         zero = torch.zeros_like(f)
         row = [
             f, g, self._size_u(moved), size_v, residual, zero, zero, zero, zero,
-            left * self.upper.rate * moving, left * self.lower.rate, zero,
+            left * self.upper.rate * moving, self._lower_left(left) * self.lower.rate, zero,
         ]  # fmt: skip
         return torch.stack([x.detach().to(torch.float64).mean() for x in row])
 

@@ -11,7 +11,7 @@ import typer
 from .. import __version__
 from ..distributed import first_rank, world
 from ..errors import BilevelError, OptionError
-from . import compare, demo, denoise, poison, reproduce, tune
+from . import compare, demo, denoise, fewshot, poison, reproduce, tune
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C outside of a command's own handling."""
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("denoise")(denoise.command)
 app.command("poison")(poison.command)
 app.command("tune")(tune.command)
+app.command("fewshot")(fewshot.command)
 app.command("demo")(demo.command)
 app.command("compare")(compare.command)
 app.add_typer(reproduce.app, name="reproduce")

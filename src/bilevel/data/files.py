@@ -50,7 +50,7 @@ def _idx(path: Path) -> np.ndarray:
 def read_sheets(folder: Path) -> tuple[Part, Part]:
     """CIFAR-10 as lossless contact sheets: 100 by 100 images of 32 by 32 pixels, row by row, a sheet for each batch."""
     try:
-        sheets = [_sheet(folder / name) for name in SHEETS[:-1]]
+        sheets = [sheet(folder / name) for name in SHEETS[:-1]]
         with np.load(folder / SHEETS[-1], allow_pickle=False) as labels:
             y, y_test = labels["train"], labels["test"]
     except Exception as error:  # decoders raise anything on a broken file
@@ -58,7 +58,7 @@ def read_sheets(folder: Path) -> tuple[Part, Part]:
     return _checked(np.concatenate(sheets[:-1]), y, folder), _checked(sheets[-1], y_test, folder)
 
 
-def _sheet(path: Path) -> np.ndarray:
+def sheet(path: Path) -> np.ndarray:
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB"))
     return pixels.reshape(100, 32, 100, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)

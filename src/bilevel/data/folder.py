@@ -140,7 +140,7 @@ def _decode(
     pixels, kept, broken, resized = [], [], [], 0
     for name, file in images:
         try:
-            found, fitted = _pixels(file, size, mode)
+            found, fitted = read_pixels(file, size, mode)
         except Exception:  # decoders raise anything on a broken file
             broken.append(file.relative_to(root).as_posix())
             continue
@@ -160,7 +160,7 @@ def _decode(
     return (stack[:, None] if mode == "L" else stack.permute(0, 3, 1, 2).contiguous()), kept, notes
 
 
-def _pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:
+def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:
     """An image as uint8, and whether its size was changed."""
     with warnings.catch_warnings(action="ignore"), Image.open(file) as opened:
         image = ImageOps.exif_transpose(opened)

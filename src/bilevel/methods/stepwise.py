@@ -137,7 +137,8 @@ class Stepwise(Steps):
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """Move u, and v where that is `joint`, then the schedule; returns the record of the step."""
         schedule = self.schedule
-        factor, upper_factor = (self._factor(power, left) for power in (self.lower_power, self.upper_power))
+        factor = self._factor(self.lower_power, self._lower_left(left))
+        upper_factor = self._factor(self.upper_power, left)
         gradients = self._gradients(draw, moving, with_u=moving)
         gradients.rows = self.derivatives.all_rows(gradients.rows)
         lowered = [x + spread(schedule.lam, s) * s for x, s in zip(gradients.v, gradients.slope, strict=True)]

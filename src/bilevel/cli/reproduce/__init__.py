@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import classical, denoising, fairness, poisoning, synthetic, tuning
+from . import classical, denoising, fairness, fewshot, poisoning, synthetic, tuning
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")
 app.command("synthetic")(synthetic.synthetic)
@@ -17,3 +17,4 @@ app.command("poisoning")(poisoning.poisoning)
 app.command("clean-label")(poisoning.clean_label)
 app.command("tuning")(tuning.tuning)
 app.command("fairness")(fairness.fairness)
+app.command("fewshot")(fewshot.fewshot)

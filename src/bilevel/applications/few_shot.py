@@ -1,0 +1,173 @@
+"""Few-shot learning: one representation for many tasks, each with a classifier of its own.
+
+    min_u  sum_i f_i(u, w_i)   subject to   w_i = argmin_w g_i(u, w)                           (the paper's Eq. 4)
+
+g_i is the cross-entropy of task i on the few images to learn from (its support), f_i that on its other images (its
+queries). Scores are cosines between the representation T(x; u) and the class weights w_i, times a fixed scale. All
+tasks of a meta-batch are solved at once: v has a leading dimension of tasks, and so have the multipliers, which start
+anew with every meta-batch. The representation of a meta-batch is computed once for each upper step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..callbacks import Callback
+from ..data.image_classes import ImageClasses
+from ..errors import OptionError
+from ..method import Method
+from ..methods.penalty import Penalty
+from ..options import in_range, one_of
+from ..precision import Precision
+from ..problem import Problem
+from ..solution import Solution
+from ..solve import solve
+from ..training import Augment
+from .few_shot_classifier import (
+    PROXIMITY,
+    SCALE,
+    CosineClassifier,
+    Start,
+    backbone,
+    embed,
+    pixels,
+    support_loss,
+    task_loss,
+)
+from .few_shot_evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
+from .few_shot_tasks import TaskSampler
+
+__all__ = [
+    "CosineClassifier",
+    "Episodes",
+    "Evaluation",
+    "TaskSampler",
+    "Validation",
+    "adapt",
+    "adapt_and_evaluate",
+    "backbone",
+    "default_method",
+    "embed",
+    "meta_train",
+]
+
+GAMMA, LAM, LOWER_STEPS = 1.0, 0.1, 10
+UPPER_RATE, LOWER_RATE = 2e-3, 0.1
+"""Of Adam on the representation, and of gradient descent on the classifiers."""
+
+
+class Episodes:
+    """The problem of a sampler's tasks: images live on the device, a batch is the numbers of some of them."""
+
+    def __init__(
+        self,
+        sampler: TaskSampler,
+        device: torch.device,
+        *,
+        start: Start = "means",
+        proximity: float = PROXIMITY,
+        augment: Augment | None = None,
+    ) -> None:
+        self.images = sampler.classes.images.to(device)
+        self.shots, self.start, self.proximity, self.augment = sampler.shots, start, proximity, augment
+        self.support_labels, self.query_labels = sampler.labels(device)
+
+    def problem(self) -> Problem:
+        return Problem(self.upper, self.lower, prepare=self.prepare, start_lower=self.start_lower)
+
+    def prepare(self, u: nn.Module, batches: Any) -> tuple[Tensor, Tensor]:
+        """The representation of the support (tasks, ways * shots, features) and of the queries."""
+        index = batches[0]
+        tasks, ways, images = index.shape
+        x = pixels(self.images[index.reshape(-1)], next(u.parameters()).dtype)
+        z = u(self.augment(x) if self.augment is not None else x)
+        z = (z.float() if z.dtype is torch.bfloat16 else z).reshape(tasks, ways, images, -1)
+        return z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
+
+    def start_lower(self, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> None:
+        if self.start == "means":
+            v.start_at_means(prepared[0])
+        else:
+            v.start_at_random()
+
+    def lower(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        return support_loss(v, prepared[0], self.support_labels, self.proximity)
+
+    def upper(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        return task_loss(v, prepared[1], self.query_labels)
+
+
+def default_method(
+    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE, **options: Any
+) -> Penalty:
+    """`Penalty` as `meta_train` uses it: fixed prices, classifiers that keep near their own minimum."""
+    base: dict[str, Any] = {
+        "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": LAM, "advances": 0,
+        "upper_optimizer": partial(torch.optim.Adam, lr=upper_rate),
+        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
+    }  # fmt: skip
+    return Penalty(**(base | options))
+
+
+def meta_train(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    steps: int,
+    method: Method | None = None,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    augment: Augment | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    engine: str | None = None,
+    precision: Precision | None = None,
+    log_every: int | None = None,
+    seed: int = 0,
+) -> Solution:
+    """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
+
+    `method` is any method of the library; None is `default_method()`. `scale` and `start` are those of the classifiers:
+    at the class means of the support, or at random. `augment` changes images at random. `engine` is that of `solve`;
+    None captures the steps on a GPU and compiles nothing.
+    """
+    in_range("steps", steps, least=1, whole=True)
+    in_range("proximity", proximity, least=0)
+    one_of("start", start, ("means", "random"))
+    first = next(iter(representation.parameters()), None)
+    if first is None:
+        raise OptionError("representation must have parameters; this module has none.")
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
+    features = feature_count(representation, sampler.classes)
+    v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
+    representation.train()
+    solution = solve(
+        episodes.problem(), method or default_method(), representation, v, (sampler, [torch.zeros(0)]),
+        max_steps=steps, callbacks=callbacks, checkpoint=checkpoint, resume=resume, log_every=log_every, seed=seed,
+        engine=engine or _engine(first.device), precision=precision, hypergradient=False,
+    )  # fmt: skip
+    representation.eval()
+    return solution
+
+
+def _engine(device: torch.device) -> str:
+    return "graph" if device.type == "cuda" else "eager"
+
+
+def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
+    """How many numbers the representation has for an image; refuses one that is not a row of them."""
+    found = embed(representation, classes.images[:2])
+    if found.ndim != 2 or len(found) != len(classes.images[:2]):
+        raise OptionError(
+            f"representation must give a row of features for each image; it gives shape {tuple(found.shape)} for "
+            f"{len(classes.images[:2])} images."
+        )
+    return found.shape[1]

@@ -1,0 +1,152 @@
+"""How good a representation is: classifiers trained on the support of many tasks, and tried on their queries."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..callbacks import Callback, Run
+from ..descent import OptimizerFactory
+from ..options import in_range, one_of
+from ..precision import Precision
+from ..replay import derived, seeded
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, support_loss
+from .few_shot_tasks import TaskSampler
+
+ADAPT_STEPS = 100
+ADAPT_RATE = 0.05
+"""Of gradient descent on the classifiers."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The accuracies of tasks, a number for each."""
+
+    accuracies: Tensor
+    index: Tensor
+    """The numbers of their images, as the sampler drew them."""
+    predictions: Tensor
+    """The class within the task that each query was given."""
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.accuracies.double().mean())
+
+    @property
+    def interval(self) -> float:
+        """Half the width of the 95% interval of the mean."""
+        return 1.96 * float(self.accuracies.double().std()) / math.sqrt(len(self.accuracies))
+
+
+def adapt(
+    support: Tensor,
+    ways: int,
+    *,
+    steps: int = ADAPT_STEPS,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    optimizer: OptimizerFactory | None = None,
+) -> CosineClassifier:
+    """Train a classifier for each task on its support (tasks, ways * shots, features), all of them at once."""
+    tasks, images, features = support.shape
+    v = CosineClassifier(tasks, features, ways, scale=scale, device=support.device, dtype=support.dtype)
+    if start == "means":
+        v.start_at_means(support)
+    labels = torch.arange(ways, device=support.device).repeat_interleave(images // ways)
+    descent = (optimizer or partial(torch.optim.SGD, lr=ADAPT_RATE))([v.weight])
+    for _ in range(steps):
+        descent.zero_grad()
+        support_loss(v, support, labels, proximity).backward()  # type: ignore[no-untyped-call]
+        descent.step()
+    return v
+
+
+def adapt_and_evaluate(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    tasks: int = 600,
+    steps: int = ADAPT_STEPS,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    optimizer: OptimizerFactory | None = None,
+    seed: int = 0,
+    precision: Precision | None = None,
+) -> Evaluation:
+    """Hold the representation, train a classifier on the support of each of `tasks` tasks, and try it on the queries.
+
+    The representation is in evaluation mode: what it says of an image depends on no other image.
+    """
+    in_range("tasks", tasks, least=1, whole=True)
+    in_range("steps", steps, least=0, whole=True)
+    one_of("start", start, ("means", "random"))
+    device = next(representation.parameters()).device
+    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
+    used, place = torch.unique(index, return_inverse=True)
+    z = embed(representation, sampler.classes.images[used], precision=precision)
+    labels = sampler.labels(device)[1]
+    said = []
+    with seeded(derived(seed, "classifiers"), device):
+        for part in torch.split(place.to(device), max(1, 30_000 // (sampler.ways * sampler.shots))):
+            found = z[part]
+            support, query = found[:, :, : sampler.shots].flatten(1, 2), found[:, :, sampler.shots :].flatten(1, 2)
+            v = adapt(
+                support, sampler.ways, steps=steps, scale=scale, proximity=proximity, start=start, optimizer=optimizer
+            )
+            with torch.no_grad():
+                said.append(v(query).argmax(-1))
+    predictions = torch.cat(said)
+    return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())
+
+
+class Validation(Callback):
+    """Accuracy on tasks of the sampler every so many steps of a run; `rows` has them, and a file where one is named.
+
+    `seconds` of a row are those of training alone.
+    """
+
+    def __init__(
+        self,
+        representation: nn.Module,
+        sampler: TaskSampler,
+        *,
+        every: int,
+        tasks: int = 100,
+        file: Path | None = None,
+        deadline: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
+        self.file, self.deadline, self.options = file, deadline, options
+        self.rows: list[dict[str, float]] = []
+        self.spent = 0.0
+        if file is not None and file.is_file():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            self.rows, self.spent = kept["rows"], kept["spent"]
+
+    def start(self, run: Run) -> None:
+        self.rows = [row for row in self.rows if row["step"] <= run.step]
+        self.next = (run.step // self.every + 1) * self.every
+
+    def log(self, run: Run) -> bool:
+        if run.step >= self.next or run.step >= run.max_steps:
+            self.next = (run.step // self.every + 1) * self.every
+            began = time.perf_counter()
+            found = adapt_and_evaluate(self.representation, self.sampler, tasks=self.tasks, **self.options)
+            row = {"step": run.step, "seconds": run.seconds - self.spent, "accuracy": found.accuracy}
+            self.rows.append(row | {"interval": found.interval})
+            self.spent += time.perf_counter() - began
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text(json.dumps({"rows": self.rows, "spent": self.spent}) + "\n", encoding="utf-8")
+        return self.deadline is not None and time.monotonic() >= self.deadline

@@ -1,0 +1,77 @@
+"""Prototypical networks (Snell, Swersky and Zemel 2017): the baseline that is not bilevel.
+
+The class of a query is that of the nearest class mean of the support; the representation is trained by the
+cross-entropy of minus the squared distances. Nothing is learnt for a task.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..precision import Precision
+from ..replay import derived
+from ..training import Augment, Watch, fit
+from .few_shot_classifier import embed, pixels
+from .few_shot_evaluation import Evaluation
+from .few_shot_tasks import TaskSampler
+
+RATE = 2e-3
+
+
+def scores(features: Tensor, shots: int) -> Tensor:
+    """Minus the squared distances (tasks, queries, ways) of features (tasks, ways, shots + queries, size)."""
+    means = features[:, :, :shots].mean(2)
+    queries = features[:, :, shots:].flatten(1, 2)
+    return 2 * queries @ means.transpose(1, 2) - means.square().sum(-1)[:, None] - queries.square().sum(-1)[..., None]
+
+
+def train_prototypes(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    steps: int,
+    rate: float = RATE,
+    seed: int = 0,
+    augment: Augment | None = None,
+    precision: Precision | None = None,
+    watch: Watch | None = None,
+    checkpoint: Path | None = None,
+) -> None:
+    """Train the representation in place, by Adam with a rate that falls linearly to zero."""
+    device = next(representation.parameters()).device
+    generator = torch.Generator().manual_seed(derived(seed, "episodes"))
+    # A step is a meta-batch: the numbers of its images are one example of `fit`.
+    episodes = torch.stack([sampler.draw(sampler.tasks, generator) for _ in range(steps)]).to(torch.int32)
+    images, labels = sampler.classes.images.to(device), sampler.labels(device)[1].repeat(sampler.tasks)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        index = x[0].long()
+        inputs = pixels(images[index.reshape(-1)])
+        z = model(augment(inputs) if augment is not None else inputs).float()
+        with torch.autocast(device.type, enabled=False):
+            found = scores(z.reshape(*index.shape, -1), sampler.shots)
+            return cross_entropy(found.flatten(0, 1), labels)
+
+    fit(
+        representation, episodes, torch.zeros(steps), steps=steps, batch=1, rate=rate, seed=seed, loss=loss,
+        precision=precision, watch=watch, checkpoint=checkpoint,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate_prototypes(
+    representation: nn.Module, sampler: TaskSampler, *, tasks: int = 600, seed: int = 0
+) -> Evaluation:
+    """The accuracy of nearest class means on the tasks that `adapt_and_evaluate` draws with this seed."""
+    device = next(representation.parameters()).device
+    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
+    used, place = torch.unique(index, return_inverse=True)
+    z = embed(representation, sampler.classes.images[used])
+    labels = sampler.labels(device)[1]
+    said = [scores(z[part], sampler.shots).argmax(-1) for part in torch.split(place.to(device), 100)]
+    predictions = torch.cat(said)
+    return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())

@@ -1,0 +1,186 @@
+"""The folder of a few-shot run: its result, its representation, embeddings, and its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .. import __version__
+from ..applications.few_shot import Evaluation, TaskSampler, embed
+from ..data.folder import SUFFIXES, read_pixels
+from ..data.image_classes import ImageClasses
+from ..errors import DataError, OptionError
+from ..report import Card, Report, Table, render
+from ..report.few_shot_figures import accuracies, plane, task_picture
+from ..report.figures import losses
+from ..solution import Solution
+from .folder import Folder
+
+WEIGHTS = "representation.safetensors"
+FILES = ("history.csv", "accuracy.csv", WEIGHTS, "result.json", "report.html")
+SHOWN_TASKS, SHOWN_CLASSES, SHOWN_IMAGES = 3, 10, 15
+
+
+def summary(asked: Mapping[str, Any], found: Evaluation, **more: Any) -> dict[str, Any]:
+    """The result of an evaluation as it is written and printed."""
+    message = (
+        f"{asked['ways']}-way {asked['shots']}-shot on classes that were not seen: "
+        f"{100 * found.accuracy:.2f}% ± {100 * found.interval:.2f} (95% interval, {len(found.accuracies):,} tasks)."
+    )
+    return {
+        "command": "fewshot", "status": "done", "message": message, "seed": asked["seed"], "accuracy": found.accuracy,
+        "interval": found.interval, "tasks": len(found.accuracies), "ways": asked["ways"], "shots": asked["shots"],
+        "queries": asked["queries"], **more,
+    }  # fmt: skip
+
+
+def write(
+    folder: Folder,
+    network: nn.Module,
+    solution: Solution,
+    rows: Sequence[Mapping[str, float]],
+    found: Evaluation,
+    test: TaskSampler,
+    result: Mapping[str, Any],
+    settings: Sequence[tuple[str, str]],
+) -> None:
+    """Write all files, the result last."""
+    history = solution.history
+    folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
+    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), rows)
+    save_weights(network, folder.path / WEIGHTS, result)
+    folder.write("report.html", render(_report(network, solution, rows, found, test, result, settings)))
+    folder.write_json("result.json", result)
+
+
+def save_weights(network: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    save_file(state, str(temporary), metadata={"result": json.dumps(about.get("message", ""))})
+    temporary.replace(path)
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Put the representation of a run into the network."""
+    try:
+        network.load_state_dict(load_file(str(path)))
+    except FileNotFoundError:
+        raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
+    except Exception as error:  # safetensors and torch raise several
+        raise DataError(f"{path} does not hold the weights of this run's network ({error}).") from None
+
+
+def write_embeddings(
+    network: nn.Module, images: Path, shape: Sequence[int], inverted: bool, out: Path
+) -> dict[str, Any]:
+    """Embed every image below a folder; writes an .npz file with `features` and `files`."""
+    if not images.is_dir():
+        raise OptionError(f"--embed must name a folder with images; {images} is none.")
+    files = sorted(p for p in images.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    if not files:
+        raise DataError(f"{images} has no image ({', '.join(SUFFIXES)}).")
+    channels, height, width = shape
+    found, names, broken = [], [], []
+    for file in files:
+        try:
+            pixels, _ = read_pixels(file, (width, height), "L" if channels == 1 else "RGB")
+        except Exception:  # decoders raise anything on a broken file
+            broken.append(file.relative_to(images).as_posix())
+            continue
+        found.append(255 - pixels if inverted else pixels)
+        names.append(file.relative_to(images).as_posix())
+    if not found:
+        raise DataError(f"{images}: none of the {len(files)} images can be decoded.")
+    stack = torch.from_numpy(np.stack(found))
+    features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
+    np.savez_compressed(out, features=features, files=np.array(names))
+    notes = [f"Left out {len(broken)} images that do not decode, such as {broken[0]}."] if broken else []
+    message = f"{len(names):,} images, {features.shape[1]} features each."
+    return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
+            "notes": notes}  # fmt: skip
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def _report(
+    network: nn.Module,
+    solution: Solution,
+    rows: Sequence[Mapping[str, float]],
+    found: Evaluation,
+    test: TaskSampler,
+    result: Mapping[str, Any],
+    settings: Sequence[tuple[str, str]],
+) -> Report:
+    history, tasks = solution.history, result["meta_batch"]
+    curves = {"queries": [x / tasks for x in history["upper"]], "support": [x / tasks for x in history["lower"]]}
+    cards = []
+    if rows:
+        cards.append(
+            Card("Accuracy on meta-validation classes", accuracies("accuracy", rows, label="Accuracy against step."))
+        )
+    cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
+    worst = torch.argsort(found.accuracies)[: max(1, SHOWN_TASKS - 1)].tolist()
+    middle = int(torch.argsort(found.accuracies)[len(found.accuracies) // 2])
+    for task in dict.fromkeys([middle, *worst]):
+        title = f"A task: {100 * float(found.accuracies[task]):.0f}% right"
+        note = "Left: what a query is. Top: what it was taken for. The worst tasks and one in the middle are shown."
+        cards.append(Card(title, _task(found, test, task, title), note=note))
+    cards.append(_plane(network, test.classes))
+    reference = 1 / result["ways"]
+    table = Table(
+        "Accuracy on classes that were not seen in training.", ("", "Accuracy", "95% interval"),
+        [("representation with trained classifiers", f"{100 * result['accuracy']:.2f}%",
+          f"± {100 * result['interval']:.2f}"),
+         ("the same, class means alone", f"{100 * result['accuracy_of_means']:.2f}%", ""),
+         ("guessing", f"{100 * reference:.2f}%", "")],
+    )  # fmt: skip
+    return Report(
+        title=f"Few-shot learning on {result['data']}", outcome=result["message"], good=result["accuracy"] > reference,
+        table=table, cards=cards, settings=[*settings, ("bilevel", __version__), ("torch", torch.__version__)],
+        notes=result["notes"],
+    )  # fmt: skip
+
+
+def _pictures(images: Tensor) -> NDArray[np.uint8]:
+    """(..., channels, height, width) as (..., height, width[, 3])."""
+    array = images.movedim(-3, -1).numpy()
+    return array[..., 0] if array.shape[-1] == 1 else array
+
+
+def _task(found: Evaluation, test: TaskSampler, task: int, label: str) -> Any:
+    index = found.index[task]
+    pictures = _pictures(test.classes.images[index])
+    said = found.predictions[task].reshape(test.ways, test.queries).numpy()
+    return task_picture(pictures[:, 0], pictures[:, test.shots :], said, label=label)
+
+
+def _plane(network: nn.Module, classes: ImageClasses) -> Card:
+    """The first classes of the test on the two main directions of their features."""
+    some = classes.select(range(min(SHOWN_CLASSES, len(classes.names))))
+    rows, names = [], []
+    for first, count, name in zip(some.firsts, some.counts, some.names, strict=True):
+        kept = min(count, SHOWN_IMAGES)
+        rows += list(range(first, first + kept))
+        names += [name] * kept
+    z = torch.nn.functional.normalize(embed(network, some.images[rows]), dim=1).cpu().double()
+    z = z - z.mean(0)
+    _, _, axes = torch.linalg.svd(z, full_matrices=False)
+    points = (z @ axes[:2].T).numpy()
+    if points.shape[1] < 2:
+        points = np.column_stack([points, np.zeros(len(points))])
+    note = "Directions of the features, on their two main axes; classes of the test, which training has not seen."
+    return Card("Unseen classes", plane("plane", points, names, label="Unseen classes in two dimensions."), note=note)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    Console().print(result["message"], soft_wrap=True)

@@ -1,0 +1,58 @@
+"""Few-shot learning: the table on Omniglot and CIFAR-FS, and its figures."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..device import device_of
+from .shared import (
+    DeviceOption,
+    JsonOption,
+    MinutesOption,
+    NoRunOption,
+    OutOption,
+    PageOption,
+    QuickOption,
+    deadline_in,
+    folders_of,
+    run_filed,
+    words,
+)
+
+
+def fewshot(
+    parts: Annotated[
+        str | None, typer.Option(help="table, effect-of-T, choices, with commas. By default the first two.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="omniglot, cifar-fs, with commas. By default both.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="penalty, prototypes, approx-grad, paper, rmd, with commas. By default all.")
+    ] = None,
+    backbones: Annotated[str | None, typer.Option(help="conv4, resnet, with commas. By default both.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 1,
+    quick: QuickOption = False,
+    minutes: MinutesOption = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/few-shot"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Few-shot learning: Table 3, accuracy against time and the effect of T (Section 3.3, Figures 4(b) and 5(b))."""
+    from ...paper import few_shot as study
+    from ...paper import few_shot_page, few_shot_runs
+
+    wanted = [study.TABLE, study.EFFECT] if parts is None else words("--parts", parts, study.PARTS)
+    cells = study.cells(
+        wanted, words("--dataset", dataset, study.DATASETS), words("--methods", methods, tuple(study.METHODS)), seeds,
+        words("--backbones", backbones, ("conv4", "resnet")),
+    )  # fmt: skip
+    if quick:
+        cells = study.small_cells()
+    where, folders, deadline = device_of(device), folders_of(out, page), deadline_in(minutes)
+    function = partial(few_shot_runs.run, device=where, folder=folders[0].path / "checkpoints", deadline=deadline)
+    run_filed("few-shot", cells, function, few_shot_page.write, folders, no_run=no_run, json=json, deadline=deadline)

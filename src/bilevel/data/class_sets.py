@@ -1,0 +1,204 @@
+"""From what a user names to classes in three parts: `omniglot`, `cifar-fs`, `mini-imagenet`, or a folder.
+
+Named sets are looked for in `$BILEVEL_DATA`, each in the folder of its name; `cifar-fs` in that of `cifar100`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import warnings
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..errors import DataError, OptionError
+from ..options import did_you_mean, in_range
+from .files import sheet
+from .folder import load_folder
+from .image_classes import ClassSplits, ImageClasses, split_classes
+
+OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
+OMNIGLOT_SIDE, OMNIGLOT_TRAIN, OMNIGLOT_SEED = 28, 1200, 0
+"""The size of the images, and how many of the 1,623 characters are not for the test, in an order drawn by this seed."""
+SHEETS = tuple(f"train_{i}.webp" for i in range(3))
+MINI_SIDE = 84
+LISTS = ("train.csv", "val.csv", "test.csv")
+ARCHIVE = "ravi_larochelle_splits.zip"
+NAMES = ("omniglot", "cifar-fs", "mini-imagenet")
+PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+"""What the folders of the three parts may be called."""
+
+
+def load_classes(
+    source: str | Path, *, lists: str | Path | None = None, validation: int = 100, seed: int = 0
+) -> ClassSplits:
+    """Read images by class, split by class.
+
+    `source` is `omniglot` (1,200 characters of 1,623 to learn from, `validation` of them for meta-validation),
+    `cifar-fs`, `mini-imagenet`, a folder in mini-ImageNet's form, or a folder of class folders. The latter is split by
+    `seed`, unless it has the folders train, val and test, or `lists` names a folder or zip file with train.csv, val.csv
+    and test.csv, whose column `label` has the classes.
+    """
+    in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
+    if source == "omniglot":
+        return _omniglot(_folder("omniglot", "omniglot"), validation)
+    if source == "cifar-fs":
+        return _cifar_fs(_folder("cifar100", "cifar-fs"))
+    if source == "mini-imagenet":
+        return _mini_imagenet(_folder("mini-imagenet", "mini-imagenet", "mini_imagenet"), lists)
+    root = Path(source)
+    if not root.is_dir():
+        hint = did_you_mean(str(source).lower(), NAMES)
+        raise DataError(
+            f"{str(source)!r} is neither a folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+        )
+    if all((root / name).is_file() for name in LISTS):
+        return _mini_imagenet(root, lists)
+    return _class_folders(root, lists, seed)
+
+
+def _folder(name: str, asked: str, *others: str) -> Path:
+    """The folder of a named set."""
+    given = os.environ.get("BILEVEL_DATA")
+    for word in (name, *others):
+        if given and (Path(given) / word).is_dir():
+            return Path(given) / word
+    raise DataError(f"{asked} is not here: put it into $BILEVEL_DATA/{name} (see docs/few-shot.md for its files).")
+
+
+def _omniglot(folder: Path, validation: int) -> ClassSplits:
+    pixels, names = [], []
+    for file in OMNIGLOT:
+        try:
+            with zipfile.ZipFile(folder / file) as archive:
+                for member in sorted(name for name in archive.namelist() if name.endswith(".png")):
+                    with archive.open(member) as png:
+                        pixels.append(_ink(png))
+                    names.append("/".join(member.split("/")[-3:-1]))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise DataError(f"{folder / file} cannot be read ({error}).") from None
+    known = sorted(set(names))
+    numbers = {name: i for i, name in enumerate(known)}
+    classes = ImageClasses.of(
+        torch.from_numpy(np.stack(pixels))[:, None], torch.tensor([numbers[name] for name in names]), known
+    )
+    count = min(OMNIGLOT_TRAIN, len(known) * OMNIGLOT_TRAIN // 1623)
+    order = np.random.default_rng(OMNIGLOT_SEED).permutation(len(known)).tolist()
+    learnt = count - min(validation, count - 1)
+    held = classes.select(order[learnt:count]) if validation else None
+    return ClassSplits("omniglot", classes.select(order[:learnt]), held, classes.select(order[count:]))
+
+
+def _ink(file: IO[bytes]) -> np.ndarray:
+    """A character as 28x28 bytes, in which ink is 255."""
+    with Image.open(file) as image:
+        small = image.convert("L").resize((OMNIGLOT_SIDE, OMNIGLOT_SIDE), Image.Resampling.BOX)
+    return 255 - np.asarray(small)
+
+
+def _cifar_fs(folder: Path) -> ClassSplits:
+    try:
+        images = torch.from_numpy(np.concatenate([sheet(folder / name) for name in SHEETS]))
+        with np.load(folder / "labels.npz", allow_pickle=False) as labels:
+            y = torch.from_numpy(labels["fine"].astype(np.int64))
+        known = json.loads((folder / "classes_and_splits.json").read_text(encoding="utf-8"))
+    except Exception as error:  # decoders raise anything on a broken file
+        raise DataError(f"The sheets of CIFAR-100 in {folder} cannot be read ({error}).") from None
+    classes = ImageClasses.of(images, y, known["fine_label_names"])
+    parts = {part: classes.named(names) for part, names in known["cifar_fs"].items()}
+    note = f"CIFAR-FS here has {classes.counts[0]} images a class; the published set has 600."
+    return ClassSplits("cifar-fs", parts["train"], parts["val"], parts["test"], (note,))
+
+
+def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
+    """Images in `images/`, in the folder itself or in class folders, with the lists of Ravi and Larochelle."""
+    rows = _read_lists(Path(lists) if lists is not None else folder)
+    parts = {}
+    for part, pairs in rows.items():
+        names = sorted({label for _, label in pairs})
+        numbers = {name: i for i, name in enumerate(names)}
+        pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
+        y = torch.tensor([numbers[label] for _, label in pairs])
+        parts[part] = ImageClasses.of(pixels.permute(0, 3, 1, 2).contiguous(), y, names)
+    return ClassSplits("mini-imagenet", parts["train"], parts["val"], parts["test"])
+
+
+def _photo(folder: Path, file: str, label: str) -> np.ndarray:
+    for path in (folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file):
+        if path.is_file():
+            try:
+                with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
+                    fitted = ImageOps.fit(image.convert("RGB"), (MINI_SIDE,) * 2, Image.Resampling.BILINEAR)
+            except Exception as error:  # decoders raise anything on a broken file
+                raise DataError(f"{path} cannot be decoded ({error}).") from None
+            return np.asarray(fitted)
+    raise DataError(
+        f"{folder} must hold the images of the lists; there is no images/{file}, {file} or {label}/{file}. Its images "
+        "come from ImageNet and are not part of the lists."
+    )
+
+
+def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
+    """(file, class) of each row of train.csv, val.csv and test.csv, in a folder or in a zip file there."""
+    archive = place if place.suffix == ".zip" else place / ARCHIVE
+    found = {}
+    for name in LISTS:
+        try:
+            if archive.is_file() and not (place / name).is_file():
+                with zipfile.ZipFile(archive) as opened:
+                    text = opened.read(name).decode()
+            else:
+                text = (place / name).read_text(encoding="utf-8")
+        except (OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
+            raise DataError(
+                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not to be read."
+            ) from None
+        reader = csv.DictReader(io.StringIO(text))
+        if "label" not in (reader.fieldnames or ()):
+            raise DataError(
+                f"{place / name} must have the column `label` (filename,label); it has {reader.fieldnames}."
+            )
+        found[name.removesuffix(".csv")] = [(row.get("filename") or "", row["label"]) for row in reader]
+        if not found[name.removesuffix(".csv")]:
+            raise DataError(f"{place / name} has no row.")
+    return found
+
+
+def _class_folders(root: Path, lists: str | Path | None, seed: int) -> ClassSplits:
+    given = {part: next((root / n for n in names if _holds_folders(root / n)), None) for part, names in PARTS.items()}
+    train, validation, test = given["train"], given["validation"], given["test"]
+    if train is not None and test is not None:
+        if lists is not None:
+            raise OptionError(f"lists must be left out: {root} has folders for the parts already.")
+        read = [None if part is None else _classes_of(part) for part in (train, validation, test)]
+        (first, notes), third = read[0] or _classes_of(train), read[2] or _classes_of(test)
+        held = None if read[1] is None else read[1][0]
+        return ClassSplits(root.resolve().name, first, held, third[0], (*notes, *third[1]))
+    classes, notes = _classes_of(root)
+    name = root.resolve().name
+    if lists is None:
+        return split_classes(name, classes, seed, notes)
+    rows = _read_lists(Path(lists))
+    parts = [classes.named(sorted({label for _, label in rows[part]})) for part in ("train", "val", "test")]
+    return ClassSplits(name, parts[0], parts[1], parts[2], notes)
+
+
+def _holds_folders(folder: Path) -> bool:
+    return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+
+
+def _classes_of(folder: Path) -> tuple[ImageClasses, tuple[str, ...]]:
+    data = load_folder(folder, {})
+    return ImageClasses.of(_bytes(data.x), data.y, data.classes), data.notes
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return (x * 255).round().to(torch.uint8)

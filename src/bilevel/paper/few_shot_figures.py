@@ -1,0 +1,56 @@
+"""The figures of the few-shot study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from .denoising_numbers import chosen
+from .few_shot import LOWER_STEPS, METHODS
+from .figures import STYLE, _figure, _legend, _save
+from .filed import Kept
+
+COLORS = dict(zip(METHODS, ("#1f77b4", "#7f7f7f", "#ff7f0e", "#9467bd", "#2ca02c"), strict=True))
+
+
+@matplotlib.rc_context(STYLE)
+def curves(kept: Sequence[Kept], path: Path) -> None:
+    """Accuracy on unseen classes against seconds of training, a panel for each kind of task."""
+    places = list(dict.fromkeys((s["dataset"], s["backbone"], s["ways"], s["shots"]) for s, _ in kept))
+    columns = min(4, len(places))
+    rows = -(-len(places) // columns)
+    figure = _figure(2.6 * columns + 0.4, 2.5 * rows + 0.3)
+    cells: list[Any] = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    for axes, (dataset, backbone, ways, shots) in zip(cells, places, strict=False):
+        some = chosen(kept, dataset=dataset, backbone=backbone, ways=ways, shots=shots)
+        for method, title in METHODS.items():
+            for _, found in chosen(some, method=method):
+                x, y = zip(*((row["seconds"], 100 * row["accuracy"]) for row in found["curve"]), strict=True)
+                axes.plot(x, y, "o-", ms=2.5, color=COLORS[method], label=title)
+        axes.set(xlabel="seconds", title=f"{dataset}, {ways}-way {shots}-shot" + (", resnet" * (backbone == "resnet")))
+    for axes in cells[len(places) :]:
+        axes.set_axis_off()
+    cells[0].set_ylabel("accuracy, percent")
+    most = max(range(len(places)), key=lambda i: len(cells[i].get_legend_handles_labels()[1]))
+    _legend(figure, cells[most])
+    _save(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def effect(kept: Sequence[Kept], path: Path) -> None:
+    """Accuracy and the time of an upper step against T."""
+    figure = _figure(6.4, 2.6)
+    left, right = figure.subplots(1, 2)
+    for method, title in METHODS.items():
+        some = sorted(chosen(kept, method=method), key=lambda pair: pair[0]["T"])
+        if some:
+            x = [settings["T"] for settings, _ in some]
+            left.plot(x, [100 * found["accuracy"] for _, found in some], "o-", color=COLORS[method], label=title)
+            right.plot(x, [found["ms_per_step"] for _, found in some], "o-", color=COLORS[method], label=title)
+    left.set(xlabel="T", ylabel="accuracy, percent", xticks=LOWER_STEPS)
+    right.set(xlabel="T", ylabel="ms per upper step", xticks=LOWER_STEPS)
+    _legend(figure, left)
+    _save(figure, path)

@@ -1,0 +1,201 @@
+"""One cell of the few-shot study: the representation learnt by a method, and its accuracy on classes never seen."""
+
+from __future__ import annotations
+
+import time
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..applications.few_shot import UPPER_RATE, default_method, meta_train
+from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
+from ..applications.few_shot_evaluation import Evaluation, Validation, adapt_and_evaluate
+from ..applications.few_shot_tasks import TaskSampler
+from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
+from ..augmentation import crop_and_flip, move_slightly
+from ..cells import Cell, Found, Settings
+from ..data.class_sets import load_classes
+from ..data.image_classes import ImageClasses
+from ..method import Method
+from ..methods.approx_grad import ApproxGrad
+from ..methods.penalty import Penalty
+from ..methods.reverse_mode import ReverseMode
+from ..replay import seeded
+from ..solution import Status
+from ..training import Augment
+from .denoising_runs import device_name
+from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
+
+POINTS, POINT_TASKS = 6, 200
+"""How often the accuracy is measured in a run, and on how many tasks."""
+VALIDATION = 100
+"""Characters of the 1,200 on which choices are tried."""
+APPROX_RATE = 0.05
+"""Of gradient descent on the classifiers in ApproxGrad, which descend g alone."""
+PAPER_TEST_RATE = 1e-2
+"""Of Adam on the classifiers of the paper's setting at the test; the paper has none."""
+DAMPING = 0.1
+"""Of the linear system of ApproxGrad: the curvature of a cosine has directions in which it is zero."""
+
+
+@cache
+def loaded(dataset: str, part: str) -> tuple[ImageClasses, ImageClasses]:
+    """The classes to learn from and those to be tried on: in the part `choices` they are those of meta-validation."""
+    choosing = part == CHOICES
+    splits = load_classes(dataset, validation=VALIDATION if choosing else 0)
+    splits = splits.rotated() if dataset == OMNIGLOT else splits
+    if not choosing:
+        return splits.train, splits.test
+    assert splits.validation is not None
+    return splits.train, splits.validation
+
+
+def method(settings: Settings) -> Method:
+    """The method of a cell that is bilevel."""
+    lower_steps = int(settings["T"])
+    upper_rate = settings.get("upper_rate", UPPER_RATE)
+    adam = partial(torch.optim.Adam, lr=upper_rate)
+    match settings["method"]:
+        case "paper":
+            return Penalty.algorithm_2(
+                lower_steps=lower_steps, gamma=0.01, epsilon=0.01, lam=0.01, nu=0.0001, upper_rate=1e-3, lower_rate=1e-3
+            )
+        case "approx-grad":
+            return ApproxGrad(
+                lower_steps=lower_steps, linear_steps=lower_steps, damping=DAMPING, upper_optimizer=adam,
+                lower_optimizer=partial(torch.optim.SGD, lr=settings.get("lower_rate", APPROX_RATE)),
+            )  # fmt: skip
+        case "rmd":
+            return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
+    options = {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
+    return default_method(lower_steps=lower_steps, upper_rate=upper_rate, **options)
+
+
+def augmentation(settings: Settings) -> Augment | None:
+    if settings["dataset"] == CIFAR:
+        return crop_and_flip
+    return move_slightly if settings.get("moved") else None
+
+
+def classifiers(settings: Settings) -> dict[str, Any]:
+    """Scale, start and regulariser of the classifiers."""
+    ours = settings["method"] != "paper"
+    start: Start = settings.get("start", "means" if ours else "random")
+    found = {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
+    return found | {"proximity": settings.get("proximity", PROXIMITY if ours else 0.0)}
+
+
+def tested(settings: Settings) -> dict[str, Any]:
+    """The same at the test: the paper's classifiers, which start at random, are trained by Adam."""
+    adam = {"optimizer": partial(torch.optim.Adam, lr=PAPER_TEST_RATE)} if settings["method"] == "paper" else {}
+    return classifiers(settings) | adam
+
+
+def run(settings: Settings, device: torch.device, folder: Path, deadline: float | None = None) -> Found | None:
+    """Run a cell, or go on with it, until the deadline; None where Ctrl-C came."""
+    part = CHOICES if settings["part"] == CHOICES else TABLE
+    (known, unseen), seed = loaded(settings["dataset"], part), int(settings["seed"])
+    with seeded(seed):
+        network = backbone(settings["backbone"], known.shape[0]).to(device)
+    train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
+    test = TaskSampler(unseen, settings["ways"], settings["shots"], TEST_QUERIES)
+    place = folder / Cell(settings, 0).name
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    prototypes = settings["method"] == "prototypes"
+    runner = _prototypes if prototypes else _bilevel
+    found = runner(settings, network, train, test, device, place, deadline)
+    if found is None:
+        return None
+    tasks = int(settings.get("test_tasks", TEST_TASKS))
+    last = _evaluate(settings, network, test, tasks, seed)
+    found |= {
+        "accuracy": last.accuracy, "interval": last.interval, "tasks": tasks, "device": device_name(device),
+        "weights": sum(p.numel() for p in network.parameters()),
+        "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }  # fmt: skip
+    if not prototypes:
+        means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed)
+        found["accuracy_of_means"] = means.accuracy
+    if settings["part"] == TABLE and settings["method"] == "penalty":
+        seen = TaskSampler(known, settings["ways"], settings["shots"], TEST_QUERIES)
+        found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
+    return found
+
+
+def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:
+    if settings["method"] == "prototypes":
+        return evaluate_prototypes(network, sampler, tasks=tasks, seed=seed)
+    return adapt_and_evaluate(network, sampler, tasks=tasks, seed=seed, **tested(settings))
+
+
+def _points(settings: Settings) -> tuple[int, int]:
+    """How often the accuracy is measured in the run, and on how many tasks."""
+    points = int(settings.get("points", POINTS if settings["part"] == TABLE else 1))
+    return points, min(POINT_TASKS, int(settings.get("test_tasks", POINT_TASKS)))
+
+
+def _bilevel(
+    settings: Settings,
+    network: nn.Module,
+    train: TaskSampler,
+    test: TaskSampler,
+    device: torch.device,
+    place: Path,
+    deadline: float | None,
+) -> Found | None:
+    steps, seed = int(settings["steps"]), int(settings["seed"])
+    points, tasks = _points(settings)
+    watch = Validation(
+        network, test, every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json",
+        deadline=deadline, seed=seed + 1, **tested(settings),
+    )  # fmt: skip
+    solution = meta_train(
+        network, train, steps=steps, method=method(settings), augment=augmentation(settings), callbacks=[watch],
+        checkpoint=place / "checkpoint", resume=True, seed=seed,
+        precision="bf16" if device.type == "cuda" else None, **classifiers(settings),
+    )  # fmt: skip
+    if solution.interrupted:
+        return None
+    seconds = solution.history["seconds"]
+    return {
+        "steps": solution.steps, "of": steps, "partial": solution.status is Status.STOPPED, "engine": solution.engine,
+        "status": solution.status.name.lower(), "curve": watch.rows, "seconds": round(seconds[-1] - watch.spent, 2),
+        "ms_per_step": round(1000 * (seconds[-1] - watch.spent) / max(1, solution.steps), 3),
+        "upper": solution.history["upper"][-1] / train.tasks, "lower": solution.history["lower"][-1] / train.tasks,
+        "residual": solution.history["residual"][-1],
+    }  # fmt: skip
+
+
+def _prototypes(
+    settings: Settings,
+    network: nn.Module,
+    train: TaskSampler,
+    test: TaskSampler,
+    device: torch.device,
+    place: Path,
+    deadline: float | None,
+) -> Found:
+    steps, seed = int(settings["steps"]), int(settings["seed"])
+    rows: list[dict[str, float]] = []
+    points, tasks = _points(settings)
+    began, spent, every = time.perf_counter(), 0.0, max(1, steps // points)
+
+    def watch(step: int) -> None:
+        nonlocal spent
+        if step % every == 0:
+            now = time.perf_counter()
+            found = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1)
+            rows.append({"step": step, "seconds": now - began - spent, "accuracy": found.accuracy})
+            spent += time.perf_counter() - now
+
+    train_prototypes(
+        network, train, steps=steps, rate=settings.get("upper_rate", RATE), augment=augmentation(settings), seed=seed,
+        precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began - spent
+    return {"steps": steps, "of": steps, "partial": False, "status": "max_steps", "curve": rows,
+            "seconds": round(seconds, 2), "ms_per_step": round(1000 * seconds / steps, 3)}  # fmt: skip

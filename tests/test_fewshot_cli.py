@@ -1,0 +1,134 @@
+"""`bilevel fewshot` and `bilevel reproduce fewshot` on small data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common import needs
+from PIL import Image
+from safetensors.numpy import load_file
+
+from bilevel.cli.main import main
+from bilevel.paper import few_shot as study
+from bilevel.paper import few_shot_page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve classes of a coarse pattern each, eight noisy images of it."""
+    root = tmp_path_factory.mktemp("few") / "patterns"
+    rng = np.random.default_rng(0)
+    for c in range(12):
+        pattern = np.kron(rng.integers(0, 2, (4, 4)) * 120 + 60, np.ones((4, 4)))
+        (root / f"pattern {c:02d}").mkdir(parents=True)
+        for i in range(8):
+            pixels = np.clip(pattern + rng.normal(size=(16, 16)) * 20, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(root / f"pattern {c:02d}" / f"{i}.png")
+    return root
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "fewshot", str(folder), "--ways", "2", "--shots", "1", "--queries", "3", "--meta-batch", "2", "--steps", "8",
+        "--tasks", "20", "--device", "cpu", "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(arguments(folder, out, "--json")) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result == json.loads((out / "result.json").read_text())
+    assert result["classes"] == [8, 2, 2]
+    assert 0 <= result["accuracy"] <= 1
+    assert result["tasks"] == 20
+    page = (out / "report.html").read_text()
+    for words in ("Unseen classes", "A task:", "Accuracy on meta-validation classes", "data:image/png;base64"):
+        assert words in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert not (out / "checkpoint").exists()
+    assert (out / "accuracy.csv").read_text().count("\n") == 9
+    weights = load_file(out / "representation.safetensors")
+    assert weights["0.weight"].shape == (64, 1, 3, 3)
+
+    assert main(["fewshot", "--evaluate", str(out), "--tasks", "20", "--device", "cpu", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["accuracy"], again["interval"]) == (result["accuracy"], result["interval"])
+
+    assert main(["fewshot", "--evaluate", str(out), "--embed", str(folder), "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    with np.load(told["embeddings"]) as kept:
+        assert kept["features"].shape == (96, 64)
+        assert kept["files"][0] == "pattern 00/0.png"
+
+    assert main(arguments(folder, out, "--resume", "--json")) == 0
+    captured = capsys.readouterr()
+    assert "finished already" in captured.err
+    assert json.loads(captured.out) == result
+
+
+def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def make(shape):\n    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 7))\n"
+        "def wrong(shape):\n    return 3\n"
+    )
+    assert main(arguments(folder, tmp_path / "a", "--backbone", f"{file}:make")) == 0
+    assert "95% interval" in capsys.readouterr().out
+    assert main(arguments(folder, tmp_path / "b", "--backbone", f"{file}:wrong")) == 2
+    assert "must return an nn.Module; got int" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "c", "--backbone", "conv5")) == 2
+    assert "Did you mean 'conv4'" in capsys.readouterr().err
+
+
+def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
+    assert main(["fewshot"]) == 2
+    assert "DATA is needed" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "x", "--ways", "9")) == 2
+    assert "ways must be at most the number of classes, 8; got 9" in capsys.readouterr().err
+    assert main(["fewshot", "--evaluate", str(tmp_path)]) == 2
+    assert "must name the folder of a run" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_cells_of_the_study_are_distinct_and_the_most_wanted_come_first():
+    cells = study.cells(study.PARTS[:2], study.DATASETS, tuple(study.METHODS), 2, ("conv4", "resnet"))
+    names = [cell.name for cell in cells]
+    assert len(set(names)) == len(names)
+    first = sorted(cells, key=lambda cell: -cell.weight)[:4]
+    assert all(c.settings["method"] == "penalty" and c.settings["dataset"] == "omniglot" for c in first)
+    paper = [c.settings for c in cells if c.settings["method"] == "paper" and c.settings["dataset"] == "omniglot"]
+    assert {(s["ways"], s["tasks"]) for s in paper} == {(5, 30), (20, 15)}
+
+
+def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
+    kept = []
+    for (ways, shots), accuracy in {(5, 1): 0.9901, (20, 1): 0.9449}.items():
+        settings = study.table_settings("omniglot", "conv4", ways, shots, "penalty", 0)
+        curve = [{"step": 1, "seconds": 0.5, "accuracy": 0.5}, {"step": 2, "seconds": 1.0, "accuracy": accuracy}]
+        kept.append((settings, {
+            "accuracy": accuracy, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
+            "curve": curve, "weights": 111_936, "device": "CPU", "accuracy_of_means": accuracy,
+        }))  # fmt: skip
+    found = few_shot_page.write(kept, tmp_path)
+    assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
+    assert "does not reach 96.0" in found["findings"][1]
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "99.01 ± 0.10" in text
+    assert "not run" in text
+    assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@needs("omniglot")
+def test_every_method_of_the_study_runs_and_a_second_call_runs_nothing(tmp_path, capsys):
+    call = ["reproduce", "fewshot", "--quick", "--device", "cpu", "--out", str(tmp_path), "--json"]
+    assert main(call) == 0
+    assert json.loads(capsys.readouterr().out)["message"].startswith("5 cells were run")
+    assert main(call) == 0
+    assert json.loads(capsys.readouterr().out)["message"].startswith("0 cells were run")

@@ -25,6 +25,10 @@ class CheckpointError(BilevelError, RuntimeError):
     """A checkpoint cannot be read, or belongs to another run."""
 
 
+class RunError(BilevelError, RuntimeError):
+    """Some of many independent runs failed for good."""
+
+
 def reason(error: Exception) -> str:
     """What another library's error says, on one line, to stand in a sentence of ours."""
     return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__

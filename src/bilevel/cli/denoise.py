@@ -19,12 +19,12 @@ from ..applications.classifiers import KINDS, Classifier
 from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
 from ..callbacks import Progress
-from ..cells import one_thread
 from ..data import apply_decisions, load
 from ..errors import BilevelError, OptionError
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
+from ..workers import one_thread
 from .bar import progress_bar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of

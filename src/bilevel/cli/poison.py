@@ -18,10 +18,10 @@ from ..applications.auditing import Aim, Ground, Outcome, carry_out, goal_of, on
 from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
 from ..callbacks import Progress
-from ..cells import one_thread
 from ..data import Labelled, load
 from ..errors import BilevelError, OptionError
 from ..options import did_you_mean
+from ..workers import one_thread
 from .denoise import SMALL
 from .device import device_of
 from .folder import Folder, to_json

@@ -25,6 +25,10 @@ class CheckpointError(BilevelError, RuntimeError):
     """A checkpoint cannot be read, or belongs to another run."""
 
 
+class WriteError(BilevelError, OSError):
+    """A file cannot be written: the disk is full, or the folder is read-only."""
+
+
 class RunError(BilevelError, RuntimeError):
     """Some of many independent runs failed for good."""
 

@@ -135,7 +135,7 @@ class _Order:
         problem, upper, lower = self.problem, self.upper, self.lower
         saved = _open(folder, self.resume)
         if seed is None:
-            seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
+            seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
         sources = Sources(self.data, seed, lower.device)
         identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
         identity |= {"precision": self.precision}
@@ -155,8 +155,9 @@ class _Order:
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
                     loop = _Loop(setting, state, self.callbacks, folder, self.every, self.log_every, seed, identity)
-                    if saved is not None:
-                        loop.restore(saved)
+                    if saved is not None and folder is not None:
+                        with store.understood(folder):
+                            loop.restore(saved)
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
@@ -387,7 +388,10 @@ def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
             f"{folder} holds a checkpoint already, and nothing is overwritten. Pass resume=True to go on from it, or "
             "another folder."
         )
-    return store.load(folder)
+    saved = store.load(folder)
+    with store.understood(folder):
+        int(saved["seed"]), saved["fingerprint"].items(), saved["max_steps"]
+    return saved
 
 
 @contextmanager

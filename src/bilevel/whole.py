@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from .errors import WriteError
+
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
@@ -24,6 +28,9 @@ def whole(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise WriteError(f"{path} cannot be written ({why}). The file that was there, if any, is untouched.") from error
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -20,7 +20,7 @@ from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..data import apply_decisions, load
-from ..errors import BilevelError, OptionError
+from ..errors import BilevelError, CheckpointError, OptionError, WriteError
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
@@ -129,6 +129,12 @@ def command(
             f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
         )
         raise typer.Exit(1) from None
+    except (CheckpointError, WriteError):
+        print(
+            f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",
+            file=sys.stderr,
+        )
+        raise
     except BilevelError:
         shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise

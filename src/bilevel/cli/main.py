@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from ..errors import BilevelError, OptionError
+from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, poison, reproduce, tune
 
 INTERRUPTED = 130
@@ -47,7 +48,9 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (that of the process by default) and return its exit code."""
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="bilevel")
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            app(args=None if arguments is None else list(arguments), prog_name="bilevel")
     except SystemExit as end:
         if end.code != INTERRUPTED:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -59,4 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BilevelError, OSError) as error:
         print(f"bilevel: {error}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print("bilevel: There is not enough memory for this.", file=sys.stderr)
+        return 1
     return 0
+
+
+def _note(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+) -> None:
+    """A warning of this library as a sentence; any other as Python writes it."""
+    own = issubclass(category, BilevelWarning)
+    print(f"note: {message}" if own else warnings.formatwarning(message, category, filename, lineno), file=sys.stderr)

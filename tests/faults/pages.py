@@ -36,7 +36,7 @@ def of_a_table(folder: Path) -> list[str]:
     draw = np.random.default_rng(0)
     quoted = ['"' + tag.replace('"', '""') + '"' for tag in TAGS]
     lines = [f"{quoted[0]},{quoted[1]},{quoted[3]}"]
-    for i in range(60):
+    for i in range(150):
         k = i % 3
         number = (k if i % 5 else (k + 1) % 3) + 0.1 * draw.normal()
         lines.append(f"{number:.3f},{quoted[int(draw.integers(5))]},{quoted[k]}")
@@ -56,7 +56,7 @@ def shown(folder: Path) -> Tally:
             told = io.StringIO()
             with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
                 code = main(
-                    ["denoise", *arguments, "--trusted", "15", "--steps", "40", "--no-baselines", "--out", str(out)]
+                    ["denoise", *arguments, "--trusted", "15", "--steps", "150", "--no-baselines", "--out", str(out)]
                 )
             assert code == 0, told.getvalue()
             with sync_playwright() as playwright:

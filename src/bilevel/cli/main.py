@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import BilevelError, BilevelWarning, OptionError
-from . import compare, demo, denoise, poison, reproduce, tune
+from . import compare, demo, denoise, doctor, poison, reproduce, tune
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C outside of a command's own handling."""
@@ -27,6 +27,7 @@ app.command("poison")(poison.command)
 app.command("tune")(tune.command)
 app.command("demo")(demo.command)
 app.command("compare")(compare.command)
+app.command("doctor")(doctor.command)
 app.add_typer(reproduce.app, name="reproduce")
 
 

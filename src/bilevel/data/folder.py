@@ -153,9 +153,7 @@ def _decode(
         raise DataError(f"{root}: none of the {len(images)} images can be decoded.")
     notes = []
     if broken:
-        notes.append(
-            f"Left out {len(broken)} of {len(images)} images that do not decode: {_some(broken)}."
-        )
+        notes.append(f"Left out {len(broken)} of {len(images)} images that do not decode: {_some(broken)}.")
     if resized:
         notes.append(
             f"{resized} of {len(kept)} images were resized, and cut at the middle, to {size[0]}x{size[1]} pixels."

@@ -8,6 +8,8 @@ Each fault is a cell that is run once and kept; the same command goes on where i
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "faults")]
 
-from environment import described  # noqa: E402
+import torch  # noqa: E402
 
 from bilevel.cells import Cell, Found, Settings, run_cells  # noqa: E402
 from bilevel.paper.filed import FiledStore  # noqa: E402
@@ -36,7 +38,7 @@ WORDS = {
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
     "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",
-    "values": "NaN or infinity in f, g, their gradients or the data; named with its step, the last finite state restored",
+    "values": "NaN or infinity in f, g, their gradients or the data; named with its step, the last finite state back",
     "pages": "labels, columns and file names that are markup, on the page in Chromium: they stay text",
 }
 
@@ -44,8 +46,8 @@ WORDS = {
 def cells(soak: float) -> list[Cell]:
     """Every fault at its full count; the quick ones first."""
     some = [
-        ("pages", 0, 0), ("read-only", 0, 0), ("harmed", 2000, 1), ("values", 1000, 1), ("kills", 50, 1),
-        ("kills of solve", 50, 1), ("full", 0, 0),
+        ("pages", 0, 0), ("read-only", 0, 0), ("harmed", 2000, 1), ("kills of solve", 50, 1), ("kills", 50, 1),
+        ("full", 0, 0), ("values", 300, 1),
     ]  # fmt: skip
     found = [Cell({"fault": name, "count": count, "seed": seed}, 100 - i) for i, (name, count, seed) in enumerate(some)]
     found += [Cell({"fault": f"fuzz {name}", "count": 10_000, "seed": 1}, 50 - i) for i, name in enumerate(READERS)]
@@ -75,7 +77,7 @@ def run(settings: Settings) -> Found:
         else:
             found = {
                 "kills": lambda: kills.killed(folder, count, seed),
-                "full": lambda: disks.full(folder, [*range(20, 400, 20), *range(400, 900, 50)]),
+                "full": lambda: disks.full(folder, disks.SIZES),
                 "read-only": lambda: disks.read_only(folder),
                 "harmed": lambda: disks.harmed(folder, count, seed, every=256),
                 "values": lambda: values.injected(count, seed),
@@ -99,9 +101,11 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
     by_name = {settings["fault"]: (settings, found) for settings, found in kept}
     lines = [
         "# Faults tried and survived", "",
-        "Written by `python benchmarks/reliability.py`; the tests in `tests/faults` run a few of each in every build, and "
-        "the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line says holds.", "",
-        f"Machine: {described()}.", "",
+        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped. The tests in "
+        "`tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is "
+        "survived where all that its line says holds.", "",
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}.", "",
         "| fault | tried | survived | besides |", "| --- | --- | --- | --- |",
     ]  # fmt: skip
     names = [*WORDS, *(f"fuzz {name}" for name in READERS)]
@@ -116,10 +120,10 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
         found = by_name["soak"][1]
         lines += [
             "", "## Soak", "",
-            f"`bilevel denoise digits` again and again in one process (`python tests/faults/soak.py`): {found['rounds']:,} "
-            f"rounds in {found['minutes']:g} minutes; memory {100 * found['growth']:+.2f}% from the first quarter of the "
-            f"rounds to the last, at {found['memory MiB']:g} MiB; {found['handles left']} file handles and "
-            f"{found['processes left']} processes left.",
+            "`bilevel denoise digits` again and again in one process (`python tests/faults/soak.py`): "
+            f"{found['rounds']:,} rounds in {found['minutes']:g} minutes; memory {100 * found['growth']:+.2f}% from "
+            f"the first quarter of the rounds to the last, at {found['memory MiB']:g} MiB; {found['handles left']} "
+            f"file handles and {found['processes left']} processes left.",
         ]  # fmt: skip
     missing = [name for name in [*names, "soak"] if name not in by_name]
     if missing:

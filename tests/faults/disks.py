@@ -25,6 +25,10 @@ from bilevel import checkpoint as store
 from bilevel.cli.main import main
 
 
+SIZES = [*range(20, 400, 40), *range(400, 900, 100)]
+"""Kilobytes at which a disk is too small for some file of a run."""
+
+
 def mounting() -> bool:
     """Whether a tmpfs can be mounted here."""
     try:

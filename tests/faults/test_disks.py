@@ -24,7 +24,7 @@ def test_full_disk_is_told_in_a_sentence_and_the_run_goes_on_with_more_room(tmp_
 @mounts
 @pytest.mark.slow
 def test_disk_that_is_full_at_many_sizes(tmp_path):
-    assert disks.full(tmp_path, [*range(20, 400, 20), *range(400, 900, 50)]).failures == []
+    assert disks.full(tmp_path, disks.SIZES).failures == []
 
 
 @mounts

@@ -1,6 +1,7 @@
 """Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
 
 from .callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
+from .cells import run_many
 from .check import Check, check
 from .errors import (
     BilevelError,
@@ -9,7 +10,9 @@ from .errors import (
     DataError,
     OptionError,
     ProblemError,
+    RunError,
     VariableError,
+    WriteError,
 )
 from .methods.alternating import Alternating
 from .methods.approx_grad import ApproxGrad
@@ -29,7 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Alternating", "ApproxGrad", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback",
     "Certificate", "Check", "CheckpointError", "DataError", "EarlyStopping", "ForwardMode", "History",
-    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "Simplex",
-    "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "__version__", "check",
-    "solve",
+    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "RunError", "Simplex",
+    "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "WriteError", "__version__",
+    "check", "run_many", "solve",
 ]  # fmt: skip

@@ -24,7 +24,6 @@ from bilevel import BilevelWarning, CheckpointError, Penalty, Problem, solve
 from bilevel import checkpoint as store
 from bilevel.cli.main import main
 
-
 SIZES = [*range(20, 400, 40), *range(400, 900, 100)]
 """Kilobytes at which a disk is too small for some file of a run."""
 

@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Alternating", "ApproxGrad", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback",
     "Certificate", "Check", "CheckpointError", "DataError", "EarlyStopping", "ForwardMode", "History",
-    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "RunError", "Simplex",
-    "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "WriteError", "__version__",
-    "check", "run_many", "solve",
+    "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "ReverseMode", "Rows", "Run", "RunError",
+    "Simplex", "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "WriteError",
+    "__version__", "check", "run_many", "solve",
 ]  # fmt: skip

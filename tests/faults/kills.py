@@ -48,6 +48,19 @@ def one_life(out: Path, seconds: float | None) -> int:
         process.kill()
 
 
+def killed_at(out: Path, path: Path) -> None:
+    """A life that is killed as soon as the path is there."""
+    process = context.Process(target=live, args=(str(out),))
+    process.start()
+    try:
+        while not path.exists():
+            assert process.is_alive(), "the run ended before its kill"
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.join()
+
+
 def killed(folder: Path, kills: int, seed: int) -> Tally:
     """Kill so many lives; what is finished in between, and at the end, must be what a life without a kill finds."""
     tally, draw = Tally(), random.Random(seed)

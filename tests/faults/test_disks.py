@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import disks
+import kills
 import pytest
+from tally import outcome
 
 from bilevel import checkpoint as store
 
@@ -43,6 +45,27 @@ def test_checkpoint_that_is_cut_off_or_altered_gives_way_to_the_one_before(tmp_p
 @pytest.mark.slow
 def test_checkpoint_altered_at_very_many_places(tmp_path):
     assert disks.harmed(tmp_path, flips=2000, seed=1, every=256).failures == []
+
+
+@pytest.mark.filterwarnings("default::bilevel.BilevelWarning")
+def test_denoise_goes_on_from_the_checkpoint_before_and_removes_none_that_is_bad(tmp_path):
+    out, kept = tmp_path / "out", tmp_path / "out" / "checkpoint" / "importance"
+    kills.killed_at(out, kept / store.BEFORE)
+    held = {path.name: path.read_bytes() for path in kept.iterdir() if not path.name.startswith(".")}
+    (kept / store.FILE).write_bytes(held[store.BEFORE][:1500])
+    (kept / store.BEFORE).write_bytes(b"")
+    code, told = disks.denoised(out, "--resume")
+    assert code == 1
+    assert f"{kept / store.FILE} cannot be read" in disks.sentence(told)
+    assert "cannot be read either" in told
+    assert (kept / store.FILE).read_bytes() == held[store.BEFORE][:1500]
+    (kept / store.BEFORE).write_bytes(held[store.BEFORE])
+    code, told = disks.denoised(out, "--resume")
+    assert code == 0, told
+    assert f"The one before, {kept / store.BEFORE}, of step" in told
+    assert disks.denoised(tmp_path / "straight")[0] == 0
+    straight, found = outcome(tmp_path / "straight"), outcome(out)
+    assert [name for name in straight if straight[name] != found[name]] == []
 
 
 LIMITED = """

@@ -12,10 +12,15 @@ from bilevel.errors import WriteError
 from bilevel.whole import whole, write_whole
 
 
+def half(path):
+    path.write_text("half")
+    raise ZeroDivisionError
+
+
 def test_file_that_was_there_stays_where_the_new_one_fails(tmp_path):
     write_whole(tmp_path / "a", "old")
     with pytest.raises(ZeroDivisionError), whole(tmp_path / "a") as temporary:
-        temporary.write_text(f"half {1 / 0}")
+        half(temporary)
     with pytest.raises(WriteError, match=r"a cannot be written \(No space left\)\..*untouched"), whole(tmp_path / "a"):
         raise OSError(28, "No space left")
     assert (tmp_path / "a").read_text() == "old"

@@ -246,10 +246,11 @@ def fuzzed(name: str, folder: Path, examples: int, number: int = 0) -> Tally:
 # -- files that claim much, or ask to be run ---------------------------------------------------------------------------
 
 
-def claiming_npz(shape: tuple[int, ...], dtype: str) -> bytes:
-    """An .npz file of a few hundred bytes whose x claims this shape."""
+def claiming_npz(shape: tuple[int, ...] | None, dtype: str) -> bytes:
+    """An .npz file of a few hundred bytes whose x claims this shape; None: whose x is no array."""
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": dtype, "fortran_order": False, "shape": shape})
+    if shape is not None:
+        np.lib.format.write_array_header_1_0(header, {"descr": dtype, "fortran_order": False, "shape": shape})
     labels, buffer = io.BytesIO(), io.BytesIO()
     np.save(labels, np.arange(12) % 2)
     with zipfile.ZipFile(buffer, "w") as archive:

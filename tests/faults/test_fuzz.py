@@ -32,20 +32,30 @@ def test_ten_thousand_fuzzed_files_give_data_or_a_sentence(tmp_path, name):
 
 
 CLAIMS = {
-    "x of 10^12 rows": ("npz", lambda: fuzz.claiming_npz((10**12,), "<f8")),
-    "x of 10^12 bytes": ("npz", lambda: fuzz.claiming_npz((10**6, 10**6), "|u1")),
-    "x of no size": ("npz", lambda: fuzz.claiming_npz((10**12, 0), "<f8")),
-    "y of no size": ("npz", lambda: fuzz.good_npz(y=np.empty(12, "U0"))),
-    "a table of 10^12 rows": ("parquet", lambda: fuzz.claiming_parquet(10**12)),
+    "x of 10^12 rows": ("npz", lambda: fuzz.claiming_npz((10**12,), "<f8"), "x.npy claims the shape (1000000000000,)"),
+    "x of 10^12 bytes": ("npz", lambda: fuzz.claiming_npz((10**6, 10**6), "|u1"), "x.npy claims the shape"),
+    "x of no size": ("npz", lambda: fuzz.claiming_npz((10**12, 0), "<f8"), "x.npy claims the shape"),
+    "x that is no array": ("npz", lambda: fuzz.claiming_npz(None, ""), "must hold 'x' as an array"),
+    "y of no size": ("npz", lambda: fuzz.good_npz(y=np.empty(12, "U0")), "labels are missing"),
+    "a table of 10^12 rows": (
+        "parquet",
+        lambda: fuzz.claiming_parquet(10**12),
+        "claims to hold 1,000,000,000,000 rows",
+    ),
+    "a table of 10^7 equal rows": ("parquet", lambda: fuzz.claiming_parquet(10**7), ""),
+    "a state nested without end": ("state", lambda: b'{"list": [' * 300 + b"1", "holds no state"),
+    "a config nested without end": ("config", lambda: b"[" * 3000, ""),
 }
 
 
-@pytest.mark.parametrize(("name", "make"), CLAIMS.values(), ids=CLAIMS)
-def test_small_file_that_claims_very_much_is_refused_without_memory(tmp_path, name, make):
+@pytest.mark.parametrize(("name", "make", "words"), CLAIMS.values(), ids=CLAIMS)
+def test_small_file_that_claims_very_much_is_refused_without_memory(tmp_path, name, make, words):
     content = make()
     assert len(content) < 4000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert fuzz.told(fuzz.readers(tmp_path)[name][0], tmp_path, content) is not None
+    told = fuzz.told(fuzz.readers(tmp_path)[name][0], tmp_path, content)
+    assert words in (told or "")
+    assert told or not words
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024 < 100
 
 

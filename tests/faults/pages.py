@@ -34,7 +34,8 @@ def of_images(folder: Path) -> list[str]:
 def of_a_table(folder: Path) -> list[str]:
     """A table whose labels, columns and cells are so."""
     draw = np.random.default_rng(0)
-    quoted = ['"' + tag.replace('"', '""') + '"' for tag in TAGS]
+    tags = [tag.replace("<_", "</") for tag in ("<_script>" + TAGS[0], *TAGS[1:])]
+    quoted = ['"' + tag.replace('"', '""') + '"' for tag in tags]
     lines = [f"{quoted[0]},{quoted[1]},{quoted[3]}"]
     for i in range(150):
         k = i % 3

@@ -1,8 +1,15 @@
 """Every exception of the library. Each is also the builtin that a caller would guess."""
 
+LONGEST = 2000
+"""Characters of a message: names and values that it shows may come from a file, and be of any length."""
+
 
 class BilevelError(Exception):
     """The base of all errors raised here."""
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        super().__init__(text if len(text) <= LONGEST else f"{text[:LONGEST]} ...")
 
 
 class OptionError(BilevelError, ValueError):

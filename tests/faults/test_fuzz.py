@@ -70,6 +70,12 @@ def test_image_that_claims_very_many_pixels_is_left_out_without_memory(tmp_path)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024 < 100
 
 
+def test_message_that_shows_a_very_long_name_is_cut(tmp_path):
+    told = fuzz.told(fuzz.read_csv, tmp_path, b"a" * 100_000 + b",b\n1,2\n")
+    assert told.startswith("label must be a column of")
+    assert len(told) < 3000
+
+
 def test_nothing_in_a_file_is_run(tmp_path):
     marker = tmp_path / "ran"
     objects = np.empty(12, object)

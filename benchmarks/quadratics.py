@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +16,7 @@ import torch
 
 from bilevel import Penalty, solve
 from bilevel.applications.quadratics import quadratic
+from bilevel.workers import Where, each
 
 STEPS = 3000
 
@@ -48,18 +48,18 @@ def main() -> None:
         "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | evaluations | endings |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    with ProcessPoolExecutor(options.processes) as pool:
-        for seed in options.seeds:
-            began = time.perf_counter()
-            found = list(pool.map(run, [(seed, i) for i in range(options.count)]))
-            errors, steps, evaluations, endings = zip(*found, strict=True)
-            ends = ", ".join(f"{name.lower()} {n}" for name, n in Counter(endings).most_common())
-            lines.append(
-                f"| {seed} | {sum(e < 1e-3 for e in errors)} of {options.count} "
-                f"| {sum(e < 1e-6 for e in errors)} of {options.count} | {max(errors):.1e} | {median(steps):g} "
-                f"| {max(steps)} | {median(evaluations):g} | {ends} |"
-            )
-            print(lines[-1], f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    for seed in options.seeds:
+        began = time.perf_counter()
+        cases = [(seed, i) for i in range(options.count)]
+        found = [end for _, end in sorted(each(run, cases, Where(options.processes)), key=lambda one: one[0])]
+        errors, steps, evaluations, endings = zip(*found, strict=True)
+        ends = ", ".join(f"{name.lower()} {n}" for name, n in Counter(endings).most_common())
+        lines.append(
+            f"| {seed} | {sum(e < 1e-3 for e in errors)} of {options.count} "
+            f"| {sum(e < 1e-6 for e in errors)} of {options.count} | {max(errors):.1e} | {median(steps):g} "
+            f"| {max(steps)} | {median(evaluations):g} | {ends} |"
+        )
+        print(lines[-1], f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")
 

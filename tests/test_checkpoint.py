@@ -94,11 +94,14 @@ def test_file_is_safetensors_and_readable_without_this_library(tmp_path):
     assert not content.startswith((b"PK", b"\x80"))  # neither torch.save's zip nor a pickle
 
 
-def test_nothing_but_the_file_is_left_after_a_save(tmp_path):
+def test_nothing_but_the_file_and_the_one_before_is_left_after_a_save(tmp_path):
     for n in range(3):
         store.save(tmp_path, STATE | {"n": n})
-        assert os.listdir(tmp_path) == [store.FILE]
+        assert sorted(os.listdir(tmp_path)) == [store.BEFORE, store.FILE][n == 0 :]
     assert store.load(tmp_path)["n"] == 2
+    (tmp_path / store.FILE).unlink()  # killed between the two renamings of a save
+    assert store.exists(tmp_path)
+    assert store.load(tmp_path)["n"] == 1
 
 
 def test_temporary_file_of_a_killed_run_is_cleared_away(tmp_path):
@@ -259,12 +262,12 @@ DIFFERENT = {
 @pytest.mark.parametrize("changes", DIFFERENT.values(), ids=DIFFERENT)
 def test_checkpoint_of_another_run_is_refused_and_nothing_overwritten(tmp_path, changes):
     run(tmp_path, resume=False)
-    before = (tmp_path / store.FILE).read_bytes()
+    before, names = (tmp_path / store.FILE).read_bytes(), os.listdir(tmp_path)
     given = changes()
     with pytest.raises(CheckpointError, match=r"is of another run: its .* left as it is"):
         run(tmp_path, **given)
     assert (tmp_path / store.FILE).read_bytes() == before
-    assert os.listdir(tmp_path) == [store.FILE]
+    assert os.listdir(tmp_path) == names
     for x in (given.get("u"), given.get("v")):
         for t in x if isinstance(x, list) else [] if x is None else [x]:
             assert not t.any()
@@ -299,6 +302,7 @@ def test_existing_checkpoint_is_not_overwritten_without_resume(tmp_path):
 def test_resume_from_a_bad_file_changes_neither_it_nor_the_variables(tmp_path, harm):
     run(tmp_path, resume=False)
     path = tmp_path / store.FILE
+    (tmp_path / store.BEFORE).write_bytes(b"harmed, too")
     content = bytearray(path.read_bytes())
     if harm == "truncated":
         del content[-20:]
@@ -306,7 +310,7 @@ def test_resume_from_a_bad_file_changes_neither_it_nor_the_variables(tmp_path, h
         content[-20] ^= 1
     path.write_bytes(content)
     u, v = point(), point()
-    with pytest.raises(CheckpointError, match="left as it is"):
+    with pytest.raises(CheckpointError, match=r"left as it is\. The one before, .* cannot be read either"):
         run(tmp_path, u=u, v=v)
     assert path.read_bytes() == bytes(content)
     assert not u.any()

@@ -395,8 +395,9 @@ def test_channels_last_convolutions_and_fused_adam_take_the_path_of_eager(engine
         assert v[2].weight.is_contiguous(memory_format=torch.channels_last)
         found.append([*(p.detach().double() for p in v.parameters()), u.values.double()])
     for x, y in zip(*found, strict=True):
-        # In bfloat16 a product is good to one part in 256, and Adam's first steps amplify a gradient near zero.
-        tolerance = 1e-9 if precision is None else 0.02
+        # In bfloat16 a product is good to one part in 256, and Adam's first steps amplify a gradient near zero. The
+        # fused kernel of a GPU corrects its moments in float32.
+        tolerance = {("cpu", None): 1e-9, ("cuda", None): 1e-5}.get((device, precision), 0.02)
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
 
 

@@ -23,6 +23,7 @@ from bilevel.paper import complexity, complexity_page, sizes, synthetic, wall_cl
 from bilevel.paper import synthetic_page as page_module
 from bilevel.paper.results import GOAL, Results
 from bilevel.paper.synthetic_runs import general, run
+from bilevel.workers import Where
 
 TINY = replace(
     synthetic.QUICK, steps=4, trials=2, ablation_trials=1, long_steps={"plain": 2, "singular": 2}, more_steps=6,
@@ -131,8 +132,8 @@ def test_a_cell_that_was_stopped_is_not_kept(tmp_path):
 
 def test_two_processes_find_what_one_finds(tmp_path):
     cells = [synthetic.protocol(TINY, "plain", name, 1) for name in ("GD", "Penalty")]
-    assert run_cells(cells, Store(tmp_path / "a"), run, workers=2)
-    assert run_cells(cells, Store(tmp_path / "b"), run, workers=1)
+    assert run_cells(cells, Store(tmp_path / "a"), run, where=Where(2))
+    assert run_cells(cells, Store(tmp_path / "b"), run)
     for cell in cells:
         assert Store(tmp_path / "a").get(cell)["errors"] == Store(tmp_path / "b").get(cell)["errors"]
 

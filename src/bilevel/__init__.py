@@ -1,6 +1,7 @@
 """Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
 
 from .callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
+from .cells import run_many
 from .check import Check, check
 from .errors import (
     BilevelError,
@@ -10,7 +11,9 @@ from .errors import (
     OptionError,
     ProblemError,
     RankError,
+    RunError,
     VariableError,
+    WriteError,
 )
 from .methods.alternating import Alternating
 from .methods.approx_grad import ApproxGrad
@@ -32,6 +35,6 @@ __all__ = [
     "Alternating", "ApproxGrad", "Ball", "BilevelError", "BilevelWarning", "Box", "CSVHistory", "Callback",
     "Certificate", "Check", "CheckpointError", "DataError", "EarlyStopping", "ForwardMode", "History",
     "OptionError", "Penalty", "Problem", "ProblemError", "Progress", "RankError", "ReverseMode", "Rows", "Run",
-    "Simplex", "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError", "__version__",
-    "check", "solve", "weighted_mean",
+    "RunError", "Simplex", "Solution", "Status", "TensorBoard", "ValueFunction", "ValueGap", "VariableError",
+    "WriteError", "__version__", "check", "run_many", "solve", "weighted_mean",
 ]  # fmt: skip

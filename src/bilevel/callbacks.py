@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -113,8 +114,10 @@ class CSVHistory(Callback):
         run.history.to_csv(self.path)
 
     def log(self, run: Run) -> bool | None:
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerows(run.rows())
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, COLUMNS).writerows(run.rows())
+        with open(self.path, "ab", buffering=0) as file:  # at once: a kill leaves whole rows
+            file.write(text.getvalue().encode())
         return None
 
 

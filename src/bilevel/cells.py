@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from .errors import RunError
+from .options import in_range
+from .whole import write_whole
+from .workers import Failed, Where, each
 
 LONGEST = 150
 """Characters of a file's name from which the rest is a hash: file systems allow 255."""
 Settings = Mapping[str, Any]
 Found = dict[str, Any]
+HERE = Where()
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,13 @@ class Store:
         """The result of a cell that is finished; None of one that is not, or that had other settings."""
         try:
             kept = json.loads((self.folder / f"{cell.name}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == _same(cell.settings) else None
         return found if isinstance(found, dict) else None
 
     def put(self, cell: Cell, found: Found) -> None:
-        target = self.folder / f"{cell.name}.json"
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps({"settings": cell.settings, "result": found}) + "\n", encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(self.folder / f"{cell.name}.json", json.dumps({"settings": cell.settings, "result": found}) + "\n")
 
 
 def run_cells(
@@ -96,71 +89,76 @@ def run_cells(
     store: Store,
     function: Callable[[Settings], Found | None],
     *,
-    workers: int = 1,
+    where: Where = HERE,
+    deadline: float | None = None,
     tell: Callable[[Cell], None] = lambda cell: None,
 ) -> bool:
-    """Run the cells that are not in the store; False where Ctrl-C came first.
+    """Run the cells that are not in the store, the weightiest first; False where Ctrl-C came first.
 
-    `function` is one of a module, and returns None where it was stopped. `tell` hears of each cell that is finished.
+    `function` returns None where it was stopped. After the deadline (of `time.monotonic`) no cell is begun. A cell that
+    fails is tried again; where one fails for good, the others are run all the same, and RunError names it at the end.
+    `tell` hears of each cell that is finished.
     """
     left = sorted((cell for cell in cells if store.get(cell) is None), key=lambda cell: -cell.weight)
-    store.session.workers = workers
+    store.session.workers = where.workers
     for cell in cells:
         if cell not in left:
             store.session.kept += 1
             tell(cell)
-    complete = True
-    for finished, found in _results(left, function, workers):
-        if finished is None or found is None:
-            complete = False
-            break
-        store.put(finished, found)
-        store.session.ran += 1
-        tell(finished)
-    return complete
-
-
-def _results(
-    cells: Sequence[Cell], function: Callable[[Settings], Found | None], workers: int
-) -> Iterator[tuple[Cell | None, Found | None]]:
-    """The results as they come; (None, None) where Ctrl-C stops them."""
-    if workers <= 1 or len(cells) <= 1:
-        try:
-            with one_thread():
-                for cell in cells:
-                    yield cell, function(cell.settings)
-        except KeyboardInterrupt:
-            yield None, None
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(cells)), mp_context=context, initializer=_begin)
+    failed: list[tuple[str, Failed]] = []
+    results = each(
+        function, [cell.settings for cell in left], where, lambda: deadline is not None and time.monotonic() >= deadline
+    )
     try:
-        futures = {pool.submit(function, cell.settings): cell for cell in cells}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        for place, found in results:
+            if found is None:
+                return False
+            if isinstance(found, Failed):
+                failed.append((left[place].name, found))
+                continue
+            store.put(left[place], found)
+            store.session.ran += 1
+            tell(left[place])
     except KeyboardInterrupt:
-        yield None, None
+        return False
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()
+        results.close()
+    if failed:
+        shown = "; ".join(f"{name} ({found.why})" for name, found in failed[:3])
+        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        error = RunError(
+            f"{len(failed)} of {len(left)} runs failed, each tried {where.retries + 1} times: {shown}{more}. The "
+            "others are kept; the same call tries these again."
+        )
+        error.add_note(failed[0][1].trace)
+        raise error
+    return True
 
 
-def _begin() -> None:
-    """In a new process: Ctrl-C is the parent's to hear, except in `solve`, which then ends its run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+def run_many(
+    function: Callable[[Settings], Found],
+    items: Sequence[Settings],
+    folder: str | Path,
+    *,
+    workers: int = 1,
+    address: str | None = None,
+    gpus: float = 0.0,
+    retries: int = 2,
+) -> list[Found]:
+    """`function` of each item, in their order; each result is a file in `folder` as soon as it is there.
 
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread of torch inside: small tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    An item is a dict of plain settings (a seed, a target, a point of a grid), its result a dict that JSON can say. Runs
+    go to `workers` processes of this machine or, with `address`, to the Ray cluster there (`auto`, or
+    `ray://host:10001`), each with `gpus` of its GPUs. One that fails, or whose process dies, is tried `retries` times
+    more. The same call goes on where one was stopped: finished runs are not run again. With several workers, `function`
+    is one of a module, and a script calls this under `if __name__ == "__main__":`.
+    """
+    in_range("workers", workers, least=1, whole=True)
+    in_range("retries", retries, least=0, whole=True)
+    cells, store = [Cell(item, 0) for item in items], Store(Path(folder))
+    if not run_cells(cells, store, function, where=Where(workers, address, gpus, retries)):
+        raise KeyboardInterrupt
+    return [found for cell in cells if (found := store.get(cell)) is not None]
 
 
 def _same(settings: Settings) -> Any:

@@ -1,7 +1,8 @@
 """Atomic save and exact load of a run's state: one safetensors file whose header carries the rest as JSON.
 
 The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest over all
-of it is stored beside it, so that a truncated or altered file is never taken for a good one. No pickle.
+of it is stored beside it, so that a truncated or altered file is never taken for a good one; the state before is kept
+beside it, and gone on from where the last one is not good. No pickle.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import hashlib
 import json
 import math
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import BilevelError, BilevelWarning, CheckpointError, reason
 
 VERSION = 1
 FILE = "state.safetensors"
+BEFORE = "state.before.safetensors"
+"""The state that was saved before the last."""
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
@@ -32,6 +37,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     metadata = {"version": str(VERSION), "tree": tree, "sha256": _digest(tree, tensors)}
     path = folder / FILE
     temporary = folder / f".{FILE}.{os.getpid()}.tmp"
+    moved = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(f".{FILE}.*.tmp"):
@@ -39,7 +45,11 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         save_file(tensors, temporary, metadata)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        if path.exists():
+            os.replace(path, folder / BEFORE)
+            moved = True
         os.replace(temporary, path)
+        moved = False
         entry = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(entry)
@@ -47,7 +57,9 @@ def save(folder: Path, state: dict[str, Any]) -> None:
             os.close(entry)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            if moved:
+                os.replace(folder / BEFORE, path)
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. The one before, if any, is untouched."
         ) from error
@@ -67,12 +79,32 @@ def prepare(folder: Path) -> None:
 
 
 def exists(folder: Path) -> bool:
-    return (folder / FILE).exists()
+    return (folder / FILE).exists() or (folder / BEFORE).exists()
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read a state back, or say in one sentence why it cannot be."""
-    path = folder / FILE
+    """Read a state back, or say in one sentence why it cannot be.
+
+    Where the last one is not good and the one before is, that is returned, with a warning that names both.
+    """
+    path, before = folder / FILE, folder / BEFORE
+    if not before.exists():
+        return _read(path)
+    if not path.exists():  # killed between the two renamings of a save
+        return _read(before)
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        try:
+            state = _read(before)
+        except CheckpointError:
+            raise CheckpointError(f"{error} The one before, {before}, cannot be read either.") from error
+        step = f", of step {state['step']}," if isinstance(state.get("step"), int) else ""
+        warnings.warn(f"{error} The one before, {before}{step} is gone on from.", BilevelWarning, stacklevel=2)
+        return state
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -94,8 +126,27 @@ def load(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"the checkpoint {path} is altered: its contents do not match their digest. It is left as it is."
         )
-    state: dict[str, Any] = _unpack(json.loads(tree), tensors)
+    try:
+        state = _unpack(json.loads(tree), tensors)
+    except (KeyError, StopIteration, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint {path} holds no state that can be read. It is left as it is.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the checkpoint {path} holds no state of a run. It is left as it is.")
     return state
+
+
+@contextlib.contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """Say in one sentence where what is done with a state shows that it is not one of such a run."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder / FILE} is not of such a run ({type(error).__name__}: {reason(error)}). It is "
+            "left as it is."
+        ) from error
 
 
 def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -1,11 +1,18 @@
 """Every exception of the library. Each is also the builtin that a caller would guess."""
 
+LONGEST = 2000
+"""Characters of a message: names and values that it shows may come from a file, and be of any length."""
+
 
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
     told = False
     """Whether another rank tells the user of it."""
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message)
+        super().__init__(text if len(text) <= LONGEST else f"{text[:LONGEST]} ...")
 
 
 class OptionError(BilevelError, ValueError):
@@ -30,6 +37,14 @@ class CheckpointError(BilevelError, RuntimeError):
 
 class RankError(BilevelError, ConnectionError):
     """A rank of a data-parallel run is lost, or was started with other arguments than the first."""
+
+
+class WriteError(BilevelError, OSError):
+    """A file cannot be written: the disk is full, or the folder is read-only."""
+
+
+class RunError(BilevelError, RuntimeError):
+    """Some of many independent runs failed for good."""
 
 
 def reason(error: Exception) -> str:

@@ -126,6 +126,15 @@ class Loop:
     def _judged(self, status: Status, certificate: Certificate) -> Status:
         """The status that the certificate bears out."""
         tolerance = self.state.tolerance
+        if status in (Status.STALLED, Status.CONVERGED):  # a line search turns back from numbers that are not finite
+            measured = {
+                "grad_u": certificate.stationarity_u, "grad_v": certificate.stationarity_v,
+                "residual": certificate.lower_residual, "violation": certificate.violation,
+            }  # fmt: skip
+            bad = [name for name, value in measured.items() if not math.isfinite(value)]
+            if bad:
+                self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
+                return Status.DIVERGED
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
         stationary = certificate.stationarity / certificate.scale <= tolerance

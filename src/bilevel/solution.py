@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .whole import whole
+
 COLUMNS = (
     "step", "seconds", "upper", "lower", "grad_u", "grad_v", "residual", "violation",
     "gamma", "lam", "epsilon", "upper_rate", "lower_rate", "evaluations", "advanced",
@@ -81,7 +83,7 @@ class History:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all rows as a CSV file."""
-        with open(path, "w", newline="") as file:
+        with whole(Path(path)) as temporary, open(temporary, "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows())

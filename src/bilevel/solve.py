@@ -141,7 +141,7 @@ class _Order:
         problem, upper, lower = self.problem, self.upper, self.lower
         saved = _open(folder, self.resume) if ranks is None else by_first(ranks, lambda: _open(folder, self.resume))
         if seed is None:
-            seed = int(torch.randint(2**62, ()).item()) if saved is None else saved["seed"]
+            seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
             seed = seed if ranks is None else ranks.share(seed)
         sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
         sources = Sources(self.data, seed, lower.device, sharing)
@@ -171,8 +171,9 @@ class _Order:
                     )  # fmt: skip
                     if setting.ranks is not None:
                         apart(setting.ranks, seed, lower.device)
-                    if saved is not None:
-                        loop.restore(saved)
+                    if saved is not None and folder is not None:
+                        with store.understood(folder):
+                            loop.restore(saved)
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
@@ -194,7 +195,10 @@ def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
             f"{folder} holds a checkpoint already, and nothing is overwritten. Pass resume=True to go on from it, or "
             "another folder."
         )
-    return store.load(folder)
+    saved = store.load(folder)
+    with store.understood(folder):
+        int(saved["seed"]), saved["fingerprint"].items(), saved["max_steps"]
+    return saved
 
 
 @contextmanager

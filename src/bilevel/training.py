@@ -139,6 +139,10 @@ class Trainer:
         if not store.exists(folder):
             return 0
         state = store.load(folder)
+        with store.understood(folder):
+            return self._restored(state, folder, task)
+
+    def _restored(self, state: dict[str, Any], folder: Path, task: dict[str, float]) -> int:
         for name, value in task.items():
             if state["task"].get(name) != value:
                 raise CheckpointError(

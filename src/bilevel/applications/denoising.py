@@ -44,6 +44,7 @@ from ..solution import Solution, Status
 from ..solve import solve
 from ..training import Augment, Trainer, probabilities
 from ..weighting import weighted_mean
+from ..whole import write_whole
 from .mistakes import mistakes
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
@@ -229,7 +230,7 @@ def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
             )
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, OSError, RecursionError):
             raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
         for name, value in task.items():
             if before.get(name) != value:
@@ -237,7 +238,7 @@ def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
                 raise CheckpointError(f"{folder} holds a run with {what}. Use another folder.")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(task), encoding="utf-8")
+    write_whole(file, json.dumps(task))
 
 
 def examples(given: Examples, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

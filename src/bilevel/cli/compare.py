@@ -36,10 +36,12 @@ from ..applications.comparison import (
     synthetic,
 )
 from ..applications.synthetic import examples
-from ..cells import Cell, Store, one_thread
+from ..cells import Cell, Found, Settings, Store, run_cells
 from ..errors import OptionError
 from ..method import Method
 from ..options import did_you_mean
+from ..whole import whole as written_whole
+from ..workers import ONCE, one_thread
 from . import problem_file, python_file
 from .bar import progress_bar
 from .folder import Folder, to_json
@@ -256,24 +258,21 @@ def _rows(
 ) -> tuple[list[dict[str, Any]], bool]:
     """A row for each method that is finished; False where Ctrl-C came before the last."""
     rows: list[dict[str, Any]] = []
-    try:
-        with progress_bar() as bar:
-            task = bar.add_task("", total=len(chosen))
-            for name, method in chosen.items():
-                bar.update(task, description=name)
-                cell = Cell({"method": name, **settings}, weight=1)
-                found = store.get(cell)
-                if found is None:
-                    outcome = compare(subject, method, budget, seed=seed)
-                    if outcome is None:
-                        return rows, False
-                    found = asdict(outcome)
-                    store.put(cell, found)
-                rows.append({"method": name, **found})
-                bar.advance(task)
-    except KeyboardInterrupt:
-        return rows, False
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for name, method in chosen.items():
+            bar.update(task, description=name)
+            cell = Cell({"method": name, **settings}, weight=1)
+            if not run_cells([cell], store, partial(_outcome, subject, method, budget, seed), where=ONCE):
+                return rows, False
+            rows.append({"method": name, **(store.get(cell) or {})})
+            bar.advance(task)
     return rows, True
+
+
+def _outcome(subject: Subject, method: Method, budget: Budget, seed: int, settings: Settings) -> Found | None:
+    outcome = compare(subject, method, budget, seed=seed)
+    return None if outcome is None else asdict(outcome)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -369,4 +368,5 @@ def _draw(result: dict[str, Any], image: Path) -> None:
             title=result["problem"],
         )
         axes.legend(frameon=False)
-        figure.savefig(image, dpi=110)
+        with written_whole(image) as temporary:
+            figure.savefig(temporary, dpi=110, format=image.suffix[1:])

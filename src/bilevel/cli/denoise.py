@@ -19,14 +19,14 @@ from ..applications.classifiers import KINDS, Classifier
 from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
 from ..callbacks import Progress
-from ..cells import one_thread
 from ..data import apply_decisions, load
 from ..distributed import Ranks, first_rank, restarted
-from ..errors import BilevelError, OptionError, RankError
+from ..errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 from ..joining import by_first
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
+from ..workers import one_thread
 from .bar import progress_bar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
@@ -141,6 +141,13 @@ def command(
             again = f"The same command with --resume goes on from {folder.path}."
             print(f"bilevel: Stopped by Ctrl-C. {again}", file=sys.stderr)
         raise typer.Exit(1) from None
+    except (CheckpointError, WriteError):
+        if first:
+            print(
+                f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins "
+                "anew.", file=sys.stderr,
+            )  # fmt: skip
+        raise
     except RankError:
         raise
     except BilevelError:

@@ -23,6 +23,7 @@ from ..applications.cleaning import Cleaned, Prepared, as_bytes, thumbnails
 from ..data import Labelled, load
 from ..report import Table as ReportTable
 from ..report.review import SIDE, Review, Suspect, render_review
+from ..whole import whole
 from .folder import Folder
 
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
@@ -49,10 +50,8 @@ def write_noisy(folder: Folder, data: Labelled) -> Labelled:
         if pair is not None:
             arrays["x" + suffix] = as_bytes(pair[0]) if data.kind == "images" else pair[0].numpy()
             arrays["y" + suffix] = names[pair[1].numpy()]
-    temporary = folder.path / f".{NOISY}"
-    with open(temporary, "wb") as file:
+    with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    temporary.replace(folder.path / NOISY)
     return replace(data, positions=np.arange(data.count), keys=load(folder.path / NOISY).keys)
 
 
@@ -109,9 +108,8 @@ def write(
     history = found.solution.history
     history.to_csv(folder.path / "history.csv")
     about = {"model": net.kind, "shape": str(tuple(data.x.shape[1:])), "classes": json.dumps(names)}
-    temporary = folder.path / ".model.safetensors"
-    save_model(found.model.cpu(), str(temporary), metadata=about)
-    temporary.replace(folder.path / "model.safetensors")
+    with whole(folder.path / "model.safetensors") as temporary:
+        save_model(found.model.cpu(), str(temporary), metadata=about)
     page = folder.write("report.html", render_review(_review(prepared, cleaned, result, command)))
     folder.write_json("result.json", result)  # last: where it is, the run is finished
     return page

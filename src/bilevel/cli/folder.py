@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+from ..whole import write_whole
 
 
 class Folder:
@@ -31,18 +31,7 @@ class Folder:
 
     def write(self, name: str, text: str) -> Path:
         """Write a file; one of that name that was there stays whole until the new one is on the disk."""
-        target = self.path / name
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        try:
-            # A file name that is no text comes back as the bytes it was.
-            with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return target
+        return write_whole(self.path / name, text)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         return self.write(name, to_json(value) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,8 +11,8 @@ import typer
 
 from .. import __version__
 from ..distributed import first_rank, world
-from ..errors import BilevelError, OptionError
-from . import compare, demo, denoise, fewshot, poison, reproduce, tune
+from ..errors import BilevelError, BilevelWarning, OptionError
+from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C outside of a command's own handling."""
@@ -28,6 +29,7 @@ app.command("tune")(tune.command)
 app.command("fewshot")(fewshot.command)
 app.command("demo")(demo.command)
 app.command("compare")(compare.command)
+app.command("doctor")(doctor.command)
 app.add_typer(reproduce.app, name="reproduce")
 
 
@@ -60,7 +62,9 @@ def _say(error: Exception) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (that of the process by default) and return its exit code."""
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="bilevel")
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            app(args=None if arguments is None else list(arguments), prog_name="bilevel")
     except SystemExit as end:
         if end.code != INTERRUPTED:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -72,4 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BilevelError, OSError) as error:
         _say(error)
         return 1
+    except MemoryError:
+        print("bilevel: There is not enough memory for this.", file=sys.stderr)
+        return 1
     return 0
+
+
+def _note(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+) -> None:
+    """A warning of this library as a sentence; any other as Python writes it."""
+    own = issubclass(category, BilevelWarning)
+    print(f"note: {message}" if own else warnings.formatwarning(message, category, filename, lineno), file=sys.stderr)

@@ -18,10 +18,10 @@ from ..applications.auditing import Aim, Ground, Outcome, carry_out, goal_of, on
 from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
 from ..callbacks import Progress
-from ..cells import one_thread
 from ..data import Labelled, load
-from ..errors import BilevelError, OptionError
+from ..errors import BilevelError, CheckpointError, OptionError, WriteError
 from ..options import did_you_mean
+from ..workers import one_thread
 from .denoise import SMALL
 from .device import device_of
 from .folder import Folder, to_json
@@ -135,6 +135,12 @@ def command(
             f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
         )
         raise typer.Exit(1) from None
+    except (CheckpointError, WriteError):
+        print(
+            f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",
+            file=sys.stderr,
+        )
+        raise
     except BilevelError:
         shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise

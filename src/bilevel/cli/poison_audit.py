@@ -22,7 +22,8 @@ from ..applications.auditing import (
 )
 from ..applications.bounds import Bound
 from ..callbacks import Progress
-from ..cells import Cell, Store
+from ..cells import Cell, Store, run_cells
+from ..workers import ONCE
 
 SUCCESS = 0.5
 """The share of a class that a targeted attack is to have taken for the other."""
@@ -62,12 +63,15 @@ def audit_of(
 
     def run(value: float) -> dict[str, Any]:
         cell = Cell({"what": "epsilon" if by_bound else "fraction", "value": value}, 0)
-        if (kept := store.get(cell)) is not None:
-            return kept
+        if not run_cells([cell], store, lambda settings: audited(value, checkpoint / cell.name), where=ONCE):
+            raise KeyboardInterrupt
+        return store.get(cell) or {}
+
+    def audited(value: float, folder: Path) -> dict[str, Any]:
         mine = aim if by_bound else replace(aim, points=max(1, round(value * ground.data.count)))
         limit = replace(bound, epsilon=value) if by_bound and bound else bound
         found = carry_out(
-            ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=checkpoint / cell.name,
+            ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=folder,
             resume=True, callbacks=[Progress(f"audit at {value:.3g}")],
         )  # fmt: skip
         success = found.success(ground, mine, found.poisoned)
@@ -76,12 +80,10 @@ def audit_of(
             "targeted": (success or 0.0) >= SUCCESS,
             "clean-label": bool(success) and not found.success(ground, mine, found.clean),
         }[aim.kind]
-        result = {
+        return {
             "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,
             "enough": bool(enough),
         }  # fmt: skip
-        store.put(cell, result)
-        return result
 
     smallest, runs = least(values, run)
     auc = noticed(ground, outcome.poison, _fresh(ground), seed=asked["seed"])

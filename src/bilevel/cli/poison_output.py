@@ -17,6 +17,7 @@ from ..applications.auditing import Aim, Ground, Outcome, wanted_of
 from ..applications.cleaning import thumbnails
 from ..report import Table as ReportTable
 from ..report.poison import Point, PoisonPage, render_poison
+from ..whole import whole
 from .folder import Folder
 from .poison_audit import Audit
 
@@ -87,14 +88,12 @@ def write(
 ) -> Path:
     """Write all files, the result last; returns the path of the page."""
     poison, names = outcome.poison, np.array(ground.data.classes)
-    temporary = folder.path / ".poison.npz"
-    with open(temporary, "wb") as file:
+    with whole(folder.path / "poison.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(
             file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(), y=names[poison.labels],
             labels=poison.labels.numpy(), rows=_rows(ground, aim, poison.rows), l2=poison.l2.numpy(),
             linf=poison.linf.numpy(),
         )  # fmt: skip
-    temporary.replace(folder.path / "poison.npz")
     if poison.solution is not None:
         poison.solution.history.to_csv(folder.path / "history.csv")
     page = folder.write("report.html", render_poison(_page(ground, aim, outcome, audit, result)))

@@ -22,7 +22,7 @@ CHECKPOINT = "checkpoint"
 def kept(folder: Folder, name: str) -> dict[str, Any]:
     try:
         found = json.loads((folder.path / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # JSON may be nested without end
         return {}
     return found if isinstance(found, dict) else {}
 

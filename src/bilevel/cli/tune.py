@@ -12,9 +12,9 @@ import typer
 
 from ..applications.tuned_table import TunedTable, tune_table
 from ..callbacks import Progress
-from ..cells import one_thread
 from ..data import Labelled, load, load_numbers
 from ..errors import OptionError
+from ..workers import one_thread
 from .bar import progress_bar
 from .folder import Folder, to_json
 from .run_state import write_config

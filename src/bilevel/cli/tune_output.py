@@ -19,6 +19,7 @@ from ..report import Card, Report, render
 from ..report import Table as ReportTable
 from ..report.figures import losses
 from ..report.tuning_figures import bars, grid
+from ..whole import whole
 from .folder import Folder
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
@@ -66,9 +67,8 @@ def write(folder: Folder, data: Labelled, found: TunedTable, result: Mapping[str
         "classes": json.dumps(data.classes),
         "inputs": json.dumps(found.names[:1000]),
     }
-    temporary = folder.path / ".model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in found.state.items()}, str(temporary), metadata=about)
-    temporary.replace(folder.path / "model.safetensors")
+    with whole(folder.path / "model.safetensors") as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in found.state.items()}, str(temporary), metadata=about)
     page = folder.write("report.html", render(_report(data, found, result)))
     folder.write_json("result.json", result)
     return page

@@ -7,6 +7,7 @@ main part. x of shape (n,) or (n, columns) is scaled column by column (see `scal
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..errors import DataError, OptionError, reason
 from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
 from .scale import Scale
+from .size import COPIES, refuse_larger
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
@@ -69,19 +71,44 @@ def read_npz(path: Path) -> Arrays:
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
+        _refuse_claims(path, wanted)
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
             found = {name: file[name] for name in wanted if name in held}
+    except DataError:
+        raise
     except Exception as error:  # a broken archive raises anything: zipfile's, zlib's, numpy's, a memory error
         if "allow_pickle" in str(error):
             raise DataError(
                 f"{path} holds Python objects, which are not read. Save numbers and text as arrays."
             ) from None
         raise DataError(f"{path} cannot be read as an .npz file ({reason(error)}).") from None
+    for name, array in found.items():
+        if not isinstance(array, np.ndarray):  # a member that is no .npy file comes as its bytes
+            raise DataError(f"{path} must hold {name!r} as an array; what it holds is none.")
     for name in ("x", "y"):
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
     return found
+
+
+def _refuse_claims(path: Path, wanted: tuple[str, ...]) -> None:
+    """Refuse headers that claim more than the archive holds, and archives that unpack to more than the memory."""
+    with zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in wanted]
+        for member in members:
+            with archive.open(member) as file:
+                try:
+                    version = np.lib.format.read_magic(file)
+                except ValueError:  # no array: refused by its name
+                    continue
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+                held = member.file_size - file.tell()
+            if not dtype.hasobject and math.prod(shape) * dtype.itemsize != held:
+                raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
+        total = sum(member.file_size for member in members)
+    refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
 
 
 def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, list[str]]:

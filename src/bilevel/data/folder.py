@@ -4,8 +4,8 @@ A folder of the name `train`, `test` or `trusted` that holds folders and no imag
 other folders are the classes. Hidden files are passed over, and classes and files are in the order of their names. All
 images get one size and one number of channels, as the main part has it: images of one size of at most 64 pixels keep
 it; else the shorter side becomes 64 and the middle is cut out. They are grey if all of the main part are, else RGB;
-what is transparent becomes white, and of an animation the first frame is taken. An image that does not decode is left
-out, with a note that names it.
+what is transparent becomes white, and of an animation the first frame is taken. An image that does not decode, or has
+more than 64 million pixels, is left out, with a note that names it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .labels import LEAST_ROWS, indices
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 SIDE = 64
+MOST_PIXELS = 2**26
+"""Of an image: a file of a few bytes can claim any number, and is decoded whole."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
 
 
@@ -163,6 +165,8 @@ def _decode(
 def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:
     """An image as uint8, and whether its size was changed."""
     with warnings.catch_warnings(action="ignore"), Image.open(file) as opened:
+        if opened.width * opened.height > MOST_PIXELS:
+            raise ValueError("it is too large")
         image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits
             image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))

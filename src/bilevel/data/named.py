@@ -126,15 +126,24 @@ def _unit(x: np.ndarray) -> torch.Tensor:
 
 
 def _read(name: str, known: ImageSet) -> tuple[Part, Part]:
+    folder = found_in(name, known)
+    if folder is None:
+        folder = _cache(name)
+        _download(name, known, folder)
+    return (_form_in(folder, known) or known.forms[0]).read(folder)
+
+
+def found_in(name: str, known: ImageSet) -> Path | None:
+    """The folder that has the set's files; None where they would be downloaded."""
     given = os.environ.get("BILEVEL_DATA")
-    for folder in (Path(given) / name if given else None, known.folder):
-        if folder is not None and (form := _form_in(folder, known)) is not None:
-            return form.read(folder)
-    cache = Path(importlib.import_module("pooch").os_cache("bilevel")) / name
-    if (form := _form_in(cache, known)) is not None:
-        return form.read(cache)
-    _download(name, known, cache)
-    return known.forms[0].read(cache)
+    for folder in (Path(given) / name if given else None, known.folder, _cache(name)):
+        if folder is not None and _form_in(folder, known) is not None:
+            return folder
+    return None
+
+
+def _cache(name: str) -> Path:
+    return Path(importlib.import_module("pooch").os_cache("bilevel")) / name
 
 
 def _form_in(folder: Path, known: ImageSet) -> Files | None:

@@ -25,8 +25,11 @@ from ..options import did_you_mean
 from .columns import Columns
 from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
+from .size import COPIES, refuse_larger
 
 DELIMITERS = (",", ";", "\t", "|")
+AT_ONCE = 10_000
+"""Rows of a .parquet file that are unpacked at a time."""
 Frame = Any
 """A pandas.DataFrame; pandas is an optional dependency and has no types of its own."""
 
@@ -113,11 +116,26 @@ def _read_parquet(path: Path) -> Frame:
     parquet = import_or_say("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            table = file.read()
+            table = _batches(file, path)
         table.validate(full=True)  # text may be no UTF-8
         return table.to_pandas().reset_index(drop=True)
+    except DataError:
+        raise
     except Exception as error:  # Arrow's errors have several bases
         raise DataError(f"{path} cannot be read as a .parquet file ({reason(error)}).") from None
+
+
+def _batches(file: Any, path: Path) -> Any:
+    """The whole file as a pyarrow.Table, read in parts: a few bytes may stand for very many equal values."""
+    rows, columns = file.metadata.num_rows, file.metadata.num_columns
+    what = f"{rows:,} rows of {columns:,} columns"
+    refuse_larger(path, COPIES * 8 * rows * columns, what)
+    batches, size = [], 0
+    for batch in file.iter_batches(batch_size=AT_ONCE):
+        size += batch.nbytes
+        refuse_larger(path, COPIES * size, what)
+        batches.append(batch)
+    return import_or_say("pyarrow").Table.from_batches(batches, schema=file.schema_arrow)
 
 
 def _check_label(label: str | None, names: list[str], path: Path) -> None:

@@ -10,6 +10,7 @@ from ..applications.classical.case import FEASIBLE, OPTIMAL, RESOLVES, WITHIN, C
 from ..applications.classical.papers import PAPERS
 from ..cells import Cell, Found, Settings
 from ..methods.penalty import Penalty
+from ..whole import write_whole
 from .markdown import table
 
 STARTS = 8
@@ -53,7 +54,7 @@ def write(results: Sequence[tuple[Settings, Found]], folder: Path) -> dict[str, 
     order = {name: i for i, name in enumerate(known)}
     rows.sort(key=lambda row: order[row[0].name])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "classical.md").write_text(page(rows, len(known)), encoding="utf-8")
+    write_whole(folder / "classical.md", page(rows, len(known)))
     false = [case.name for case, found in rows if not found["solved"] and found["status"] == "CONVERGED"]
     return {
         "cases": len(rows), "of": len(known), "papers": len({case.paper for case, _ in rows}),

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from scipy import stats
 
+from ..whole import write_whole
 from .clean_label import EPSILONS, LOWER_STEPS, METHODS, TITLES
 from .denoising_numbers import chosen, values
 from .figures import STYLE, _figure, _save
@@ -45,7 +46,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         success(mine, folder / figure)
         parts += [f"## {MAPS.get(name, name)}", _table(mine), sentence(found), f"![Success against epsilon]({figure})"]
     parts += ["## To run it again", "```bash\nbilevel reproduce clean-label --targets 60 --page docs/results\n```"]
-    (folder / "clean-label.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_whole(folder / "clean-label.md", "\n\n".join(parts) + "\n")
     return summary
 
 

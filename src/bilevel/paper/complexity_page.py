@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cells import Found, Settings
+from ..whole import write_whole
 from . import figures
 from .complexity import FULL, TABLE, TOLERANCE, Exponent, Sizes, exponents
 from .markdown import table
@@ -16,7 +17,7 @@ def write(sizes: Sizes, results: Sequence[tuple[Settings, Found]], folder: Path)
     """Write the figure and the page into a folder; returns the summary."""
     found = exponents(sizes, results)
     figures.exponents(found, folder / "complexity.png")
-    (folder / "complexity.md").write_text(page(sizes, found), encoding="utf-8")
+    write_whole(folder / "complexity.md", page(sizes, found))
     decisive = [e for e in found if e.quantity != "seconds"]
     return {
         "exponents": [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..whole import write_whole
 from . import denoising_figures, denoising_wide
 from .denoising import ASYMMETRIC, COLUMNS, NOISES, SHOWN, STUDIES, SYMMETRIC
 from .denoising_numbers import Numbers, chosen, devices, diverged, numbers, percent, seeds
@@ -28,7 +29,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     if few:
         denoising_figures.how_few(few, folder / "denoising-how-few.png")
     found = findings(kept)
-    (folder / "denoising.md").write_text(page(kept, found), encoding="utf-8")
+    write_whole(folder / "denoising.md", page(kept, found))
     return {"cells": len(kept), "findings": found, "not_run": not_run(kept)}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..whole import write_whole
 from . import denoising_figures
 from .denoising_numbers import chosen, devices, diverged, numbers, percent, seeds, values
 from .denoising_speed import METHODS, PRETRAINING, SPEED, STEPS
@@ -48,7 +49,7 @@ def write(part: str, kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "## To run it again",
         f"```bash\nbilevel reproduce denoising-{part} --page docs/results\n```",
     ]
-    (folder / f"denoising-{part}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_whole(folder / f"denoising-{part}.md", "\n\n".join(text) + "\n")
     return {"cells": len(mine), "findings": said}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..whole import whole
 from . import complexity
 from .complexity import Exponent
 from .results import Array, Results
@@ -170,4 +171,5 @@ def _legend(figure: Figure, axes: Any, columns: int = 5) -> None:
 def _save(figure: Figure, path: Path) -> None:
     """A PNG: the thin lines of all trials are large as SVG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

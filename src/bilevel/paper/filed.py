@@ -6,12 +6,11 @@ A cell that ended before its time is kept as far as it got (`partial`), shown, a
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cells import Cell, Found, Settings, Store, run_cells
+from ..cells import Cell, Found, Settings, Store
+from ..whole import write_whole
 
 Kept = tuple[Settings, Found]
 
@@ -57,28 +56,7 @@ class FiledStore(Store):
         """Write all cells to the file, one on a line."""
         lines = ",\n".join(json.dumps(kept) for kept in self.all())
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text('{"cells": [\n' + lines + "\n]}\n", encoding="utf-8")
-
-
-def run_ranked(
-    cells: Sequence[Cell],
-    store: Store,
-    function: Callable[[Settings], Found | None],
-    *,
-    deadline: float | None = None,
-    tell: Callable[[Cell], None] = lambda cell: None,
-) -> bool:
-    """Run cells one after another, the weightiest first; False where Ctrl-C came.
-
-    After the deadline (of `time.monotonic`) no cell is begun.
-    """
-    for cell in sorted(cells, key=lambda cell: -cell.weight):
-        late = deadline is not None and time.monotonic() >= deadline
-        if late and store.get(cell) is None:
-            continue
-        if not run_cells([cell], store, function, tell=tell):
-            return False
-    return True
+        write_whole(self.file, '{"cells": [\n' + lines + "\n]}\n")
 
 
 def _key(settings: Settings) -> str:
@@ -88,6 +66,6 @@ def _key(settings: Settings) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..whole import write_whole
 from . import poisoning_figures
 from .denoising_numbers import Numbers, chosen, numbers, percent
 from .filed import Kept
@@ -51,7 +52,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     if effect := chosen(kept, part=EFFECT):
         poisoning_figures.effect(effect, folder / PICTURES.format("effect-of-T"))
     held = reached(kept)
-    (folder / "poisoning.md").write_text(page(kept, shown, held), encoding="utf-8")
+    write_whole(folder / "poisoning.md", page(kept, shown, held))
     return {"cells": len(kept), "reached": held}
 
 

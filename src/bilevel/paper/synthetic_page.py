@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..whole import write_whole
 from . import figures, sizes, wall_clock
 from .claims import claims, converges
 from .markdown import table
@@ -24,7 +25,7 @@ def write(results: Results, folder: Path) -> dict[str, Any]:
     figures.sensitivity(results, folder / "synthetic-sensitivity.png")
     figures.budget(results, folder / "synthetic-budget.png")
     summary = summarise(results)
-    (folder / "synthetic.md").write_text(page(results, summary), encoding="utf-8")
+    write_whole(folder / "synthetic.md", page(results, summary))
     return summary
 
 

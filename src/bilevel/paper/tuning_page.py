@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ..cells import Found, Settings
+from ..whole import write_whole
 from .markdown import table
 from .tuning import BUDGETS, FIXED, SCALE_STEPS, WAYS, cells
 from .tuning_data import DATASETS, SIZES
@@ -38,9 +39,9 @@ def write(found: Kept, folder: Path) -> dict[str, Any]:
         parts.append("Not run yet, for one seed: " + "; ".join(missing) + ".")
     parts.append(AGAIN)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tuning.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_whole(folder / "tuning.md", "\n\n".join(parts) + "\n")
     lines = ",\n".join(json.dumps([s, r]) for s, r in found)
-    (folder / "tuning.json").write_text('{"cells": [\n' + lines + "\n]}\n", encoding="utf-8")
+    write_whole(folder / "tuning.json", '{"cells": [\n' + lines + "\n]}\n")
     return {"cells": len(found), "claims": claims}
 
 

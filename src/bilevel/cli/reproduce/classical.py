@@ -9,11 +9,13 @@ from .shared import (
     OutOption,
     PageOption,
     QuickOption,
+    RayOption,
     WorkersOption,
     cells_folder,
     end,
     folders_of,
     run,
+    where_of,
 )
 
 
@@ -22,6 +24,7 @@ def classical(
     page: PageOption = None,
     quick: QuickOption = False,
     workers: WorkersOption = 2,
+    ray: RayOption = None,
     json: JsonOption = False,
 ) -> None:
     """Classical small problems with constraints at both levels, beside their best known values."""
@@ -31,7 +34,7 @@ def classical(
     folders = folders_of(out, page)
     store = FiledStore(cells_folder(folders), folders[1].path / "classical.json")
     cells = study.cells(quick=quick)
-    complete = run("classical", cells, folders, study.run_cell, workers, store)
+    complete = run("classical", cells, folders, study.run_cell, where_of(workers, ray), store)
     if complete is not None:
         store.write()
         summary = study.write([(c.settings, found) for c in cells if (found := store.get(c))], folders[1].path)

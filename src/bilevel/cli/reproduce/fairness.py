@@ -11,10 +11,12 @@ from .shared import (
     OutOption,
     PageOption,
     QuickOption,
+    RayOption,
     WorkersOption,
     deadline_in,
     folders_of,
     run_filed,
+    where_of,
 )
 
 
@@ -23,6 +25,7 @@ def fairness(
     page: PageOption = None,
     quick: QuickOption = False,
     workers: WorkersOption = 1,
+    ray: RayOption = None,
     minutes: MinutesOption = None,
     no_run: NoRunOption = False,
     json: JsonOption = False,
@@ -32,5 +35,5 @@ def fairness(
 
     run_filed(
         "fairness", study.cells(quick=quick), study.run_cell, study.write, folders_of(out, page), no_run=no_run,
-        json=json, deadline=deadline_in(minutes), workers=workers,
+        json=json, deadline=deadline_in(minutes), where=where_of(workers, ray),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import typer
 
 from ...cells import Cell
 from ...options import one_of
+from ...workers import Where
 from ..device import device_of
 from .shared import (
     DeviceOption,
@@ -18,10 +19,12 @@ from .shared import (
     NoRunOption,
     OutOption,
     PageOption,
+    RayOption,
     WorkersOption,
     deadline_in,
     folders_of,
     run_filed,
+    where_of,
     words,
 )
 
@@ -34,6 +37,7 @@ def poisoning(
     columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: penalty,rmd.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place.")] = 5,
     workers: WorkersOption = 1,
+    ray: RayOption = None,
     out: OutOption = Path("runs/poisoning"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -50,7 +54,7 @@ def poisoning(
     )  # fmt: skip
     run_filed(
         "poisoning", cells, poisoning_runs.run, poisoning_page.write, folders_of(out, page), no_run=no_run, json=json,
-        workers=workers,
+        where=where_of(workers, ray),
     )  # fmt: skip
 
 
@@ -59,6 +63,7 @@ def clean_label(
         str, typer.Option(help="inception (needs bilevel[inception]), or small for a CPU.")
     ] = "inception",
     targets: Annotated[int, typer.Option(min=1, help="Test photographs, drawn with a fixed seed.")] = 20,
+    ray: RayOption = None,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/clean-label"),
@@ -83,5 +88,5 @@ def clean_label(
         cells = study.cells(features, order)
     run_filed(
         "clean-label", cells, partial(study.run, device=where), clean_label_page.write, folders, no_run=no_run,
-        json=json, deadline=deadline_in(minutes),
+        json=json, deadline=deadline_in(minutes), where=Where(address=ray, gpus=where.type == "cuda"),
     )  # fmt: skip

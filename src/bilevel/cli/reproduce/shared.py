@@ -14,7 +14,8 @@ import typer
 from ...cells import Cell, Found, Settings, Store, run_cells
 from ...errors import OptionError
 from ...options import one_of
-from ...paper.filed import FiledStore, run_ranked
+from ...paper.filed import FiledStore
+from ...workers import Where
 from ..bar import progress_bar
 from ..folder import Folder, to_json
 
@@ -25,6 +26,9 @@ PageOption = Annotated[
 NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from what is there and run nothing.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A small version that ends within a minute.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")]
+RayOption = Annotated[
+    str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel[ray]).")
+]
 DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
@@ -51,7 +55,7 @@ def run(
     cells: Sequence[Cell],
     folders: tuple[Folder, Folder],
     function: Function,
-    workers: int,
+    where: Where,
     store: Store | None = None,
 ) -> Store | None:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
@@ -65,7 +69,7 @@ def run(
             bar.advance(task)
 
         began = time.perf_counter()
-        complete = run_cells(cells, store, function, workers=min(workers, os.cpu_count() or 1), tell=tell)
+        complete = run_cells(cells, store, function, where=where, tell=tell)
     if complete:
         folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
         print(f"{len(cells)} cells, {time.perf_counter() - began:.0f} s", file=sys.stderr)
@@ -83,13 +87,12 @@ def run_filed(
     no_run: bool,
     json: bool,
     deadline: float | None = None,
-    workers: int = 1,
+    where: Where | None = None,
     possible: Callable[[list[Cell]], list[Cell]] = list,
 ) -> None:
     """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
 
-    One after another, the weightiest first; after the deadline none is begun. With several workers, side by side.
-    `possible` leaves out those that cannot be run here.
+    The weightiest first; after the deadline none is begun. `possible` leaves out those that cannot be run here.
     """
     store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
     left = [] if no_run else possible([cell for cell in cells if store.get(cell) is None])
@@ -102,16 +105,18 @@ def run_filed(
             done += 1
             bar.advance(task)
 
-        if workers > 1:
-            complete = run_cells(left, store, function, workers=min(workers, os.cpu_count() or 1), tell=tell)
-        else:
-            complete = run_ranked(left, store, function, deadline=deadline, tell=tell)
+        complete = run_cells(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
     if not complete:
         stopped(done, len(left))
     store.write()
     summary = write(store.all(), folders[1].path)
     message = f"{done} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
     end(name, message, summary, folders, json)
+
+
+def where_of(workers: int, address: str | None) -> Where:
+    """Where the cells are run: a process each of this machine's cores at most, or a cluster."""
+    return Where(min(workers, os.cpu_count() or 1), address)
 
 
 def deadline_in(minutes: float | None) -> float | None:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .shared import JsonOption, OutOption, PageOption, QuickOption, WorkersOption, end, folders_of, run
+from .shared import (
+    JsonOption,
+    OutOption,
+    PageOption,
+    QuickOption,
+    RayOption,
+    WorkersOption,
+    end,
+    folders_of,
+    run,
+    where_of,
+)
 
 
 def synthetic(
@@ -12,6 +23,7 @@ def synthetic(
     page: PageOption = None,
     quick: QuickOption = False,
     workers: WorkersOption = 2,
+    ray: RayOption = None,
     json: JsonOption = False,
 ) -> None:
     """The four synthetic problems: GD, RMD, ApproxGrad and Penalty (Section 3.1, Appendices D.4 and E.1)."""
@@ -22,7 +34,7 @@ def synthetic(
     scale = study.QUICK if quick else study.FULL
     cells = study.cells(scale)
     folders = folders_of(out, page)
-    store = run("synthetic", cells, folders, synthetic_runs.run, workers)
+    store = run("synthetic", cells, folders, synthetic_runs.run, where_of(workers, ray))
     if store is not None:
         summary = synthetic_page.write(Results(scale, store), folders[1].path)
         held = sum(claim["holds"] for claim in summary["claims"])
@@ -45,7 +57,7 @@ def complexity(
     sizes = study.QUICK if quick else study.FULL
     cells = study.cells(sizes)
     folders = folders_of(out, page)
-    store = run("complexity", cells, folders, study.run, 1)
+    store = run("complexity", cells, folders, study.run, where_of(1, None))
     if store is not None:
         found = [(cell.settings, result) for cell in cells if (result := store.get(cell)) is not None]
         summary = complexity_page.write(sizes, found, folders[1].path)

@@ -13,11 +13,13 @@ from .shared import (
     NoRunOption,
     OutOption,
     PageOption,
+    RayOption,
     WorkersOption,
     cells_folder,
     end,
     folders_of,
     run,
+    where_of,
     words,
 )
 
@@ -27,6 +29,7 @@ def tuning(
     dataset: Annotated[str | None, typer.Option(help="a9a, digits, text, with commas. By default all.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,
     workers: WorkersOption = 1,
+    ray: RayOption = None,
     out: OutOption = Path("runs/tuning"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -39,7 +42,7 @@ def tuning(
     wanted = words("--parts", parts, study.PARTS)
     cells = study.cells(wanted, words("--dataset", dataset, tuning_data.DATASETS), seeds)
     folders = folders_of(out, page)
-    store = Store(cells_folder(folders)) if no_run else run("tuning", cells, folders, study.run, workers)
+    store = Store(cells_folder(folders)) if no_run else run("tuning", cells, folders, study.run, where_of(workers, ray))
     if store is not None:
         found = [(c.settings, result) for c in study.cells(seeds=seeds) if (result := store.get(c)) is not None]
         summary = tuning_page.write(found, folders[1].path)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tally import readable
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -152,6 +153,7 @@ def check(which: str, steps: int, kills: int, seed: int, every: int, folder: Pat
     for until in sorted(draw.randrange(last) for _ in range(kills)):
         end = one_life(which, steps, folder / "killed", every, until, draw.uniform(0.0, 0.01))
         assert end is None, "the run ended before its kill"
+        readable(folder / "killed")
         killed += 1
     assert killed == kills
     end = one_life(which, steps, folder / "killed", every, None, 0.0)

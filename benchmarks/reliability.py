@@ -1,0 +1,168 @@
+"""Faults tried and survived, at full counts: writes docs/reliability.md.
+
+.venv/bin/python benchmarks/reliability.py --minutes 60
+
+Each fault is a cell that is run once and kept; the same command goes on where it was stopped. The disks need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "faults")]
+
+import torch  # noqa: E402
+
+from bilevel.cells import Cell, Found, Settings, run_cells  # noqa: E402
+from bilevel.paper.filed import FiledStore  # noqa: E402
+from bilevel.whole import write_whole  # noqa: E402
+from bilevel.workers import ONCE  # noqa: E402
+
+READERS = {
+    "npz": ".npz files", "csv": ".csv tables", "parquet": ".parquet tables", "images": "images in a folder",
+    "decisions": "decisions applied to a table", "checkpoint": "checkpoints",
+    "state": "checkpoints with a right digest and a wrong content", "config": "config.json and result.json of a run",
+    "numbers": ".csv tables of numbers to predict",
+}  # fmt: skip
+WORDS = {
+    "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
+    "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
+    "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
+    "read-only": "a read-only disk: one sentence, nothing touched",
+    "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",
+    "values": "NaN or infinity in f, g, their gradients or the data; named with its step, the last finite state back",
+    "pages": "labels, columns and file names that are markup, on the page in Chromium: they stay text",
+}
+
+
+def cells(soak: float) -> list[Cell]:
+    """Every fault at its full count; the quick ones first."""
+    some = [
+        ("pages", 0, 0), ("read-only", 0, 0), ("harmed", 2000, 1), ("kills of solve", 50, 1), ("kills", 50, 1),
+        ("full", 0, 0), ("values", 300, 1),
+    ]  # fmt: skip
+    found = [Cell({"fault": name, "count": count, "seed": seed}, 100 - i) for i, (name, count, seed) in enumerate(some)]
+    found += [Cell({"fault": f"fuzz {name}", "count": 10_000, "seed": 1}, 50 - i) for i, name in enumerate(READERS)]
+    return [*found, Cell({"fault": "soak", "count": soak, "seed": 0}, 0)] if soak else found
+
+
+def run(settings: Settings) -> Found:
+    """One fault, in a folder that is gone afterwards."""
+    import disks
+    import fuzz
+    import kills
+    import pages
+    import test_soak
+    import values
+
+    name, count, seed = settings["fault"], settings["count"], settings["seed"]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        found: Any
+        if name == "soak":
+            return {**test_soak.soaked(count), "seconds": round(time.perf_counter() - began)}
+        if name.startswith("fuzz "):
+            found = fuzz.fuzzed(name.removeprefix("fuzz "), folder, count, seed)
+        elif name == "kills of solve":
+            found = _solve_kills(folder, count, seed)
+        else:
+            found = {
+                "kills": lambda: kills.killed(folder, count, seed),
+                "full": lambda: disks.full(folder, disks.SIZES),
+                "read-only": lambda: disks.read_only(folder),
+                "harmed": lambda: disks.harmed(folder, count, seed, every=256),
+                "values": lambda: values.injected(count, seed),
+                "pages": lambda: pages.shown(folder),
+            }[name]()
+    return {**found.result(), "seconds": round(time.perf_counter() - began)}
+
+
+def _solve_kills(folder: Path, count: int, seed: int) -> Any:
+    import test_kill_solve
+    from tally import Tally
+
+    tally = Tally()
+    with tally.attempt("the run that was killed"):
+        test_kill_solve.check("stochastic", steps=250, kills=count, seed=seed, every=2, folder=folder, last=220)
+    tally.tried = count
+    return tally
+
+
+def page(kept: list[tuple[Settings, Found]]) -> str:
+    by_name = {settings["fault"]: (settings, found) for settings, found in kept}
+    lines = [
+        "# Faults tried and survived", "",
+        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped. The tests in "
+        "`tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is "
+        "survived where all that its line says holds.", "",
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}.", "",
+        "| fault | tried | survived | besides |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    names = [*WORDS, *(f"fuzz {name}" for name in READERS)]
+    for name in names:
+        if name in by_name:
+            found = by_name[name][1]
+            known = ("tried", "survived", "failures", "seconds")
+            besides = "; ".join(f"{key}: {value}" for key, value in found.items() if key not in known)
+            words = WORDS.get(name) or f"fuzzed {READERS[name.removeprefix('fuzz ')]}: data or one sentence, no hang"
+            lines.append(f"| {words} | {found['tried']:,} | {found['survived']:,} | {besides} |")
+    if "soak" in by_name:
+        found = by_name["soak"][1]
+        lines += [
+            "", "## Soak", "",
+            "`bilevel denoise digits` again and again in one process (`python tests/faults/soak.py`): "
+            f"{found['rounds']:,} rounds in {found['minutes']:g} minutes; memory {100 * found['growth']:+.2f}% from "
+            f"the first quarter of the rounds to the last, at {found['memory MiB']:g} MiB; {found['handles left']} "
+            f"file handles and {found['processes left']} processes left.",
+        ]  # fmt: skip
+    missing = [name for name in [*names, "soak"] if name not in by_name]
+    if missing:
+        lines += ["", f"Not run yet: {', '.join(missing)}."]
+    failed = [(name, text) for name, (_, found) in by_name.items() for text in found.get("failures", ())]
+    if failed:
+        lines += ["", "## Not survived", "", *(f"- {name}: `{text}`" for name, text in failed)]
+    lines += [
+        "", "## What is not covered", "",
+        "The kill of one rank of several is among the tests of data-parallel runs. A power cut is not tried: files are "
+        "brought to the disk (`fsync`) before they take their names. Fuzzing changes good files byte by byte; it is no "
+        "proof. Memory is the peak of the process that reads.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/reliability"), help="the folder of the cells")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
+    parser.add_argument("--minutes", type=float, help="no fault is begun after these")
+    parser.add_argument("--soak", type=float, default=30, help="minutes of the soak; 0: none")
+    parser.add_argument("--only", help="faults, with commas")
+    options = parser.parse_args()
+    store = FiledStore(options.out / "cells", options.page.parent / "results" / "reliability.json")
+    wanted = None if options.only is None else options.only.split(",")
+    some = [cell for cell in cells(options.soak) if wanted is None or cell.settings["fault"] in wanted]
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    began = time.monotonic()
+
+    def tell(cell: Cell) -> None:
+        print(f"{cell.name}: {time.monotonic() - began:.0f} s, {store.get(cell)}", file=sys.stderr, flush=True)
+        store.write()
+        write_whole(options.page, page(store.all()))
+
+    complete = run_cells(some, store, run, where=ONCE, deadline=deadline, tell=tell)
+    write_whole(options.page, page(store.all()))
+    sys.exit(0 if complete else 1)
+
+
+if __name__ == "__main__":
+    main()

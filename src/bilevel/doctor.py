@@ -1,0 +1,125 @@
+"""What this machine has of what the library uses: versions, devices, compilers, data, and room on the disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import __version__
+from .data.named import NAMES, SETS, found_in
+from .data.size import free_memory
+from .errors import reason
+
+PACKAGES = (
+    "torch", "numpy", "scipy", "scikit-learn", "safetensors", "matplotlib", "pillow", "typer", "rich", "jinja2",
+    "pandas", "pyarrow", "tensorboard", "ray",
+)  # fmt: skip
+Findings = dict[str, Any]
+
+
+def examine() -> Findings:
+    """All of it, as JSON can say it. Nothing is downloaded; what is tried is tried on a few numbers."""
+    return {
+        "versions": versions(),
+        "system": {
+            "platform": platform.platform(), "machine": platform.machine(), "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(), "memory_free": free_memory(),
+        },
+        "devices": devices(),
+        "engines": {"compile": tried(_compiled), "graph": tried(_captured), "double_backward": tried(_twice)},
+        "data": {name: data(name) for name in NAMES},
+        "environment": {name: os.environ[name] for name in ("BILEVEL_DATA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+                        if name in os.environ},
+        "disk_free": {str(path): shutil.disk_usage(path).free for path in (Path.cwd(), Path(tempfile.gettempdir()))},
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, this library, and the packages it uses; None of one that is not installed."""
+    found: dict[str, str | None] = {"bilevel": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU, and the GPUs that torch sees."""
+    found: list[dict[str, Any]] = [{"name": "cpu", "model": platform.processor() or platform.machine()}]
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        found.append({"name": f"cuda:{i}", "model": about.name, "memory": about.total_memory,
+                      "capability": f"{about.major}.{about.minor}", "cuda": torch.version.cuda})  # fmt: skip
+    return found
+
+
+def tried(attempt: Callable[[], str]) -> dict[str, Any]:
+    """Whether something works here, and where it does not, why."""
+    try:
+        return {"works": True, "note": attempt()}
+    except Exception as error:  # compilers and drivers raise anything
+        return {"works": False, "note": reason(error)}
+
+
+def data(name: str) -> str | None:
+    """Where a named set is found; None where it would be downloaded."""
+    if name == "digits":
+        return "comes with scikit-learn"
+    folder = found_in(name, SETS[name])
+    return None if folder is None else str(folder)
+
+
+def _compiled() -> str:
+    """A function and its gradient through torch.compile, as `engine="compile"` uses it."""
+    function = torch.compile(_bent)
+    x = torch.linspace(-1, 1, 64, device=_device()).requires_grad_()
+    (found,) = torch.autograd.grad(function(x), x)
+    (right,) = torch.autograd.grad(_bent(x), x)
+    if not torch.allclose(found, right, atol=1e-5):
+        raise RuntimeError("the compiled gradient is another than the plain one")
+    return f"on {x.device.type}"
+
+
+def _captured() -> str:
+    """A step replayed as a CUDA graph, as `engine="graph"` uses it."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA GPU")
+    x = torch.ones(8, device="cuda")
+    _bent(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = _bent(x)
+    x.fill_(2)
+    graph.replay()
+    if not torch.allclose(y, _bent(x)):
+        raise RuntimeError("the replayed value is another than the plain one")
+    return f"on {torch.cuda.get_device_name()}"
+
+
+def _twice() -> str:
+    """A derivative of a derivative, which the exact curvature needs."""
+    x = torch.ones(3, dtype=torch.float64, device=_device(), requires_grad=True)
+    (slope,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), x)
+    if not torch.equal(curvature, 6 * x):
+        raise RuntimeError("the second derivative is wrong")
+    return f"on {x.device.type}"
+
+
+def _bent(x: Tensor) -> Tensor:
+    return (torch.sin(x) * x).sum()
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

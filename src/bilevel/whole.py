@@ -1,0 +1,54 @@
+"""Files that are written whole or not at all: under another name, which becomes theirs when all is on the disk."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .errors import WriteError
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when all went well, and is gone otherwise.
+
+    The file that was there stays until then. What a killed process left of the same file is cleared away.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not _alive(stale.name.split(".")[-2]):
+            stale.unlink(missing_ok=True)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise WriteError(f"{path} cannot be written ({why}). The file that was there, if any, is untouched.") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write text as UTF-8; a file name in it that is no text comes back as the bytes it was."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    return path
+
+
+def _alive(pid: str) -> bool:
+    """Whether a process of this machine has the number."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True

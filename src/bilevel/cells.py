@@ -14,9 +14,10 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,13 @@ def run_cells(
     function: Callable[[Settings], Found | None],
     *,
     workers: int = 1,
+    deadline: float | None = None,
     tell: Callable[[Cell], None] = lambda cell: None,
 ) -> bool:
     """Run the cells that are not in the store; False where Ctrl-C came first.
 
-    `function` is one of a module, and returns None where it was stopped. `tell` hears of each cell that is finished.
+    `function` is one of a module, and returns None where it was stopped. After the deadline (of `time.monotonic`) no
+    cell is begun. `tell` hears of each cell that is finished.
     """
     left = sorted((cell for cell in cells if store.get(cell) is None), key=lambda cell: -cell.weight)
     store.session.workers = workers
@@ -110,7 +113,7 @@ def run_cells(
             store.session.kept += 1
             tell(cell)
     complete = True
-    for finished, found in _results(left, function, workers):
+    for finished, found in _results(left, function, workers, deadline):
         if finished is None or found is None:
             complete = False
             break
@@ -121,13 +124,14 @@ def run_cells(
 
 
 def _results(
-    cells: Sequence[Cell], function: Callable[[Settings], Found | None], workers: int
+    cells: Sequence[Cell], function: Callable[[Settings], Found | None], workers: int, deadline: float | None
 ) -> Iterator[tuple[Cell | None, Found | None]]:
     """The results as they come; (None, None) where Ctrl-C stops them."""
+    in_time = (cell for cell in cells if deadline is None or time.monotonic() < deadline)
     if workers <= 1 or len(cells) <= 1:
         try:
             with one_thread():
-                for cell in cells:
+                for cell in in_time:
                     yield cell, function(cell.settings)
         except KeyboardInterrupt:
             yield None, None
@@ -135,9 +139,13 @@ def _results(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(workers, len(cells)), mp_context=context, initializer=_begin)
     try:
-        futures = {pool.submit(function, cell.settings): cell for cell in cells}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        running = {pool.submit(function, cell.settings): cell for cell in islice(in_time, workers)}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                cell = running.pop(future)
+                running |= {pool.submit(function, more.settings): more for more in islice(in_time, 1)}
+                yield cell, future.result()
     except KeyboardInterrupt:
         yield None, None
     finally:

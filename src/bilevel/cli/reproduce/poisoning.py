@@ -28,12 +28,13 @@ from .shared import (
 
 def poisoning(
     parts: Annotated[
-        str | None, typer.Option(help="table, weight, table-6, effect-of-T, with commas. By default all.")
+        str | None, typer.Option(help="choice, table, weight, table-6, effect-of-T, with commas. By default all.")
     ] = None,
     attacks: Annotated[str | None, typer.Option(help="untargeted, targeted, with commas. By default both.")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: penalty,rmd.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place.")] = 5,
     workers: WorkersOption = 1,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/poisoning"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -43,14 +44,13 @@ def poisoning(
     from ...paper import poisoning as study
     from ...paper import poisoning_page, poisoning_runs
 
-    some = [name for name in study.COLUMNS if columns is not None or name != "algorithm-2"]
     cells = study.cells(
         words("--parts", parts, study.PARTS), words("--attacks", attacks, tuple(study.PAPER)),
-        some if columns is None else words("--columns", columns, tuple(study.COLUMNS)), seeds,
+        words("--columns", columns, tuple(study.COLUMNS)), seeds,
     )  # fmt: skip
     run_filed(
         "poisoning", cells, poisoning_runs.run, poisoning_page.write, folders_of(out, page), no_run=no_run, json=json,
-        workers=workers,
+        deadline=deadline_in(minutes), workers=workers,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def run_filed(
 ) -> None:
     """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
 
-    One after another, the weightiest first; after the deadline none is begun. With several workers, side by side.
+    One after another or, with several workers, side by side, the weightiest first; after the deadline none is begun.
     `possible` leaves out those that cannot be run here.
     """
     store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
@@ -103,7 +103,9 @@ def run_filed(
             bar.advance(task)
 
         if workers > 1:
-            complete = run_cells(left, store, function, workers=min(workers, os.cpu_count() or 1), tell=tell)
+            complete = run_cells(
+                left, store, function, workers=min(workers, os.cpu_count() or 1), deadline=deadline, tell=tell
+            )
         else:
             complete = run_ranked(left, store, function, deadline=deadline, tell=tell)
     if not complete:

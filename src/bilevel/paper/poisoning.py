@@ -9,7 +9,8 @@ The table is of 0.005; the part `weight` has 0.05.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -37,7 +38,7 @@ COLUMNS = {
 """The columns by their names in cells, those of most worth first."""
 SHOWN = ("clean", "flipping", "rmd", "approx-grad", "algorithm-2", "penalty")
 STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 1000, "flipping": 0, "clean": 0}
-"""Upper steps; those of `penalty` are in CHOSEN. The paper's K is 5,000."""
+"""Upper steps; those of `penalty` are chosen. The paper's K is 5,000."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     UNTARGETED: (
         {"steps": 400, "factor": 1.0, "shifts": 0}, {"steps": 400, "factor": 1.5, "shifts": 0},
@@ -51,8 +52,10 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 """What was tried for our own Penalty: upper steps, the factor of the scores in the objective, and whether the images
 that the objective is of come shifted by one pixel up, down, left and right, too (4) or not (0)."""
-CHOSEN = {UNTARGETED: CANDIDATES[UNTARGETED][4], TARGETED: CANDIDATES[TARGETED][0]}
-"""The best of the part `choice`, which sees no test image and no seed of the table."""
+Choice = Mapping[str, dict[str, Any]]
+"""One candidate for each attack."""
+BEFORE_THE_CHOICE: Choice = {UNTARGETED: CANDIDATES[UNTARGETED][4], TARGETED: CANDIDATES[TARGETED][0]}
+"""What is run where the part `choice` is not finished."""
 CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
 CHOICE, TABLE, WEIGHTS, HYPER, EFFECT = "choice", "table", "weight", "table-6", "effect-of-T"
 PARTS = (CHOICE, TABLE, WEIGHTS, HYPER, EFFECT)
@@ -106,29 +109,53 @@ HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
 """Table 6 at 60 points: what is varied, the value, the options, and the paper's accuracy."""
 
 
-def cells(parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int) -> list[Cell]:
-    """The cells of these parts, the most worth first."""
+def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
+    """The candidate of each attack that is strongest in the mean over the shares of the part `choice`."""
+    out = dict(BEFORE_THE_CHOICE)
+    for attack, candidates in CANDIDATES.items():
+        means = [mean_of(kept, attack, candidate) for candidate in candidates]
+        known = [mean for mean in means if mean is not None]
+        if len(known) == len(means):
+            out[attack] = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
+    return out
+
+
+def mean_of(kept: Sequence[tuple[Settings, Found]], attack: str, candidate: Mapping[str, Any]) -> float | None:
+    """Of what a candidate came to, over the shares; None where one was not run."""
+    place = {"part": CHOICE, "attack": attack, **candidate}
+    found = [result[MEASURES[attack]] for settings, result in kept if place.items() <= settings.items()]
+    return statistics.fmean(found) if len(found) == len(CHOICE_PERCENTS) else None
+
+
+def choice_cells(attacks: Sequence[str]) -> list[Cell]:
+    """Every candidate, on a seed that is not in the table."""
+    found = []
+    for percent, attack in product(CHOICE_PERCENTS, attacks):
+        for candidate in CANDIDATES[attack]:
+            found.append(_settings(CHOICE, attack, "penalty", percent, CHOICE_SEED) | candidate)
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def cells(
+    parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice = BEFORE_THE_CHOICE
+) -> list[Cell]:
+    """The cells of these parts but `choice`, the most worth first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
-    if CHOICE in parts:
-        for attack in attacks:
-            for percent, candidate in product(CHOICE_PERCENTS, CANDIDATES[attack]):
-                settings = _settings(CHOICE, attack, "penalty", percent, CHOICE_SEED) | candidate
-                found.append((settings, (0.0, percent)))
     if TABLE in parts:
-        found += _table(attacks, columns, seeds)
+        found += _table(attacks, columns, seeds, choice)
     if WEIGHTS in parts:
         for seed, column in product(range(seeds), ("clean", "flipping", "penalty")):
             for percent in (0,) if column == "clean" else (3, 6):
-                settings = _settings(WEIGHTS, UNTARGETED, column, percent, seed) | {"weight": PAPER_WEIGHT}
+                settings = _settings(WEIGHTS, UNTARGETED, column, percent, seed, choice) | {"weight": PAPER_WEIGHT}
                 found.append((settings, (4.0, seed, 0.0)))
     if HYPER in parts:
         for seed, (name, values) in product(range(seeds), HYPERPARAMETERS.items()):
             for value, options, _ in values:
-                settings = _settings(HYPER, UNTARGETED, "penalty", 6, seed)
+                settings = _settings(HYPER, UNTARGETED, "penalty", 6, seed, choice)
                 found.append((settings | {"varied": name, "value": value, "options": options}, (3.0, seed, 1.0)))
     if EFFECT in parts:
         for seed, column, T in product(range(min(seeds, 2)), ("penalty", "approx-grad"), LOWER_STEPS):
-            settings = _settings(EFFECT, UNTARGETED, column, 6, seed) | {"T": T, "steps": EFFECT_STEPS}
+            settings = _settings(EFFECT, UNTARGETED, column, 6, seed, choice) | {"T": T, "steps": EFFECT_STEPS}
             found.append((settings, (2.5, seed)))
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
@@ -136,7 +163,8 @@ def cells(parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], 
 
 def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
     """Those that are cells of the study as it is, of any seed: a file may hold results of other settings."""
-    known = {_but_the_seed(cell.settings) for cell in cells(PARTS, tuple(PAPER), tuple(COLUMNS), 1)}
+    all_of_it = choice_cells(tuple(PAPER)) + cells(PARTS, tuple(PAPER), tuple(COLUMNS), 1, best(kept))
+    known = {_but_the_seed(cell.settings) for cell in all_of_it}
     return [pair for pair in kept if _but_the_seed(pair[0]) in known]
 
 
@@ -145,7 +173,7 @@ def _but_the_seed(settings: Settings) -> str:
 
 
 def _table(
-    attacks: Sequence[str], columns: Sequence[str], seeds: int
+    attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice
 ) -> list[tuple[dict[str, Any], tuple[float, ...]]]:
     ranks = {"clean": 0.5, "flipping": 0.5, "penalty": 1.0, "algorithm-2": 2.0, "approx-grad": 3.0, "rmd": 3.0}
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
@@ -154,16 +182,20 @@ def _table(
             for seed in range(1 if column == "algorithm-2" else seeds):
                 first = percent in (0, 1, 3, 6)
                 rank = ranks[column] if first or column != "algorithm-2" else 5.0
-                found.append((_settings(TABLE, attack, column, percent, seed), (rank, float(seed), float(not first))))
+                found.append(
+                    (_settings(TABLE, attack, column, percent, seed, choice), (rank, float(seed), float(not first)))
+                )
     return found
 
 
-def _settings(part: str, attack: str, column: str, percent: int, seed: int) -> dict[str, Any]:
+def _settings(
+    part: str, attack: str, column: str, percent: int, seed: int, choice: Choice = BEFORE_THE_CHOICE
+) -> dict[str, Any]:
     common = {
         "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": 0,
         "weight": WEIGHT,
     }  # fmt: skip
     if column == "penalty":
-        return common | CHOSEN[attack]
+        return common | choice[attack]
     own: dict[str, Any] = {"bases": SOURCE} if column == "flipping" and attack == TARGETED else {}
     return common | {"steps": STEPS[column]} | own

@@ -92,7 +92,7 @@ def page(kept: Sequence[Kept], shown: Sequence[str], held: dict[str, dict[str, b
         "## Targeted: eights taken for threes (Table 5, right)",
         _table(kept, TARGETED),
         "## The paper's settings and ours",
-        poisoning_settings.compared(),
+        poisoning_settings.compared(kept),
         "## How ours were chosen",
         poisoning_settings.choice(kept),
         "## The weight of the victim's regularisation",

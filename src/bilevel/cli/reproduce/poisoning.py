@@ -44,13 +44,13 @@ def poisoning(
     from ...paper import poisoning as study
     from ...paper import poisoning_page, poisoning_runs
 
-    cells = study.cells(
-        words("--parts", parts, study.PARTS), words("--attacks", attacks, tuple(study.PAPER)),
-        words("--columns", columns, tuple(study.COLUMNS)), seeds,
-    )  # fmt: skip
+    wanted = words("--parts", parts, study.PARTS)
+    kinds = words("--attacks", attacks, tuple(study.PAPER))
+    some = words("--columns", columns, tuple(study.COLUMNS))
     run_filed(
-        "poisoning", cells, poisoning_runs.run, poisoning_page.write, folders_of(out, page), no_run=no_run, json=json,
-        deadline=deadline_in(minutes), workers=workers,
+        "poisoning", study.choice_cells(kinds) if study.CHOICE in wanted else [], poisoning_runs.run,
+        poisoning_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
+        workers=workers, then=lambda kept: study.cells(wanted, kinds, some, seeds, study.best(kept)),
     )  # fmt: skip
 
 

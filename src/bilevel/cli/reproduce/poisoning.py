@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ...cells import Cell
 from ...options import one_of
 from ..device import device_of
 from .shared import (
@@ -56,9 +55,14 @@ def poisoning(
 
 def clean_label(
     features: Annotated[
-        str, typer.Option(help="inception (needs bilevel[inception]), or small for a CPU.")
+        str,
+        typer.Option(help="inception (needs bilevel[inception]), efficientnet (bilevel[efficientnet]), or small."),
     ] = "inception",
-    targets: Annotated[int, typer.Option(min=1, help="Test photographs, drawn with a fixed seed.")] = 20,
+    targets: Annotated[int | None, typer.Option(min=1, help="Test photographs; by default all.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Targets side by side in one tensor.")] = 32,
+    choose: Annotated[
+        int, typer.Option(min=0, help="Further photographs that the settings of Penalty are chosen on; 0: the paper's.")
+    ] = 16,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/clean-label"),
@@ -67,21 +71,18 @@ def clean_label(
     json: JsonOption = False,
 ) -> None:
     """One clean-label poison point a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
-    import torch
-
     from ...paper import clean_label as study
     from ...paper import clean_label_page
     from ...paper.clean_label_features import FEATURES
+    from ...paper.photographs import photos
 
     one_of("--features", features, tuple(FEATURES))
     where = device_of(device)
     folders = folders_of(out, page)
-    cells: list[Cell] = []
-    if not no_run:
-        count = len(study.photos("test", 32)[1])
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:targets].tolist()
-        cells = study.cells(features, order)
+    rows: list[int] = [] if no_run else study.order(len(photos("test", 32)[1]))
+    first, last = rows[: max(0, len(rows) - choose)], rows[max(0, len(rows) - choose) :]
     run_filed(
-        "clean-label", cells, partial(study.run, device=where), clean_label_page.write, folders, no_run=no_run,
-        json=json, deadline=deadline_in(minutes),
+        "clean-label", study.choice_cells(features, last) if last else [], partial(study.run, device=where),
+        clean_label_page.write, folders, no_run=no_run, json=json, deadline=deadline_in(minutes),
+        then=lambda kept: study.cells(features, first[:targets], study.best(kept, features), chunk=chunk),
     )  # fmt: skip

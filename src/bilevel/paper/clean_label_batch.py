@@ -139,7 +139,7 @@ def penalty(
         lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
     )  # fmt: skip
     w = torch.zeros_like(targets.bases).requires_grad_()
-    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False)
+    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False, engine="eager")
     if found.interrupted:
         raise KeyboardInterrupt
     if found.status is Status.DIVERGED:

@@ -86,3 +86,23 @@ def clean_label(
         clean_label_page.write, folders, no_run=no_run, json=json, deadline=deadline_in(minutes),
         then=lambda kept: study.cells(features, first[:targets], study.best(kept, features), chunk=chunk),
     )  # fmt: skip
+
+
+def deep_victim(
+    targets: Annotated[int, typer.Option(min=1, help="Test images, drawn with a fixed seed.")] = 20,
+    rows: Annotated[int, typer.Option(min=100, help="Images that the victim is trained on; the poison is 1%.")] = 5000,
+    minutes: MinutesOption = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/deep-victim"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Clean-label poison against a network that is trained from scratch: beyond the paper."""
+    from ...paper import deep_victim as study
+    from ...paper import deep_victim_page
+
+    run_filed(
+        "deep-victim", study.cells(targets, rows=rows), partial(study.run, device=device_of(device)),
+        deep_victim_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
+    )  # fmt: skip

@@ -37,13 +37,13 @@ TITLES = {
 }
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
 """K of the paper, and the steps of Algorithm 1 there."""
-PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.1}
+PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.3}
 """T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is that of the points, of a
 direction of length one over all pixels: the paper's 0.01 a pixel would leave a ball of 1 to 5 in one step."""
 CANDIDATES: tuple[dict[str, Any], ...] = (
-    PAPER, PAPER | {"rate": 0.03}, PAPER | {"rate": 0.3}, PAPER | {"collision": 0.1}, PAPER | {"gamma": 100.0},
-    PAPER | {"T": 0, "lower_rate": 0.01},
+    PAPER, PAPER | {"collision": 0.1, "gamma": 10.0}, PAPER | {"collision": 0.01, "gamma": 100.0},
 )  # fmt: skip
+"""The paper's, and two in which what the victim does with the point counts for more."""
 CHUNK = 32
 """Targets of a cell."""
 CHOICE_TARGETS = 16

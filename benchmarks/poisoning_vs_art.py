@@ -12,6 +12,7 @@ of one class, rightly labelled, each changed by at most 0.2 of a pixel's range. 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import subprocess
@@ -80,7 +81,8 @@ class Task:
         self.test = x[:1000], y[:1000]
         self.recipe = Recipe(optimizer="adam", steps=500, rate=3e-3, batch=100, decay=5e-4)
         self.clean = {seed: trained(self.first(seed), *self.train, self.recipe) for seed in VICTIMS}
-        self.body = nn.Sequential(*list(self.clean[0].children())[:-1]).requires_grad_(False)
+        layers = copy.deepcopy(list(self.clean[0].children())[:-1])
+        self.body = nn.Sequential(*layers).requires_grad_(False)
 
     def first(self, seed: int) -> nn.Module:
         from bilevel import models
@@ -148,8 +150,6 @@ def settled(points: Tensor, goal: Goal) -> Tensor:
 
 
 def _classifier(task: Task) -> Any:
-    import copy
-
     from art.estimators.classification import PyTorchClassifier
     from torch import nn
 

@@ -45,11 +45,11 @@ def test_command_writes_an_empty_page_where_nothing_was_run(tmp_path, capsys):
 @needs("cifar10")
 @pytest.mark.slow
 def test_small_version_attacks_within_the_bound_and_retrains_every_victim(monkeypatch):
-    monkeypatch.setattr(deep_victim, "POOL", 500)
-    monkeypatch.setattr(deep_victim, "TEST", 200)
+    monkeypatch.setattr(deep_victim, "POOL", 100)
+    monkeypatch.setattr(deep_victim, "TEST", 60)
     deep_victim.scene_of.cache_clear()
-    for cell in deep_victim.cells(1, rows=200, steps={"penalty": 4, "feature-collision": 5}):
-        found = deep_victim.run(dict(cell.settings) | {"training": 30}, torch.device("cpu"))
+    for cell in deep_victim.cells(1, rows=200, steps={"penalty": 2, "feature-collision": 2}):
+        found = deep_victim.run(dict(cell.settings) | {"training": 3}, torch.device("cpu"))
         assert found["clean"][0] == found["label"] != found["wanted"]
         assert len(found["given"]) == len(found["flips"]) == 3
         assert found["linf"] <= deep_victim.EPSILON

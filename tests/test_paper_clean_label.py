@@ -104,6 +104,8 @@ def test_victims_in_one_tensor_are_those_that_fit_trains_one_by_one(some):
         alone = trained(first, x, y, Recipe(optimizer="adam", steps=60, rate=0.05, batch=10**6))
         assert torch.allclose(alone.weight.T, weight[i], atol=1e-4)
         assert torch.allclose(alone.bias, bias[i], atol=1e-4)
+        value = torch.nn.functional.cross_entropy(alone(x), y)
+        assert batch.lower_values(clean, z, targets.wanted, weight, bias)[i] == pytest.approx(value.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("method", ["penalty", "collision_alone", "algorithm_1"])

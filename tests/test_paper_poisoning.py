@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 from common import needs
 
+from bilevel.cells import Cell, Store, run_cells
 from bilevel.cli.main import main
 from bilevel.paper import poisoning, poisoning_page, poisoning_settings
 from bilevel.paper.poisoning import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
@@ -172,3 +174,17 @@ def test_shifts_move_by_one_pixel_and_keep_labels():
     assert torch.equal(wide.x[count : 2 * count, :, 1:], goal.x[:, :, :-1])
     assert torch.equal(wide.x[3 * count : 4 * count, :, :, 1:], goal.x[:, :, :, :-1])
     assert len(wide.y) == 5 * count
+
+
+def echo(settings):
+    return {"value": settings["k"]}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_cell_is_begun_after_the_deadline_however_many_run_side_by_side(tmp_path, workers):
+    cells = [Cell({"k": k}, 0.0) for k in range(5)]
+    store = Store(tmp_path)
+    assert run_cells(cells, store, echo, workers=workers, deadline=time.monotonic() - 1)
+    assert store.session.ran == 0
+    assert run_cells(cells, store, echo, workers=workers, deadline=time.monotonic() + 600)
+    assert [store.get(cell)["value"] for cell in cells] == list(range(5))

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from bilevel.cells import Cell
+from bilevel.cells import Cell, run_cells
 from bilevel.cli.main import main
 from bilevel.data import Labelled, load
 from bilevel.errors import DataError
@@ -22,7 +22,7 @@ from bilevel.paper import (
     denoising_wide,
 )
 from bilevel.paper.denoising_numbers import Numbers
-from bilevel.paper.filed import FiledStore, run_ranked
+from bilevel.paper.filed import FiledStore
 
 CPU = torch.device("cpu")
 
@@ -103,11 +103,11 @@ def test_cells_run_in_their_rank_and_none_begins_after_the_deadline(tmp_path):
         return {"accuracy": 1.0}
 
     store = FiledStore(tmp_path, tmp_path / "page.json")
-    assert run_ranked(cells, store, run, deadline=time.monotonic() - 1)
+    assert run_cells(cells, store, run, deadline=time.monotonic() - 1)
     assert ran == []
-    assert run_ranked(cells, store, run)
+    assert run_cells(cells, store, run)
     assert ran == [1, 2, 0]
-    assert not run_ranked([Cell(digits("plain"), 0)], store, lambda settings: None)
+    assert not run_cells([Cell(digits("plain"), 0)], store, lambda settings: None)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits, load_iris
 
+from bilevel.applications.auditing import Ground
+from bilevel.cli import poison_audit
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
 from bilevel.report.poison import Point, amplification, pictures
@@ -56,6 +58,8 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
     assert page.count("data:image/png;base64,") == 3 * 40
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
     assert f"{100 * printed['poisoned_accuracy']:.1f}%" in page
+    assert f"{100 * printed['flipped_accuracy']:.1f}%" in page
+    assert set(printed["by_class"]["3"]) == {"clean", "flipped", "poisoned"}
 
 
 def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):
@@ -79,6 +83,10 @@ def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, 
     assert points["l2"].max() <= 2
     assert isinstance(result["success"], bool)
     assert "last layer" in result["notes"][-1]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 * 4 + 1, "and one of the target"
+    assert 'alt="the target"' in page
+    assert f"<dd>of class {points['y'][0]}</dd>" in page
 
 
 def test_tables_are_poisoned_within_the_range_of_their_columns(tmp_path, capsys):
@@ -137,6 +145,39 @@ def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays,
     assert "How little it takes" in (tmp_path / "report.html").read_text()
 
 
+def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victim_once(arrays, tmp_path, monkeypatch):
+    """Ctrl-C comes in the third run of the audit: the two before are kept, the end is that of a run in one piece."""
+    options = ["--points", 20, "--steps", 12, "--audit", "--cost", 1]
+    carried, cleans = [], []
+    whole = poison_audit.carry_out
+    clean = Ground.evaluate
+
+    def carry_out(ground, aim, **given):
+        if len(carried) == 2:
+            raise KeyboardInterrupt
+        carried.append(aim.points)
+        return whole(ground, aim, **given)
+
+    def evaluate(ground, points):
+        cleans.append(points is None)
+        return clean(ground, points)
+
+    monkeypatch.setattr(Ground, "evaluate", evaluate)
+    monkeypatch.setattr(poison_audit, "carry_out", carry_out)
+    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
+    assert run(arrays, *options, "--out", tmp_path / "a") == 1
+    assert sum(cleans) == 1
+    assert not (tmp_path / "a" / "result.json").exists()
+    again = []
+    monkeypatch.setattr(poison_audit, "carry_out", lambda g, a, **k: again.append(a.points) or whole(g, a, **k))
+    assert run(arrays, *options, "--out", tmp_path / "a", "--resume") == 0
+    assert again
+    assert not set(carried) & set(again), "a finished run is not made again"
+    assert run(arrays, *options, "--out", tmp_path / "b") == 0
+    resumed, straight = (json.loads((tmp_path / k / "result.json").read_text())["audit"] for k in "ab")
+    assert resumed == straight
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -147,6 +188,7 @@ def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays,
         (["--attack", "clean-label", "--target", "0"], "--attack clean-label needs --epsilon."),
         (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
         (["--epsilon", "-1"], "--epsilon must be above 0; got -1."),
+        (["--norm", "linf"], "--norm linf says what --epsilon measures; give --epsilon, too."),
         (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
         (["--attack", "targeted", "--as", "3", "--target-class", "3"], "--target-class and --as must be two classes"),
         (["--attack", "clean-label", "--target", "9999", "--epsilon", "1"], "--target must be a row of the test set"),

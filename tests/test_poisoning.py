@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import Callback, DataError, Penalty, models
-from bilevel.applications import poisoning
+from bilevel.applications import auditing, poisoning
 from bilevel.applications.auditing import Aim, carry_out, goal_of, noticed, on_features, prepare
 from bilevel.applications.bounds import Bound, Within, norms
 from bilevel.applications.feature_collision import collide
@@ -423,6 +423,51 @@ def test_collision_is_squared_or_plain():
     z, wanted = torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)
     assert float(goal.collision(z, wanted)) == pytest.approx(25)
     assert float(plain.collision(z, wanted)) == pytest.approx(5)
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_slope_of_the_collision_term_is_that_of_its_differences(squared):
+    goal = dataclasses.replace(
+        Goal("clean-label", *[torch.zeros(3, 2)] * 5), squared=squared, collision_weight=0.7
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    z, wanted = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    assert _apart_from_differences(lambda z: goal.collision(z, wanted[:1]), z) < 1e-8
+
+
+def test_slope_of_the_l2_inequality_is_that_of_its_differences():
+    generator = torch.Generator().manual_seed(1)
+    u, base = (torch.rand(3, 2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    bound = Bound(0.3)
+    assert _apart_from_differences(lambda u: (bound.inequality(u, base) * torch.arange(1, 4)).sum(), u) < 1e-8
+    assert bool((bound.inequality(base, base) == -1).all())
+    edge = base + 0.3 * torch.nn.functional.normalize((u - base).flatten(1)).view_as(base)
+    assert bound.inequality(edge, base).abs().max() < 1e-12
+
+
+def _apart_from_differences(function, x, h=1e-6) -> float:
+    """How far the derivative is from central differences, along each coordinate."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(function(x), x)
+    with torch.no_grad():
+        ways = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+        found = torch.stack([(function(x + h * w) - function(x - h * w)) / (2 * h) for w in ways])
+    return float((found.view_as(slope) - slope).abs().max())
+
+
+def test_denoiser_is_not_given_the_bases_of_the_points(digits, monkeypatch):
+    train, validation, test = digits
+    data = Labelled("d", "images", *train, tuple("0123456789"), [""] * 300, trusted=validation, test=test)
+    ground = prepare(data, softmax_regression())
+    goal = goal_of(ground, Aim("clean-label", 3, wanted=(int(test[1][0]) + 1) % 10, target=0), 0)
+    seen = []
+    real = auditing.denoise
+    monkeypatch.setattr(
+        auditing, "denoise", lambda x, trusted, *a, **k: seen.append(trusted) or real(x, trusted, *a, **k)
+    )
+    noticed(ground, unmoved(goal), softmax_regression(), without=goal.rows, steps=5)
+    assert len(seen[0][1]) == 297
+    assert not any(bool((seen[0][0] == base).flatten(1).all(1).any()) for base in goal.base)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

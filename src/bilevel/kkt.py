@@ -40,7 +40,7 @@ class Extended(Variable):
 
     def __init__(self, u: Variable, more: Sequence[Tensor]) -> None:
         self.value, self.name, self.modules = u.value, u.name, u.modules
-        self._dense_rows, self.rows, self.row_names = [], [], []
+        self._dense_rows, self.rows, self.row_names, self.shards = [], [], [], []
         self.names = [*u.names, *(f"lower multiplier {i}" for i in range(len(more)))]
         self.leaves = [*u.leaves, *more]
         self._projection = u._projection

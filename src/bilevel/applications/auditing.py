@@ -108,8 +108,7 @@ def on_features(ground: Ground) -> Ground:
     if not any(True for layer in layers[:-1] for _ in layer.parameters()):
         return ground
     whole = trained(ground.model, *ground.train, ground.recipe)
-    assert isinstance(whole, nn.Sequential)
-    body = whole[:-1].eval().requires_grad_(False)
+    body = nn.Sequential(*list(whole.children())[:-1]).eval().requires_grad_(False)
     last = nn.Linear(layers[-1].in_features, layers[-1].out_features).to(ground.device)
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
@@ -132,6 +131,13 @@ class Aim:
     wanted: int | None = None
     target: int | None = None
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Both classes of a targeted attack."""
+        if self.source is None or self.wanted is None:
+            raise OptionError(f"a targeted attack needs source and wanted; got {self.source} and {self.wanted}.")
+        return self.source, self.wanted
+
 
 def goal_of(ground: Ground, aim: Aim, seed: int) -> Goal:
     """The start of the attack."""
@@ -139,28 +145,28 @@ def goal_of(ground: Ground, aim: Aim, seed: int) -> Goal:
     if aim.kind == "untargeted":
         return untargeted(ground.train, ground.validation, aim.points, classes=classes, seed=seed)
     if aim.kind == "targeted":
-        assert aim.source is not None
-        assert aim.wanted is not None
-        if not bool((ground.test[1] == aim.source).any()):
-            name = ground.data.classes[aim.source]
+        source, wanted = aim.pair
+        if not bool((ground.test[1] == source).any()):
+            name = ground.data.classes[source]
             raise DataError(f"the test set must have rows of class {name!r} to measure the attack on; it has none.")
-        return targeted(ground.train, ground.validation, aim.points, source=aim.source, wanted=aim.wanted, seed=seed)
-    x, _ = target_of(ground, aim)
+        return targeted(ground.train, ground.validation, aim.points, source=source, wanted=wanted, seed=seed)
+    _, x, _ = target_of(ground, aim)
     wanted = wanted_of(ground, aim)
     return clean_label(ground.validation, x, wanted, points=aim.points, features=ground.features, device=ground.device)
 
 
-def target_of(ground: Ground, aim: Aim) -> tuple[Tensor, int]:
+def target_of(ground: Ground, aim: Aim) -> tuple[int, Tensor, int]:
+    """The target's row in the test set, its input and its label."""
     x, y = ground.test
     if aim.target is None or not 0 <= aim.target < len(y):
         raise OptionError(f"--target must be a row of the test set, 0 to {len(y) - 1}; got {aim.target}.")
-    return x[aim.target], int(y[aim.target])
+    return aim.target, x[aim.target], int(y[aim.target])
 
 
 def wanted_of(ground: Ground, aim: Aim) -> int:
     """The class that a clean-label attack wants: the one asked for, else that of the nearest validation row of
     another class, in the features."""
-    x, label = target_of(ground, aim)
+    _, x, label = target_of(ground, aim)
     if aim.wanted is not None:
         if aim.wanted == label:
             raise OptionError(f"--as must be another class than the target's, {ground.data.classes[label]!r}.")
@@ -186,12 +192,9 @@ class Outcome:
         """Targeted: the share of the source's test rows that are given the wanted class. Clean label: whether the
         target is. Untargeted: None."""
         if aim.kind == "targeted":
-            assert aim.source is not None
-            assert aim.wanted is not None
-            return which.share(ground.test, aim.source, aim.wanted)
+            return which.share(ground.test, *aim.pair)
         if aim.kind == "clean-label":
-            assert aim.target is not None
-            return int(which.predicted[aim.target]) == wanted_of(ground, aim)
+            return int(which.predicted[target_of(ground, aim)[0]]) == wanted_of(ground, aim)
         return None
 
 
@@ -205,15 +208,20 @@ def carry_out(
     seed: int = 0,
     checkpoint: Path | None = None,
     resume: bool = False,
+    clean: Evaluation | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Run an attack and evaluate it by training anew: without poison, with its points as they began, and with them."""
+    """Run an attack and evaluate it by training anew: without poison, with its points as they began, and with them.
+
+    `clean` is the evaluation without poison where it is known: the same for every attack on a ground.
+    """
     goal = goal_of(ground, aim, seed)
     poison = attack(
         goal, ground.train, ground.model, recipe=ground.recipe, features=ground.features, method=method,
         box=ground.box, bound=bound, steps=steps, seed=seed, checkpoint=checkpoint, resume=resume, callbacks=callbacks,
     )  # fmt: skip
-    return Outcome(poison, goal, ground.evaluate(None), ground.evaluate(poison), ground.evaluate(unmoved(goal)))
+    clean = clean or ground.evaluate(None)
+    return Outcome(poison, goal, clean, ground.evaluate(poison), ground.evaluate(unmoved(goal)))
 
 
 def least(values: Sequence[float], run: Callable[[float], dict[str, Any]]) -> tuple[float | None, list[dict[str, Any]]]:
@@ -228,16 +236,33 @@ def least(values: Sequence[float], run: Callable[[float], dict[str, Any]]) -> tu
     return smallest(values, enough), made
 
 
-def noticed(ground: Ground, poison: Poison, model: nn.Module, *, steps: int | None = None, seed: int = 0) -> float:
+def noticed(
+    ground: Ground,
+    poison: Poison,
+    model: nn.Module,
+    *,
+    without: Tensor | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+) -> float:
     """Whether `denoise` down-weights the poison: the AUC of its importance as a sign of a clean row.
 
-    The trusted set is the validation rows. 1: every point is below every clean row; 1/2: no better than chance.
+    The trusted set is the validation rows but those of `without`: the bases of a clean-label attack come from there,
+    and a defender has no clean copy of a point. 1: every point is below every clean row; 1/2: no better than chance.
     """
     from sklearn.metrics import roc_auc_score  # here: it takes as long to import as torch
 
     x, y = ground.train
     inputs, labels = torch.cat([x, poison.x.to(x)]), torch.cat([y, poison.labels])
-    known = torch.isin(labels, ground.validation[1])
-    found = denoise((inputs[known], labels[known]), ground.validation, model, steps=steps, seed=seed)
+    left = torch.ones(len(ground.validation[1]), dtype=torch.bool)
+    if without is not None:
+        left[without] = False
+    trusted = (ground.validation[0][left], ground.validation[1][left])
+    known = torch.isin(labels, trusted[1])
+    if bool(known[len(y) :].logical_not().all()):
+        raise DataError(
+            "the trusted rows must have examples of a class of the points; without their bases none is left."
+        )
+    found = denoise((inputs[known], labels[known]), trusted, model, steps=steps, seed=seed)
     clean = (torch.arange(len(labels)) < len(y))[known]
     return float(roc_auc_score(clean.numpy(), found.importance.numpy()))

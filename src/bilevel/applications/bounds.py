@@ -85,7 +85,7 @@ class Within:
             return Box(box(base - bound.epsilon), box(base + bound.epsilon))
         if multipliers:
             return None if self.low is None and self.high is None else box
-        return lambda u: _drawn_back(box(u), base, bound.epsilon)
+        return lambda u: drawn_back(box(u), base, bound.epsilon)
 
     def inequalities(self, multipliers: bool) -> tuple[Any, ...]:
         """The constraints of the problem that are no projection."""
@@ -104,7 +104,7 @@ class Within:
             low, high = self.base - self.bound.epsilon, self.base + self.bound.epsilon
             u = self._box()(torch.clamp(u, low, high))
         else:
-            u = self._box()(_drawn_back(u, self.base, self.bound.epsilon))
+            u = self._box()(drawn_back(u, self.base, self.bound.epsilon))
         for k in range(20):
             far = norms(u, self.base, self.bound.norm) > self.bound.epsilon
             if not bool(far.any()):
@@ -117,11 +117,13 @@ class Within:
         )
 
 
-def _drawn_back(u: Tensor, base: Tensor, epsilon: float) -> Tensor:
-    """Points on the segment to their bases that are within epsilon: a box that holds both ends holds them, too."""
+def drawn_back(u: Tensor, base: Tensor, epsilon: float | Tensor) -> Tensor:
+    """Points on the segment to their bases that are within epsilon, one number or one for each: a box that holds both
+    ends holds them, too."""
     apart = u - base
-    square = (apart * apart).flatten(1).sum(1).clamp(min=epsilon**2)
-    return base + apart * (epsilon / square.sqrt()).reshape(-1, *[1] * (u.ndim - 1))
+    size = (apart * apart).flatten(1).sum(1).sqrt()
+    factor = torch.where(size > epsilon, epsilon / size, torch.ones_like(size))
+    return base + apart * factor.reshape(-1, *[1] * (u.ndim - 1))
 
 
 def _said(edge: float | Tensor | None) -> str:

@@ -18,6 +18,7 @@ from ..descent import OptimizerFactory
 from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived, seeded
+from ..whole import write_whole
 from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, support_loss
 from .few_shot_tasks import TaskSampler
 
@@ -148,5 +149,5 @@ class Validation(Callback):
             self.spent += time.perf_counter() - began
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.file.write_text(json.dumps({"rows": self.rows, "spent": self.spent}) + "\n", encoding="utf-8")
+                write_whole(self.file, json.dumps({"rows": self.rows, "spent": self.spent}) + "\n")
         return self.deadline is not None and time.monotonic() >= self.deadline

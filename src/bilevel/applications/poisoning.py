@@ -99,6 +99,7 @@ def attack(
     bound: Bound | None = None,
     steps: int = STEPS,
     batch: int | None = None,
+    whiten: bool = True,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -109,7 +110,8 @@ def attack(
     `model` is the victim at its first weights, on any device, and stays as it is; it acts on `features(x)` where there
     is a map. `recipe` says how the victim trains, `loss` what on. `box` bounds every input from below and above,
     `bound` what may be changed of a base. `batch=None` takes all data in every step up to 5,000 examples, and batches
-    of 200 above. A softmax regression is attacked in whitened coordinates (see `bilevel.applications.whitening`).
+    of 200 above. A softmax regression is attacked in whitened coordinates (see `bilevel.applications.whitening`),
+    unless `whiten` is False.
     `method=None` is `default_method`. `checkpoint` names a folder that a stopped run goes on from with `resume=True`.
     """
     began = time.perf_counter()
@@ -129,7 +131,8 @@ def attack(
     within = Within(base, _on(box[0], device, dtype), _on(box[1], device, dtype), bound)
     x, y = mapped(features, x, device), y.to(device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
-    v = whitened(v, x, recipe.decay) or v
+    if whiten:
+        v = whitened(v, x, recipe.decay) or v
     v.train()
     method = method or default_method(within, isinstance(v, Whitened))
     multipliers = isinstance(method, Penalty)
@@ -236,13 +239,12 @@ def _problem(
 
     kept: list[Tensor] = []
 
-    def prepare(u: Tensor, pair: Any) -> Any:
+    def prepare(map_: Features, u: Tensor, pair: Any) -> Any:
         """The features of the points. The certificate asks for those of the same points many times over."""
-        assert features is not None
         if torch.is_grad_enabled():
-            return features(u), pair
+            return map_(u), pair
         if not kept or not torch.equal(kept[0], u):
-            kept[:] = [u.detach().clone(), features(u)]
+            kept[:] = [u.detach().clone(), map_(u)]
         return kept[1], pair
 
     def upper(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
@@ -263,7 +265,7 @@ def _problem(
 
     return Problem(
         upper, lower, project_upper=within.projection(multipliers), inequalities=within.inequalities(multipliers),
-        prepare=None if features is None else prepare,
+        prepare=None if features is None else partial(prepare, features),
     )  # fmt: skip
 
 

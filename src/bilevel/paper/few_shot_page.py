@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..whole import write_whole
 from . import few_shot_figures
 from .denoising_numbers import NOT_RUN, chosen, devices, diverged, numbers, percent, seeds, values
 from .few_shot import (
@@ -57,7 +58,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "## To run it again",
         "```bash\nbilevel reproduce fewshot --page docs/results\n```",
     ]
-    (folder / "few-shot.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_whole(folder / "few-shot.md", "\n\n".join(text) + "\n")
     return {"cells": len(mine), "findings": said}
 
 

@@ -8,13 +8,17 @@ The table is of 0.005; the part `weight` has 0.05.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from ..cells import Cell
+from ..cells import Cell, Found, Settings
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
+MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}
 PERCENTS = (1, 2, 3, 4, 5, 6)
 SEEDS = 5
 WEIGHT, PAPER_WEIGHT = 0.005, 0.05
@@ -33,11 +37,28 @@ COLUMNS = {
 }
 """The columns by their names in cells, those of most worth first."""
 SHOWN = ("clean", "flipping", "rmd", "approx-grad", "algorithm-2", "penalty")
-STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 5000, "flipping": 0, "clean": 0}
-PENALTY_STEPS = {UNTARGETED: 400, TARGETED: 600}
-"""Upper steps, of `penalty` by attack."""
-TABLE, WEIGHTS, HYPER, EFFECT = "table", "weight", "table-6", "effect-of-T"
-PARTS = (TABLE, WEIGHTS, HYPER, EFFECT)
+STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 1000, "flipping": 0, "clean": 0}
+"""Upper steps; those of `penalty` are chosen. The paper's K is 5,000."""
+CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
+    UNTARGETED: (
+        {"steps": 400, "factor": 1.0, "shifts": 0}, {"steps": 400, "factor": 1.5, "shifts": 0},
+        {"steps": 600, "factor": 1.5, "shifts": 4}, {"steps": 600, "factor": 2.0, "shifts": 4},
+        {"steps": 600, "factor": 3.0, "shifts": 4}, {"steps": 600, "factor": 4.0, "shifts": 4},
+    ),
+    TARGETED: (
+        {"steps": 600, "factor": 1.0, "shifts": 0}, {"steps": 600, "factor": 1.5, "shifts": 0},
+        {"steps": 600, "factor": 1.0, "shifts": 4}, {"steps": 600, "factor": 1.5, "shifts": 4},
+    ),
+}  # fmt: skip
+"""What was tried for our own Penalty: upper steps, the factor of the scores in the objective, and whether the images
+that the objective is of come shifted by one pixel up, down, left and right, too (4) or not (0)."""
+Choice = Mapping[str, dict[str, Any]]
+"""One candidate for each attack."""
+BEFORE_THE_CHOICE: Choice = {UNTARGETED: CANDIDATES[UNTARGETED][4], TARGETED: CANDIDATES[TARGETED][0]}
+"""What is run where the part `choice` is not finished."""
+CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
+CHOICE, TABLE, WEIGHTS, HYPER, EFFECT = "choice", "table", "weight", "table-6", "effect-of-T"
+PARTS = (CHOICE, TABLE, WEIGHTS, HYPER, EFFECT)
 LOWER_STEPS = (1, 5, 10, 20)
 """T of Figure 5(c); our own setting has 0."""
 EFFECT_STEPS = 200
@@ -52,6 +73,13 @@ class Published:
 
     def at(self, percent: int) -> float | None:
         return self.means[PERCENTS.index(percent)]
+
+    def known(self, percent: int) -> tuple[float, float]:
+        """Mean and deviation, of a column that has both."""
+        mean = self.at(percent)
+        if mean is None or self.deviations is None:
+            raise LookupError(f"the paper has no mean and deviation of this column at {percent}%.")
+        return mean, self.deviations[PERCENTS.index(percent)]
 
 
 PAPER: dict[str, dict[str, Published]] = {
@@ -81,50 +109,93 @@ HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
 """Table 6 at 60 points: what is varied, the value, the options, and the paper's accuracy."""
 
 
-def cells(parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int) -> list[Cell]:
-    """The cells of these parts, the most worth first."""
+def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
+    """The candidate of each attack that is strongest in the mean over the shares of the part `choice`."""
+    out = dict(BEFORE_THE_CHOICE)
+    for attack, candidates in CANDIDATES.items():
+        means = [mean_of(kept, attack, candidate) for candidate in candidates]
+        known = [mean for mean in means if mean is not None]
+        if len(known) == len(means):
+            out[attack] = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
+    return out
+
+
+def mean_of(kept: Sequence[tuple[Settings, Found]], attack: str, candidate: Mapping[str, Any]) -> float | None:
+    """Of what a candidate came to, over the shares; None where one was not run."""
+    place = {"part": CHOICE, "attack": attack, **candidate}
+    found = [result[MEASURES[attack]] for settings, result in kept if place.items() <= settings.items()]
+    return statistics.fmean(found) if len(found) == len(CHOICE_PERCENTS) else None
+
+
+def choice_cells(attacks: Sequence[str]) -> list[Cell]:
+    """Every candidate, on a seed that is not in the table."""
+    found = []
+    for percent, attack in product(CHOICE_PERCENTS, attacks):
+        for candidate in CANDIDATES[attack]:
+            found.append(_settings(CHOICE, attack, "penalty", percent, CHOICE_SEED) | candidate)
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def cells(
+    parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice = BEFORE_THE_CHOICE
+) -> list[Cell]:
+    """The cells of these parts but `choice`, the most worth first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     if TABLE in parts:
-        found += _table(attacks, columns, seeds)
+        found += _table(attacks, columns, seeds, choice)
     if WEIGHTS in parts:
-        for seed in range(seeds):
-            for column in ("clean", "flipping", "penalty"):
-                for percent in (0,) if column == "clean" else (3, 6):
-                    settings = _settings(WEIGHTS, UNTARGETED, column, percent, seed) | {"weight": PAPER_WEIGHT}
-                    found.append((settings, (1.5, seed)))
+        for seed, column in product(range(seeds), ("clean", "flipping", "penalty")):
+            for percent in (0,) if column == "clean" else (3, 6):
+                settings = _settings(WEIGHTS, UNTARGETED, column, percent, seed, choice) | {"weight": PAPER_WEIGHT}
+                found.append((settings, (4.0, seed, 0.0)))
     if HYPER in parts:
-        for seed in range(seeds):
-            for name, values in HYPERPARAMETERS.items():
-                for value, options, _ in values:
-                    settings = _settings(HYPER, UNTARGETED, "penalty", 6, seed)
-                    found.append((settings | {"varied": name, "value": value, "options": options}, (2.0, seed)))
+        for seed, (name, values) in product(range(seeds), HYPERPARAMETERS.items()):
+            for value, options, _ in values:
+                settings = _settings(HYPER, UNTARGETED, "penalty", 6, seed, choice)
+                found.append((settings | {"varied": name, "value": value, "options": options}, (3.0, seed, 1.0)))
     if EFFECT in parts:
-        for seed in range(min(seeds, 2)):
-            for column in ("penalty", "approx-grad"):
-                for T in LOWER_STEPS:
-                    settings = _settings(EFFECT, UNTARGETED, column, 6, seed) | {"T": T, "steps": EFFECT_STEPS}
-                    found.append((settings, (2.5, seed)))
+        for seed, column, T in product(range(min(seeds, 2)), ("penalty", "approx-grad"), LOWER_STEPS):
+            settings = _settings(EFFECT, UNTARGETED, column, 6, seed, choice) | {"T": T, "steps": EFFECT_STEPS}
+            found.append((settings, (2.5, seed)))
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
 
+def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
+    """Those that are cells of the study as it is, of any seed: a file may hold results of other settings."""
+    all_of_it = choice_cells(tuple(PAPER)) + cells(PARTS, tuple(PAPER), tuple(COLUMNS), 1, best(kept))
+    known = {_but_the_seed(cell.settings) for cell in all_of_it}
+    return [pair for pair in kept if _but_the_seed(pair[0]) in known]
+
+
+def _but_the_seed(settings: Settings) -> str:
+    return json.dumps({key: value for key, value in settings.items() if key != "seed"}, sort_keys=True)
+
+
 def _table(
-    attacks: Sequence[str], columns: Sequence[str], seeds: int
+    attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice
 ) -> list[tuple[dict[str, Any], tuple[float, ...]]]:
-    ranks = {"clean": 0.0, "flipping": 0.0, "penalty": 1.0, "approx-grad": 3.0, "rmd": 3.0, "algorithm-2": 4.0}
+    ranks = {"clean": 0.5, "flipping": 0.5, "penalty": 1.0, "algorithm-2": 2.0, "approx-grad": 3.0, "rmd": 3.0}
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
-    for attack in attacks:
-        for column in columns:
-            for percent in (0,) if column == "clean" else PERCENTS:
-                for seed in range(1 if column == "algorithm-2" else seeds):
-                    rank = (ranks[column], float(seed), float(percent not in (6, 3, 0)))
-                    found.append((_settings(TABLE, attack, column, percent, seed), rank))
+    for attack, column in product(attacks, columns):
+        for percent in (0,) if column == "clean" else PERCENTS:
+            for seed in range(1 if column == "algorithm-2" else seeds):
+                first = percent in (0, 1, 3, 6)
+                rank = ranks[column] if first or column != "algorithm-2" else 5.0
+                found.append(
+                    (_settings(TABLE, attack, column, percent, seed, choice), (rank, float(seed), float(not first)))
+                )
     return found
 
 
-def _settings(part: str, attack: str, column: str, percent: int, seed: int) -> dict[str, Any]:
-    steps = STEPS.get(column, PENALTY_STEPS[attack])
-    return {
-        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": steps,
+def _settings(
+    part: str, attack: str, column: str, percent: int, seed: int, choice: Choice = BEFORE_THE_CHOICE
+) -> dict[str, Any]:
+    common = {
+        "part": part, "attack": attack, "column": column, "percent": percent, "seed": seed, "steps": 0,
         "weight": WEIGHT,
     }  # fmt: skip
+    if column == "penalty":
+        return common | choice[attack]
+    own: dict[str, Any] = {"bases": SOURCE} if column == "flipping" and attack == TARGETED else {}
+    return common | {"steps": STEPS[column]} | own

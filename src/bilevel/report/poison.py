@@ -18,7 +18,7 @@ from PIL import Image
 from ..errors import OptionError
 from . import Facts, Table, fill, read
 
-__all__ = ["MOST", "Point", "PoisonPage", "render_poison"]
+__all__ = ["MOST", "Point", "PoisonPage", "Target", "render_poison"]
 
 MOST = 120
 """Points on one page."""
@@ -38,6 +38,19 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
+class Target:
+    """The input that an attack is aimed at."""
+
+    text: str
+    picture: NDArray[np.uint8] | None = None
+
+    @property
+    def address(self) -> str:
+        """The picture as a data address; empty of a table."""
+        return "" if self.picture is None else _png(self.picture)
+
+
+@dataclass(frozen=True, eq=False)
 class PoisonPage:
     """What the page shows, from the top."""
 
@@ -48,6 +61,7 @@ class PoisonPage:
     accuracy: Table
     points: Sequence[Point]
     settings: Facts
+    target: Target | None = None
     audit: Table | None = None
     defence: str = ""
     notes: Sequence[str] = ()
@@ -67,7 +81,8 @@ def render_poison(page: PoisonPage) -> str:
 
 def amplification(points: Sequence[Point]) -> float:
     """What the differences are multiplied by, so that the largest fills the range: 1, 2, 5, 10, ..."""
-    largest = max((int(np.abs(_difference(p)).max(initial=0)) for p in points if p.base is not None), default=0)
+    pairs = [(p.base, p.poison) for p in points if p.base is not None and p.poison is not None]
+    largest = max((int(np.abs(_difference(*pair)).max(initial=0)) for pair in pairs), default=0)
     if largest == 0:
         return 1.0
     steps = [a * 10.0**b for b in range(4) for a in (1, 2, 5)]
@@ -80,14 +95,12 @@ def pictures(point: Point, factor: float) -> list[tuple[str, str]]:
         return []
     if point.base.shape != point.poison.shape or point.base.dtype != np.uint8 or point.poison.dtype != np.uint8:
         raise OptionError(f"base and poison must be uint8 of one shape; got {point.base.shape}, {point.poison.shape}.")
-    apart = np.clip(GREY + factor * _difference(point), 0, 255).astype(np.uint8)
+    apart = np.clip(GREY + factor * _difference(point.base, point.poison), 0, 255).astype(np.uint8)
     return [("base", _png(point.base)), ("poison", _png(point.poison)), ("difference", _png(apart))]
 
 
-def _difference(point: Point) -> NDArray[np.int64]:
-    assert point.base is not None
-    assert point.poison is not None
-    return point.poison.astype(np.int64) - point.base.astype(np.int64)
+def _difference(base: NDArray[np.uint8], poison: NDArray[np.uint8]) -> NDArray[np.int64]:
+    return poison.astype(np.int64) - base.astype(np.int64)
 
 
 def _png(picture: NDArray[np.uint8]) -> str:

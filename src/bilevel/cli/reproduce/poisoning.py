@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ...cells import Cell
 from ...options import one_of
 from ...workers import Where
 from ..device import device_of
@@ -31,13 +30,14 @@ from .shared import (
 
 def poisoning(
     parts: Annotated[
-        str | None, typer.Option(help="table, weight, table-6, effect-of-T, with commas. By default all.")
+        str | None, typer.Option(help="choice, table, weight, table-6, effect-of-T, with commas. By default all.")
     ] = None,
     attacks: Annotated[str | None, typer.Option(help="untargeted, targeted, with commas. By default both.")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: penalty,rmd.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place.")] = 5,
     workers: WorkersOption = 1,
     ray: RayOption = None,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/poisoning"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -47,22 +47,26 @@ def poisoning(
     from ...paper import poisoning as study
     from ...paper import poisoning_page, poisoning_runs
 
-    some = [name for name in study.COLUMNS if columns is not None or name != "algorithm-2"]
-    cells = study.cells(
-        words("--parts", parts, study.PARTS), words("--attacks", attacks, tuple(study.PAPER)),
-        some if columns is None else words("--columns", columns, tuple(study.COLUMNS)), seeds,
-    )  # fmt: skip
+    wanted = words("--parts", parts, study.PARTS)
+    kinds = words("--attacks", attacks, tuple(study.PAPER))
+    some = words("--columns", columns, tuple(study.COLUMNS))
     run_filed(
-        "poisoning", cells, poisoning_runs.run, poisoning_page.write, folders_of(out, page), no_run=no_run, json=json,
-        where=where_of(workers, ray),
+        "poisoning", study.choice_cells(kinds) if study.CHOICE in wanted else [], poisoning_runs.run,
+        poisoning_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
+        where=where_of(workers, ray), then=lambda kept: study.cells(wanted, kinds, some, seeds, study.best(kept)),
     )  # fmt: skip
 
 
 def clean_label(
     features: Annotated[
-        str, typer.Option(help="inception (needs bilevel[inception]), or small for a CPU.")
+        str,
+        typer.Option(help="inception (needs bilevel[inception]), efficientnet (bilevel[efficientnet]), or small."),
     ] = "inception",
-    targets: Annotated[int, typer.Option(min=1, help="Test photographs, drawn with a fixed seed.")] = 20,
+    targets: Annotated[int | None, typer.Option(min=1, help="Test photographs; by default all.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Targets side by side in one tensor.")] = 32,
+    choose: Annotated[
+        int, typer.Option(min=0, help="Further photographs that the settings of Penalty are chosen on; 0: the paper's.")
+    ] = 16,
     ray: RayOption = None,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
@@ -72,21 +76,39 @@ def clean_label(
     json: JsonOption = False,
 ) -> None:
     """One clean-label poison point a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
-    import torch
-
     from ...paper import clean_label as study
     from ...paper import clean_label_page
     from ...paper.clean_label_features import FEATURES
+    from ...paper.photographs import photos
 
     one_of("--features", features, tuple(FEATURES))
     where = device_of(device)
     folders = folders_of(out, page)
-    cells: list[Cell] = []
-    if not no_run:
-        count = len(study.photos("test", 32)[1])
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:targets].tolist()
-        cells = study.cells(features, order)
+    rows: list[int] = [] if no_run else study.order(len(photos("test", 32)[1]))
+    first, last = rows[: max(0, len(rows) - choose)], rows[max(0, len(rows) - choose) :]
     run_filed(
-        "clean-label", cells, partial(study.run, device=where), clean_label_page.write, folders, no_run=no_run,
-        json=json, deadline=deadline_in(minutes), where=Where(address=ray, gpus=where.type == "cuda"),
+        "clean-label", study.choice_cells(features, last) if last else [], partial(study.run, device=where),
+        clean_label_page.write, folders, no_run=no_run, json=json, deadline=deadline_in(minutes),
+        where=Where(address=ray, gpus=where.type == "cuda"),
+        then=lambda kept: study.cells(features, first[:targets], study.best(kept, features), chunk=chunk),
+    )  # fmt: skip
+
+
+def deep_victim(
+    targets: Annotated[int, typer.Option(min=1, help="Test images, drawn with a fixed seed.")] = 20,
+    rows: Annotated[int, typer.Option(min=100, help="Images that the victim is trained on; the poison is 1%.")] = 5000,
+    minutes: MinutesOption = None,
+    device: DeviceOption = "auto",
+    out: OutOption = Path("runs/deep-victim"),
+    page: PageOption = None,
+    no_run: NoRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Clean-label poison against a network that is trained from scratch: beyond the paper."""
+    from ...paper import deep_victim as study
+    from ...paper import deep_victim_page
+
+    run_filed(
+        "deep-victim", study.cells(targets, rows=rows), partial(study.run, device=device_of(device)),
+        deep_victim_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
     )  # fmt: skip

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.progress import Progress, TaskID
 
 from ...cells import Cell, Found, Settings, Store, run_cells
 from ...errors import OptionError
 from ...options import one_of
-from ...paper.filed import FiledStore
+from ...paper.filed import FiledStore, Kept
 from ...workers import Where
 from ..bar import progress_bar
 from ..folder import Folder, to_json
@@ -89,25 +90,32 @@ def run_filed(
     deadline: float | None = None,
     where: Where | None = None,
     possible: Callable[[list[Cell]], list[Cell]] = list,
+    then: Callable[[Sequence[Kept]], list[Cell]] | None = None,
 ) -> None:
     """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
 
-    The weightiest first; after the deadline none is begun. `possible` leaves out those that cannot be run here.
+    The weightiest first; after the deadline none is begun. `possible` leaves out those that cannot be run here. `then`
+    has the cells that depend on what came of the first.
     """
     store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
-    left = [] if no_run else possible([cell for cell in cells if store.get(cell) is None])
-    began, done = time.monotonic(), 0
-    with progress_bar() as bar:
-        task = bar.add_task(name, total=len(left))
+    began, done, total, complete = time.monotonic(), 0, 0, True
+    for stage in () if no_run else (None, then)[: 1 if then is None else 2]:
+        wanted = cells if stage is None else stage(store.all())
+        left = possible([cell for cell in wanted if store.get(cell) is None])
+        total += len(left)
+        with progress_bar() as bar:
+            task = bar.add_task(name, total=len(left))
 
-        def tell(cell: Cell) -> None:
-            nonlocal done
-            done += 1
-            bar.advance(task)
+            def tell(cell: Cell, bar: Progress = bar, task: TaskID = task) -> None:
+                nonlocal done
+                done += 1
+                bar.advance(task)
 
-        complete = run_cells(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
+            complete = run_cells(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
+        if not complete:
+            break
     if not complete:
-        stopped(done, len(left))
+        stopped(done, total)
     store.write()
     summary = write(store.all(), folders[1].path)
     message = f"{done} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."

@@ -1,0 +1,264 @@
+"""Clean-label poison side by side with the Adversarial Robustness Toolbox: docs/results/poisoning-vs-art.md.
+
+    python benchmarks/poisoning_vs_art.py setup            build/art-env with the toolbox in it
+    python benchmarks/poisoning_vs_art.py run --targets 10 all runs that are not made yet
+    python benchmarks/poisoning_vs_art.py --write          the page, from the results so far
+
+All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images, 1% of points
+of one class, rightly labelled, each changed by at most 0.2 of a pixel's range. Results go to
+`build/poisoning_vs_art.jsonl` as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from environment import commit, in_environment
+from store import Store
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from bilevel.applications.poisoning_goals import Goal
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ROOT / "build" / "art-env"
+RESULTS = ROOT / "build" / "poisoning_vs_art.jsonl"
+PAGE = ROOT / "docs" / "results" / "poisoning-vs-art.md"
+ART, TORCH = "1.20.1", "2.13.0"
+ROWS, POINTS, EPSILON, TARGETS = 1000, 10, 0.2, 10
+STEPS = 300
+"""Of Penalty and of our feature collision."""
+RATES = {"bilevel, feature collision": (0.001, 0.01, 0.1), "ART, feature collision": (0.01, 0.1, 1.0)}
+"""Learning rates of feature collision; each target takes the one that brings the features nearest: no label is seen."""
+METHODS = (
+    "bilevel, Penalty", "ART, gradient matching", "bilevel, feature collision", "ART, feature collision", "unmoved",
+)  # fmt: skip
+VICTIMS = (0, 1, 2)
+"""First weights of the victims, by seed; the attacks know those of 0."""
+
+
+def setup() -> None:
+    """Make the toolbox's own environment, in which the packages of this one are found, too: no second torch."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+    python = str(ENVIRONMENT / "bin" / "python")
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    install = [python, "-m", "pip", "install", "-q"]
+    subprocess.run([*install, "--no-deps", f"adversarial-robustness-toolbox=={ART}"], check=True)
+    subprocess.run([*install, "six", "tqdm", "setuptools"], check=True)
+    subprocess.run([python, "-c", "import art, torch; print(art.__version__, torch.__version__)"], check=True)
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """The images, the victim, and its features as trained on clean images."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch import nn
+
+        from bilevel.applications.victims import Recipe, trained
+        from bilevel.data import load
+
+        data = load("mnist")
+        order = torch.randperm(data.count, generator=torch.Generator().manual_seed(0))
+        self.train, self.pool = ((data.x[rows], data.y[rows]) for rows in (order[:ROWS], order[ROWS : 3 * ROWS]))
+        x, y = data.part("test")
+        self.test = x[:1000], y[:1000]
+        self.recipe = Recipe(optimizer="adam", steps=500, rate=3e-3, batch=100, decay=5e-4)
+        self.clean = {seed: trained(self.first(seed), *self.train, self.recipe) for seed in VICTIMS}
+        layers = copy.deepcopy(list(self.clean[0].children())[:-1])
+        self.body = nn.Sequential(*layers).requires_grad_(False)
+
+    def first(self, seed: int) -> nn.Module:
+        from bilevel import models
+        from bilevel.replay import seeded
+
+        with seeded(seed):
+            return models.mlp(784, (100,), 10)
+
+    def goal(self, k: int) -> tuple[int, int, Goal]:
+        """(row of the test set, wanted class, goal) of the k-th target that all clean victims have right."""
+        import torch
+
+        from bilevel.applications.poisoning_goals import clean_label
+
+        x, y = self.test
+        with torch.no_grad():
+            right = torch.stack([self.clean[seed](x).argmax(1) == y for seed in VICTIMS]).all(0)
+        row = int(torch.nonzero(right)[:, 0][k])
+        wanted = int((y[row] + 1 + k % 9) % 10)
+        return row, wanted, clean_label(self.pool, x[row], wanted, points=POINTS, features=self.body, collision=0.0)
+
+    def flips(self, points: Tensor, goal: Goal, row: int, wanted: int) -> list[bool]:
+        """Whether victims trained from scratch give the target the wanted class, for each first weights."""
+        from bilevel.applications.poisoning import evaluate
+
+        one = (self.test[0][row : row + 1], self.test[1][row : row + 1])
+        pair = (points, goal.labels)
+        return [
+            int(evaluate(pair, self.train, one, self.first(seed), recipe=self.recipe).predicted[0]) == wanted
+            for seed in VICTIMS
+        ]
+
+
+def attacked(task: Task, method: str, goal: Goal) -> Tensor:
+    """The points of a method, not yet brought into the bound where it has none."""
+    from bilevel.applications.bounds import Bound
+    from bilevel.applications.feature_collision import collide
+    from bilevel.applications.poisoning import attack
+
+    bound = Bound(EPSILON, "linf")
+    if method == "bilevel, Penalty":
+        return attack(goal, task.train, task.first(0), recipe=task.recipe, bound=bound, steps=STEPS).x
+    if method == "ART, gradient matching":
+        return gradient_matching(task, goal)
+    if method == "unmoved":
+        return goal.base
+    found = []
+    for rate in RATES[method]:
+        if method.startswith("ART"):
+            found.append(art_collision(task, goal, rate))
+        else:
+            found.append(collide(goal, features=task.body, bound=bound, steps=STEPS, rate=rate).x)
+    wanted = task.body(goal.x)
+    return min(found, key=lambda x: float(((task.body(settled(x, goal)) - wanted) ** 2).sum()))
+
+
+def settled(points: Tensor, goal: Goal) -> Tensor:
+    """The points in the pixel box and the bound."""
+    from bilevel.applications.bounds import Bound, Within
+
+    return Within(goal.base, 0.0, 1.0, Bound(EPSILON, "linf")).settled(points.to(goal.base))
+
+
+# -- the toolbox -------------------------------------------------------------------------------------------------------
+
+
+def _classifier(task: Task) -> Any:
+    from art.estimators.classification import PyTorchClassifier
+    from torch import nn
+
+    return PyTorchClassifier(
+        copy.deepcopy(task.clean[0]), loss=nn.CrossEntropyLoss(), input_shape=(1, 28, 28), nb_classes=10,
+        clip_values=(0.0, 1.0), device_type="cpu",
+    )  # fmt: skip
+
+
+def gradient_matching(task: Task, goal: Goal) -> Tensor:
+    """Witches' Brew as the toolbox has it, one trial, on the same bases: they are all of its training set."""
+    import numpy as np
+    import torch
+    from art.attacks.poisoning import GradientMatchingAttack
+
+    np.random.seed(0)
+    torch.manual_seed(0)
+    attack = GradientMatchingAttack(
+        _classifier(task), percent_poison=1.0, epsilon=EPSILON, max_trials=1, batch_size=POINTS, verbose=0
+    )
+    found, _ = attack.poison(goal.x.numpy(), goal.y.numpy(), goal.base.numpy(), goal.labels.numpy())
+    return torch.as_tensor(np.asarray(found))
+
+
+def art_collision(task: Task, goal: Goal, rate: float) -> Tensor:
+    """Poison Frogs as the toolbox has it; it knows no bound, and is drawn back at the end."""
+    import numpy as np
+    import torch
+    from art.attacks.poisoning import FeatureCollisionAttack
+
+    attack = FeatureCollisionAttack(
+        _classifier(task), goal.x.numpy(), feature_layer=2, learning_rate=rate, max_iter=STEPS, verbose=False
+    )
+    found, _ = attack.poison(goal.base.numpy().copy())
+    return torch.as_tensor(np.asarray(found))
+
+
+# -- run and write -----------------------------------------------------------------------------------------------------
+
+
+def run(targets: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    store, task = Store(RESULTS), Task()
+    for k in range(targets):
+        row, wanted, goal = task.goal(k)
+        for method in METHODS:
+
+            def one(method: str = method, row: int = row, wanted: int = wanted, goal: Goal = goal) -> dict[str, Any]:
+                began = time.perf_counter()
+                points = settled(attacked(task, method, goal), goal)
+                seconds = time.perf_counter() - began
+                apart = float(((task.body(points) - task.body(goal.x)) ** 2).sum(1).mean())
+                flips = task.flips(points, goal, row, wanted)
+                return {"flips": flips, "seconds": round(seconds, 2), "apart": apart, "commit": commit(ROOT / "src")}
+
+            store.make(f"{method}/{k}", one)
+
+
+def write() -> None:
+    """The page, from the results so far."""
+    results = Store(RESULTS).results
+    lines = [
+        "# Poisoning beside the Adversarial Robustness Toolbox",
+        f"Written by `python benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {TORCH}, one thread of a "
+        "CPU). The victim is a 784-100-10 network trained from scratch on "
+        f"{ROWS:,} MNIST images and {POINTS} points of one class, rightly labelled, each changed by at most "
+        f"{EPSILON:g} of a pixel's range, so that one test image is taken for that class. Bases (the nearest images of "
+        "the class in the features), bound and retraining are the same for all. Flipped: by victims from the first "
+        "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
+        "back at the end; of both feature collisions, each target takes the best of three "
+        "learning rates by the distance of the features, and the seconds are of all three. Gradient matching has its "
+        "defaults and one trial.",
+        "| method | targets | flipped, known weights | flipped, other weights | distance of features | seconds |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        + "\n".join(line for line in (_line(results, method) for method in METHODS) if line),
+    ]
+    PAGE.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    print(PAGE)
+
+
+def _line(results: dict[str, Any], method: str) -> str:
+    mine = [value for key, value in results.items() if key.rsplit("/", 1)[0] == method]
+    if not mine:
+        return ""
+    known, others = sum(v["flips"][0] for v in mine), sum(sum(v["flips"][1:]) for v in mine)
+    means = [statistics.fmean(v[key] for v in mine) for key in ("apart", "seconds")]
+    return (
+        f"| {method} | {len(mine)} | {known} of {len(mine)} | {others} of {2 * len(mine)} | {means[0]:.2f} | "
+        f"{means[1]:.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", nargs="?", choices=("setup", "run"))
+    parser.add_argument("--targets", type=int, default=TARGETS)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.action == "setup":
+        setup()
+    elif arguments.action == "run":
+        os.environ.setdefault("BILEVEL_DATA", str(ROOT.parent / "shared" / "data"))
+        in_environment(ENVIRONMENT, ROOT / "src")
+        run(arguments.targets)
+    if arguments.write:
+        write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Clean-label points of many targets in one tensor: attacks, victims trained anew, and the smallest epsilons.
+
+The problems of the targets share nothing but their feature map: f and g are sums over targets, and every price,
+schedule and learning rate is set beforehand, so that no target hears of another. A point is u_i = b_i + epsilon_i w_i.
+
+    f = sum_i  l(h(t_i; v_i), wanted_i) + c |r(u_i) - r(t_i)|^2         |w_i|^2 - 1 <= 0, with a multiplier
+    g = sum_i  mean over the photographs and u_i of l(h(.; v_i), .)     (Eq. 12, the term squared as in Section 3.4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..applications.bounds import Bound, Within, drawn_back
+from ..applications.victims import Features
+from ..errors import ProblemError
+from ..methods.penalty import Penalty
+from ..problem import Problem
+from ..projections import Box
+from ..solution import Status
+from ..solve import solve
+
+LOW, HIGH = -1.0, 1.0
+STIFFNESS = 10.0
+"""The price of a bound in units of f at the base, for h of size one."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Some targets on a device: images, features and labels of the targets, and where their points begin."""
+
+    rows: Tensor
+    labels: Tensor
+    features: Tensor
+    bases: Tensor
+    base_rows: Tensor
+    wanted: Tensor
+
+    def only(self, which: Tensor) -> Targets:
+        """Some of them."""
+        return Targets(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What the victims are trained on: features and labels of the photographs, and the first weights."""
+
+    features: Tensor
+    labels: Tensor
+    weight: Tensor
+    """(features, classes)"""
+    bias: Tensor
+    steps: int
+    rate: float
+
+
+def scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(targets, rows, classes) of rows that all victims see."""
+    return x @ weight + bias[:, None]
+
+
+def own_scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(targets, classes) of one row for each victim."""
+    return (x[:, None] @ weight)[:, 0] + bias
+
+
+def lower_values(clean: Clean, z: Tensor | None, labels: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """g of each victim: the mean loss over the photographs and its point, or over the photographs alone."""
+    rows, count = len(clean.labels), len(weight)
+    of_rows = scores(clean.features, weight, bias)
+    losses = cross_entropy(of_rows.flatten(0, 1), clean.labels.repeat(count), reduction="none").view(count, rows).sum(1)
+    if z is None:
+        return losses / rows
+    return (losses + cross_entropy(own_scores(z, weight, bias), labels, reduction="none")) / (rows + 1)
+
+
+def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Victims from the first weights, each on the photographs and its point: Adam on all rows, a rate that falls to
+    zero, as `bilevel.training.fit` does for one."""
+    weight = clean.weight.expand(count, -1, -1).clone().requires_grad_()
+    bias = clean.bias.expand(count, -1).clone().requires_grad_()
+    optimizer = torch.optim.Adam([weight, bias], lr=clean.rate)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / clean.steps)
+    for _ in range(clean.steps):
+        values = lower_values(clean, z, labels, weight, bias)
+        weight.grad, bias.grad = torch.autograd.grad(values.sum(), [weight, bias])
+        optimizer.step()
+        falling.step()
+    return weight.detach(), bias.detach()
+
+
+def penalty(
+    targets: Targets, clean: Clean, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
+) -> Tensor:
+    """Points by the penalty method, not yet brought into their bounds."""
+    count = len(targets.labels)
+    factor = epsilons.view(-1, 1, 1, 1)
+    weight, bias = (leaf.requires_grad_() for leaf in trained(clean, None, targets.wanted, count))
+    collision = float(options["collision"])
+    with torch.no_grad():
+        apart = ((features(targets.bases) - targets.features) ** 2).sum(1)
+        first = cross_entropy(own_scores(targets.features, weight, bias), targets.wanted, reduction="none")
+        stiff = (STIFFNESS * (first + collision * apart)).sqrt()
+    kept: list[Tensor] = []
+
+    def prepare(w: Tensor, batches: object) -> Tensor:
+        if torch.is_grad_enabled():
+            return features(targets.bases + factor * w)
+        if not kept or not torch.equal(kept[0], w):  # the certificate asks for the same points many times over
+            kept[:] = [w.detach().clone(), features(targets.bases + factor * w)]
+        return kept[1]
+
+    def upper(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        wrong = cross_entropy(own_scores(targets.features, *v), targets.wanted, reduction="sum")
+        return wrong + collision * ((z - targets.features) ** 2).sum()
+
+    def lower(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        return lower_values(clean, z, targets.wanted, v[0], v[1]).sum()
+
+    def outside(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        return stiff * ((w * w).flatten(1).sum(1) - 1)
+
+    problem = Problem(
+        upper, lower, inequalities=[outside], prepare=prepare,
+        project_upper=Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor),
+    )  # fmt: skip
+    side = targets.bases[0].numel() ** 0.5
+    method = Penalty(
+        mode="stochastic", warm_up=0.0, lower_steps=int(options["T"]), gamma=float(options["gamma"]),
+        lam=float(options["lam"]), gamma_h=1.0, lower_batches="shared",
+        upper_optimizer=partial(torch.optim.Adam, lr=float(options["rate"]) / side),
+        lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
+    )  # fmt: skip
+    w = torch.zeros_like(targets.bases).requires_grad_()
+    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False, engine="eager")
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if found.status is Status.DIVERGED:
+        raise ProblemError(f"the attack diverged after {found.steps} steps. {found.message}")
+    return targets.bases + factor * w.detach()
+
+
+def collision_alone(
+    targets: Targets, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
+) -> Tensor:
+    """Points by the collision term and Adam alone, drawn back into their bounds at every step: no lower level."""
+    factor = epsilons.view(-1, 1, 1, 1)
+    w = torch.zeros_like(targets.bases).requires_grad_()
+    rate = float(options["rate"]) / targets.bases[0].numel() ** 0.5
+    optimizer = torch.optim.Adam([w], lr=rate)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / steps)
+    box = Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor)
+    for _ in range(steps):
+        apart = ((features(targets.bases + factor * w) - targets.features) ** 2).sum()
+        (w.grad,) = torch.autograd.grad(apart, w)
+        optimizer.step()
+        falling.step()
+        with torch.no_grad():
+            w.copy_(drawn_back(box(w), torch.zeros_like(w), 1.0))
+    return targets.bases + factor * w.detach()
+
+
+def algorithm_1(
+    targets: Targets, features: Features, epsilons: Tensor, *, steps: int, rate: float = 0.01, beta: float = 0.1
+) -> Tensor:
+    """Points by Algorithm 1 of Shafahi et al., drawn back into box and bound at every step (see
+    `bilevel.applications.feature_collision`)."""
+    u = targets.bases.clone()
+    for _ in range(steps):
+        u.requires_grad_()
+        (slope,) = torch.autograd.grad(((features(u) - targets.features) ** 2).sum(), u)
+        with torch.no_grad():
+            u = (u - rate * slope + rate * beta * targets.bases) / (1 + rate * beta)
+            u = drawn_back(u.clamp(LOW, HIGH), targets.bases, epsilons)
+    return u.detach()
+
+
+def settled(u: Tensor, bases: Tensor, epsilons: Tensor) -> Tensor:
+    """The points in box and bound, exactly."""
+    parts = zip(u, bases, epsilons.tolist(), strict=True)
+    return torch.cat([Within(b[None], LOW, HIGH, Bound(epsilon)).settled(point[None]) for point, b, epsilon in parts])
+
+
+def flipped(targets: Targets, clean: Clean, features: Features, u: Tensor) -> Tensor:
+    """Whether victims trained anew on the photographs and their points give their targets another class."""
+    with torch.no_grad():
+        z = features(u)
+    victims = trained(clean, z, targets.wanted, len(u))
+    return own_scores(targets.features, *victims).argmax(1) != targets.labels
+
+
+def smallest_of_many(
+    count: int, values: tuple[int, ...], flips: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[list[int | None], list[list[tuple[int, bool]]]]:
+    """For each of some targets the smallest of rising values that flips it, by bisection of all side by side.
+
+    `flips(which, values)` answers for the targets `which`, each at a value of its own. Also returns what was tried.
+    """
+    low, high = [-1] * count, [len(values)] * count
+    tried: list[list[tuple[int, bool]]] = [[] for _ in range(count)]
+    ask = {i: len(values) - 1 for i in range(count)}
+    while ask:
+        which = torch.tensor(list(ask))
+        answers = flips(which, torch.tensor([float(values[k]) for k in ask.values()])).tolist()
+        for (i, k), answer in zip(ask.items(), answers, strict=True):
+            tried[i].append((values[k], bool(answer)))
+            if answer:
+                high[i] = k
+            else:
+                low[i] = k
+        ask = {i: (low[i] + high[i]) // 2 for i in range(count) if high[i] < len(values) and high[i] - low[i] > 1}
+    return [values[h] if h < len(values) else None for h in high], tried

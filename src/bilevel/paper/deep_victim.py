@@ -1,0 +1,142 @@
+"""A deep victim, beyond the paper: clean-label poison against a network that is trained from scratch.
+
+The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
+changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
+network as the lower variable and all images in every step; feature collision draws the points to the target's features
+in the network trained on clean data. Both know one set of first weights; what counts is a network trained from scratch,
+from these and from others.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..applications.bounds import Bound
+from ..applications.feature_collision import collide
+from ..applications.poisoning import Poison, attack, evaluate, unmoved
+from ..applications.poisoning_goals import Goal, clean_label
+from ..applications.victims import Recipe, mapped, trained
+from ..cells import Cell, Found, Settings
+from ..data import Pair, load
+from ..models import cifar_cnn
+from ..replay import seeded
+from ..training import probabilities
+
+METHODS = {"penalty": "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
+ROWS, POOL, TEST = 5000, 5000, 2000
+"""Images for training, those that bases are taken from, and those that targets are."""
+POINTS = 50
+EPSILON = 8 / 255
+TARGETS = 20
+STEPS = {"penalty": 200, "feature-collision": 500, "unmoved": 0}
+RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
+KNOWN, OTHERS = 0, (1, 2)
+"""The first weights that the attack knows, by their seed, and those of other victims."""
+COLLISION_RATE = 0.01
+
+
+def cells(targets: int = TARGETS, *, rows: int = ROWS, steps: dict[str, int] | None = None) -> list[Cell]:
+    """All methods of a target after one another, so that a study that was stopped compares the same targets."""
+    counts = STEPS | (steps or {})
+    found = [
+        {"target": target, "method": method, "rows": rows, "points": max(1, rows * POINTS // ROWS),
+         "steps": counts[method], "training": RECIPE.steps}
+        for target in range(targets) for method in METHODS
+    ]  # fmt: skip
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def run(settings: Settings, device: torch.device | None = None) -> Found | None:
+    """One target and one method: the class that every retrained victim gives the target; None where Ctrl-C came."""
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    began = time.perf_counter()
+    scene = scene_of(int(settings["rows"]), str(where), int(settings["training"]))
+    row, wanted = scene.target(int(settings["target"]))
+    goal = clean_label(
+        scene.pool, scene.test[0][row], wanted, points=int(settings["points"]), features=scene.body, collision=0.0,
+        device=where,
+    )  # fmt: skip
+    try:
+        poison = scene.attack(goal, settings)
+    except KeyboardInterrupt:
+        return None
+    made = time.perf_counter() - began
+    one = (scene.test[0][row : row + 1], scene.test[1][row : row + 1])
+    given = {seed: scene.given(poison, one, seed) for seed in (KNOWN, *OTHERS)}
+    clean = {seed: int(scene.predicted(seed)[row]) for seed in given}
+    return {
+        "row": row, "label": int(one[1]), "wanted": wanted, "clean": list(clean.values()),
+        "given": list(given.values()), "flips": [given[s] == wanted and clean[s] != wanted for s in given],
+        "linf": float(poison.linf.max()), "attack_seconds": round(made, 2),
+        "seconds": round(time.perf_counter() - began, 2),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+    }  # fmt: skip
+
+
+class Scene:
+    """The images, the first weights, and the victims trained on clean images."""
+
+    def __init__(self, rows: int, device: torch.device, training: int) -> None:
+        self.device = device
+        self.recipe = Recipe(
+            optimizer="adam", steps=training, rate=RECIPE.rate, batch=RECIPE.batch, decay=RECIPE.decay
+        )  # fmt: skip
+        data = load("cifar10")
+        order = torch.randperm(data.count, generator=torch.Generator().manual_seed(0))
+        first, second = order[:rows], order[rows : rows + POOL]
+        self.train, self.pool = ((data.x[some], data.y[some]) for some in (first, second))
+        x, y = data.part("test")
+        self.test = (x[:TEST], y[:TEST])
+        self.victims = {seed: trained(self.first(seed), *self.train, self.recipe) for seed in (KNOWN, *OTHERS)}
+        self.body = nn.Sequential(*list(self.victims[KNOWN].children())[:-1]).requires_grad_(False)
+
+    def first(self, seed: int) -> nn.Module:
+        with seeded(seed):
+            return cifar_cnn(dropout=False).to(self.device)
+
+    def predicted(self, seed: int) -> Tensor:
+        return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()
+
+    def target(self, k: int) -> tuple[int, int]:
+        """The k-th of the test images that the known clean victim has right, in random order, and a wanted class."""
+        right = torch.nonzero(self.predicted(KNOWN) == self.test[1])[:, 0]
+        generator = torch.Generator().manual_seed(1)
+        row = int(right[torch.randperm(len(right), generator=generator)[k]])
+        shift = torch.randint(1, 10, (TEST,), generator=generator)[k]
+        return row, int((self.test[1][row] + shift) % 10)
+
+    def attack(self, goal: Goal, settings: Settings) -> Poison:
+        steps, bound = int(settings["steps"]), Bound(EPSILON, "linf")
+        match settings["method"]:
+            case "penalty":
+                return attack(goal, self.train, self.first(KNOWN), recipe=self.recipe, bound=bound, steps=steps)
+            case "feature-collision":
+                return collide(
+                    goal, features=self.body, bound=bound, steps=steps, rate=COLLISION_RATE, device=self.device
+                )
+        return unmoved(goal)
+
+    def given(self, poison: Poison, one: Pair, seed: int) -> int:
+        """The class that a victim trained from scratch gives the target."""
+        found = evaluate(poison, self.train, one, self.first(seed), recipe=self.recipe)
+        return int(found.predicted[0])
+
+
+@cache
+def scene_of(rows: int, device: str, training: int) -> Scene:
+    return Scene(rows, torch.device(device), training)
+
+
+def shares(kept: list[tuple[Settings, Found]], method: str) -> dict[str, Any]:
+    """How many targets are flipped with the first weights that the attack knows, and with others."""
+    mine = [found for settings, found in kept if settings["method"] == method]
+    return {
+        "targets": len(mine), "known": sum(found["flips"][0] for found in mine),
+        "others": sum(sum(found["flips"][1:]) for found in mine), "of_others": len(OTHERS) * len(mine),
+        "seconds": sum(found["attack_seconds"] for found in mine) / len(mine) if mine else None,
+    }  # fmt: skip

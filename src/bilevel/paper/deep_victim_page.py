@@ -1,0 +1,50 @@
+"""The page of the deep victim: how often a target is flipped, by each method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from ..whole import write_whole
+from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, shares
+from .denoising_numbers import devices
+from .filed import Kept
+from .markdown import table
+
+
+def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
+    """Write the page; returns the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {method: shares(list(kept), method) for method in METHODS}
+    rows = []
+    for method, one in found.items():
+        if one["targets"]:
+            known, others = (_share(one[a], one[b]) for a, b in (("known", "targets"), ("others", "of_others")))
+            rows.append([METHODS[method], str(one["targets"]), known, others, f"{one['seconds']:.1f}"])
+    heads = ["method", "targets", "flipped, known first weights", "flipped, other first weights", "seconds an attack"]
+    sizes = sorted({settings["rows"] for settings, _ in kept}) or [ROWS]
+    parts = [
+        "# A deep victim",
+        "Written by `bilevel reproduce deep-victim`; all numbers are in `deep-victim.json`. It goes beyond the paper.",
+        f"The paper's CIFAR-10 network without dropout, trained from scratch on {' or '.join(f'{n:,}' for n in sizes)} "
+        f"images and {POINTS / ROWS:.0%} of points: rightly labelled images of one class, each changed by at most "
+        f"{EPSILON * 255:g}/255 a pixel. They are to have one test image, which the clean network has right, taken for "
+        "that class, drawn at random. Penalty has all weights of the network as the lower variable "
+        f"({STEPS['penalty']} steps); feature collision draws the same bases to the target's features in the network "
+        f"trained on clean images ({STEPS['feature-collision']} steps). Both know one set of first weights. A target "
+        f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
+        f"with other first weights, of {len(OTHERS)} each.",
+        table(heads, rows) if rows else "Nothing was run.",
+        f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}." if rows else "",
+        "```bash\nbilevel reproduce deep-victim --device cuda --page docs/results\n```",
+    ]
+    write_whole(folder / "deep-victim.md", "\n\n".join(part for part in parts if part) + "\n")
+    return {"cells": len(kept), "methods": found}
+
+
+def _share(some: int, of: int) -> str:
+    interval = stats.binomtest(some, of).proportion_ci(0.95)
+    return f"{some} of {of} ({some / of:.0%}; {interval.low:.0%} to {interval.high:.0%})"

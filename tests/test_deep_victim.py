@@ -1,0 +1,56 @@
+"""The deep victim: its cells, its page, and a small version run in earnest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import needs
+
+from bilevel.cli.main import main
+from bilevel.paper import deep_victim, deep_victim_page
+from bilevel.paper.deep_victim import METHODS
+
+
+def kept(flips):
+    """Cells in which Penalty flips these, and the others nothing."""
+    return [
+        (cell.settings, {"flips": flips if cell.settings["method"] == "penalty" else [False] * 3,
+                         "attack_seconds": 2.0, "device": "CPU"})
+        for cell in deep_victim.cells(4)
+    ]  # fmt: skip
+
+
+def test_all_methods_meet_the_same_targets_one_target_after_another():
+    cells = deep_victim.cells(2)
+    assert [(c.settings["target"], c.settings["method"]) for c in cells] == [(t, m) for t in range(2) for m in METHODS]
+    assert {c.settings["points"] for c in cells} == {50}
+    assert {c.settings["points"] for c in deep_victim.cells(1, rows=1000)} == {10}
+
+
+def test_page_counts_known_and_other_first_weights_apart(tmp_path):
+    summary = deep_victim_page.write(kept([True, False, True]), tmp_path)
+    assert summary["methods"]["penalty"] == {
+        "targets": 4, "known": 4, "others": 4, "of_others": 8, "seconds": 2.0,
+    }  # fmt: skip
+    text = (tmp_path / "deep-victim.md").read_text()
+    assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 2.0 |" in text
+    assert "| feature collision | 4 | 0 of 4" in text
+
+
+def test_command_writes_an_empty_page_where_nothing_was_run(tmp_path, capsys):
+    assert main(["reproduce", "deep-victim", "--no-run", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert "Nothing was run." in (tmp_path / "deep-victim.md").read_text()
+
+
+@needs("cifar10")
+@pytest.mark.slow
+def test_small_version_attacks_within_the_bound_and_retrains_every_victim(monkeypatch):
+    monkeypatch.setattr(deep_victim, "POOL", 100)
+    monkeypatch.setattr(deep_victim, "TEST", 60)
+    deep_victim.scene_of.cache_clear()
+    for cell in deep_victim.cells(1, rows=200, steps={"penalty": 2, "feature-collision": 2}):
+        found = deep_victim.run(dict(cell.settings) | {"training": 3}, torch.device("cpu"))
+        assert found["clean"][0] == found["label"] != found["wanted"]
+        assert len(found["given"]) == len(found["flips"]) == 3
+        assert found["linf"] <= deep_victim.EPSILON
+        assert (found["linf"] == 0) == (cell.settings["method"] == "unmoved")

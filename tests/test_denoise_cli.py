@@ -86,6 +86,9 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     told = capsys.readouterr()
     assert json.loads(told.out) == found
     assert "finished already" in told.err
+    assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
+    assert "holds a run that is finished, with other settings" in capsys.readouterr().err
+    assert json.loads((tmp_path / "result.json").read_text()) == found
 
 
 def test_table_with_text_and_missing_values(tmp_path, capsys):

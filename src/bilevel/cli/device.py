@@ -20,7 +20,7 @@ def device_of(text: str) -> torch.device:
         found = torch.device(text)
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
-        raise OptionError(
-            f"--device must be auto, cpu, or a GPU that is here, as cuda or cuda:0; got {text!r}."
-        ) from None
+        count = torch.cuda.device_count()
+        here = f"torch finds {count} CUDA GPUs here" if count else "torch finds no CUDA GPU here"
+        raise OptionError(f"--device must be auto, cpu, cuda or cuda:0; {here}, got {text!r}.") from None
     return found

@@ -61,8 +61,13 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
                     f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
                 )
     else:
+        ended = bool(kept(folder, "result.json"))
+        if resume and ended:
+            raise OptionError(f"{folder.path} holds a run that is finished, with other settings. Use another --out.")
         if resume:
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
+        elif ended:
+            print(f"note: {folder.path} holds a run that is finished; this one takes its place.", file=sys.stderr)
         for name in files:  # of an earlier run: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
     write_config(folder, asked)

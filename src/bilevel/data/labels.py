@@ -64,7 +64,7 @@ def classes_of(names: Sequence[str], where: str) -> tuple[str, ...]:
     if len(numbers) == len(found) and len(broken) > MANY:
         raise DataError(
             f"{where}: the labels are numbers with {len(found)} different values, such as {sorted(broken)[0]}; this "
-            "looks like regression, and classes are needed."
+            "looks like regression, and classes are needed. `bilevel tune --model ridge` is for numbers."
         )
     if len(classes) > MANY and len(classes) > len(names) / 2:
         raise DataError(

@@ -60,7 +60,7 @@ def poisoning(
 def clean_label(
     features: Annotated[
         str,
-        typer.Option(help="inception (needs bilevel[inception]), efficientnet (bilevel[efficientnet]), or small."),
+        typer.Option(help="inception (needs bilevel\\[inception]), efficientnet (bilevel\\[efficientnet]), or small."),
     ] = "inception",
     targets: Annotated[int | None, typer.Option(min=1, help="Test photographs; by default all.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Targets side by side in one tensor.")] = 32,

@@ -28,7 +28,7 @@ NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from
 QuickOption = Annotated[bool, typer.Option("--quick", help="A small version that ends within a minute.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")]
 RayOption = Annotated[
-    str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel[ray]).")
+    str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
 ]
 DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]

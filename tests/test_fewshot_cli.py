@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from common import needs
 from PIL import Image
 from safetensors.numpy import load_file
 
+from bilevel.applications.few_shot import embed
+from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
+from bilevel.models import few_shot_cnn
 from bilevel.paper import few_shot as study
 from bilevel.paper import few_shot_page
 
@@ -71,6 +76,41 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert json.loads(captured.out) == result
 
 
+def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_data(
+    folder, tmp_path, capsys, monkeypatch
+):
+    data = tmp_path / "mine" / "omniglot"  # a name is not the named set, whose images are inverted and turned
+    shutil.copytree(folder, data)
+    monkeypatch.chdir(tmp_path)
+    (data / "pattern 00" / "0.png").write_bytes((data / "pattern 00" / "1.png").read_bytes()[:90])
+    seed = ["--seed", "2", "--embed", str(folder), "--json"]
+    assert main(arguments(Path("mine/omniglot"), Path("run"), *seed)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["classes"], result["images"]) == ([8, 2, 2], 96)
+    assert "2-way 1-shot" in result["message"]
+    assert "Embedded 96 images" in result["message"]
+    assert "do not decode: pattern 00/0.png" in result["notes"][0]
+    with np.load("run/embeddings.npz") as kept:
+        first = kept["features"]
+    network = few_shot_cnn()
+    network.load_state_dict({name: torch.from_numpy(x) for name, x in load_file("run/" + WEIGHTS).items()})
+    pixels = np.asarray(Image.open(folder / "pattern 00" / "0.png"))
+    assert np.allclose(first[0], embed(network, torch.from_numpy(pixels.copy())[None, None])[0], atol=1e-5)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = ["fewshot", "--evaluate", "../run", "--tasks", "20", "--device", "cpu", "--json"]
+    assert main([*again, "--seed", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == result["accuracy"]
+    assert main([*again, "--shots", "2", "--queries", "4"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert (other["ways"], other["shots"], other["queries"]) == (2, 2, 4)
+    shutil.rmtree(data)
+    assert main([*again, "--embed", str(folder), "--out", "new/e.npz"]) == 0
+    with np.load("new/e.npz") as kept:
+        assert np.array_equal(kept["features"], first)
+
+
 def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
     file = tmp_path / "net.py"
     file.write_text(
@@ -93,7 +133,18 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert "ways must be at most the number of classes, 8; got 9" in capsys.readouterr().err
     assert main(["fewshot", "--evaluate", str(tmp_path)]) == 2
     assert "must name the folder of a run" in capsys.readouterr().err
+    assert main(["fewshot", "--evaluate", str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "x", "--embed", str(tmp_path / "none"))) == 2
+    assert "--embed must name a folder with images" in capsys.readouterr().err
+    for c in range(4):
+        (tmp_path / "small" / str(c)).mkdir(parents=True)
+        for i in range(4):
+            Image.new("L", (8, 8), 60 * c).save(tmp_path / "small" / str(c) / f"{i}.png")
+    assert main(arguments(tmp_path / "small", tmp_path / "x")) == 2
+    assert "must take images of shape 1x8x8" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_cells_of_the_study_are_distinct_and_the_most_wanted_come_first():

@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 from bilevel.applications.few_shot import embed
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
+from bilevel.data.class_sets import load_classes
 from bilevel.models import few_shot_cnn
 from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_page
+from bilevel.paper import few_shot_page, few_shot_runs
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,33 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "99.01 ± 0.10" in text
     assert "not run" in text
     assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("method", ["prototypes", "penalty"])
+def test_a_cell_ends_at_the_deadline_and_goes_on_to_the_same_accuracy(method, folder, tmp_path, monkeypatch):
+    classes = load_classes(folder)
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))
+    settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
+        "steps": 6, "train_ways": 2, "tasks": 2, "queries": 2, "points": 3, "test_tasks": 10, "test_queries": 3,
+    }  # fmt: skip
+    cpu = torch.device("cpu")
+    straight = few_shot_runs.run(settings, cpu, tmp_path / "straight")
+    early = few_shot_runs.run(settings, cpu, tmp_path / "stopped", deadline=0.0)
+    assert straight is not None
+    assert early is not None
+    assert (straight["partial"], straight["steps"]) == (False, 6)
+    assert early["partial"]
+    assert early["steps"] < 6
+    late = few_shot_runs.run(settings, cpu, tmp_path / "stopped")
+    again = few_shot_runs.run(settings, cpu, tmp_path / "stopped")  # the state is there, the result is not
+    for found in (late, again):
+        assert found is not None
+        assert (found["partial"], found["steps"], found["accuracy"]) == (False, 6, straight["accuracy"])
+        assert [(row["step"], row["accuracy"]) for row in found["curve"]] == [
+            (row["step"], row["accuracy"]) for row in straight["curve"]
+        ]
+        assert found["seconds"] >= early["seconds"] > 0
+        assert [row["step"] for row in found["curve"]] == [2, 4, 6]
 
 
 @pytest.mark.slow

@@ -53,7 +53,12 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert 0 <= result["accuracy"] <= 1
     assert result["tasks"] == 20
     page = (out / "report.html").read_text()
-    for words in ("Unseen classes", "A task:", "Accuracy on meta-validation classes", "data:image/png;base64"):
+    for words in (
+        "Unseen classes",
+        "A task in the middle:",
+        "Accuracy on meta-validation classes",
+        "data:image/png;base64",
+    ):
         assert words in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert not (out / "checkpoint").exists()
@@ -91,6 +96,7 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
     assert "2-way 1-shot" in result["message"]
     assert "Embedded 96 images" in result["message"]
     assert "do not decode: pattern 00/0.png" in result["notes"][0]
+    assert len(result["notes"]) == 1
     with np.load("run/embeddings.npz") as kept:
         first = kept["features"]
     network = few_shot_cnn()
@@ -146,6 +152,20 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert "must take images of shape 1x8x8" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "none").exists()
+
+
+def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(folder, tmp_path, capsys):
+    for c in range(12):
+        name = "_$12 <b> 種類" if c == 11 else f"pattern {c:02d}"
+        part = "train" if c < 6 else "val" if c < 8 else "test"
+        shutil.copytree(folder / f"pattern {c:02d}", tmp_path / "parts" / part / name)
+    assert main(arguments(tmp_path / "parts", tmp_path / "run", "--ways", "3", "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["classes"], result["validation_accuracy"]) == ([6, 2, 4], None)
+    assert result["notes"] == ["No accuracy on meta-validation classes: there are 2, fewer than the ways of a task."]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert " _$12 &lt;b&gt; 種類</text>" in page
+    assert all(f">pattern {c:02d}</text>" in page for c in range(8, 11))
 
 
 def test_the_cells_of_the_study_are_distinct_and_the_most_wanted_come_first():

@@ -174,7 +174,9 @@ def _run(
     found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed)
     means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0)
     rows = watch.rows if watch is not None else []
-    notes = list(splits.notes)
+    notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
+    if valid is None:
+        notes.append(f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task.")
     if solution.status is Status.DIVERGED:
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
@@ -182,8 +184,7 @@ def _run(
         meta_batch=asked["meta_batch"], shape=list(splits.train.shape), engine=solution.engine,
         seconds=round(time.perf_counter() - began, 2),
         validation_accuracy=rows[-1]["accuracy"] if rows else None, weights=sum(p.numel() for p in net.parameters()),
-        classes=[len(train.classes.names), len(valid.classes.names) if valid else 0, len(test.classes.names)],
-        notes=notes,
+        classes=[len(splits.train.names), held, len(splits.test.names)], notes=notes,
     )  # fmt: skip
     parts = " / ".join(f"{count:,}" for count in result["classes"])
     settings = [
@@ -236,8 +237,9 @@ def _samplers(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSample
     """Those of training, validation (None where it has too few classes) and test."""
     shots, queries, valid = asked["shots"], asked["queries"], splits.validation
     train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
-    enough = valid is not None and len(valid.names) >= asked["ways"]
-    watched = TaskSampler(valid, asked["ways"], shots, queries) if valid is not None and enough else None
+    watched = None
+    if valid is not None and len(valid.names) >= asked["ways"]:
+        watched = TaskSampler(valid, asked["ways"], shots, queries)
     return train, watched, TaskSampler(splits.test, asked["ways"], shots, queries)
 
 

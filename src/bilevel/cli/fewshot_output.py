@@ -146,11 +146,13 @@ def _report(
             Card("Accuracy on meta-validation classes", accuracies("accuracy", rows, label="Accuracy against step."))
         )
     cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
-    worst = torch.argsort(found.accuracies)[: max(1, SHOWN_TASKS - 1)].tolist()
-    middle = int(torch.argsort(found.accuracies)[len(found.accuracies) // 2])
-    for task in dict.fromkeys([middle, *worst]):
-        title = f"A task: {100 * float(found.accuracies[task]):.0f}% right"
-        note = "Left: what a query is. Top: what it was taken for. The worst tasks and one in the middle are shown."
+    order = torch.argsort(found.accuracies, stable=True).tolist()
+    shown = {order[len(order) // 2]: "A task in the middle"}
+    for task in order[: SHOWN_TASKS - 1]:
+        shown.setdefault(task, "One of the worst tasks")
+    for task, which in shown.items():
+        title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
+        note = "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong."
         cards.append(Card(title, _task(found, test, task, title), note=note))
     cards.append(_plane(network, test.classes))
     reference = 1 / result["ways"]

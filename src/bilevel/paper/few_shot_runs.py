@@ -212,7 +212,9 @@ class _Clock:
     """Seconds of a training alone, and accuracies measured in it, in a file: another process may go on with both."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": [], "marks": [[0, 0.0]]}
+        kept: dict[str, Any] = {"rows": [], "marks": [[0, 0.0]]}
+        if file.is_file():
+            kept = json.loads(file.read_text(encoding="utf-8"))
         self.file, self.device = file, device
         self.rows: list[dict[str, float]] = kept["rows"]
         self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]

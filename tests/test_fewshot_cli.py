@@ -186,11 +186,18 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
         kept.append((settings, {
             "accuracy": accuracy, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
             "curve": curve, "weights": 111_936, "device": "CPU", "accuracy_of_means": accuracy,
+            "train_accuracy": 0.9876,
         }))  # fmt: skip
+    for method, accuracy in {"penalty": 0.6012, "approx-grad": 0.5, "prototypes": 0.6112}.items():
+        kept.append((study.table_settings("cifar-fs", "conv4", 5, 1, method, 0), {**kept[0][1], "accuracy": accuracy}))
     found = few_shot_page.write(kept, tmp_path)
     assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
     assert "does not reach 96.0" in found["findings"][1]
+    assert found["findings"][-1] == (
+        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty has 60.12, 10.12 above ApproxGrad and 1.00 below ProtoNet."
+    )
     text = (tmp_path / "few-shot.md").read_text()
+    assert "| 99.01 | 98.76 |" in text
     assert "99.01 ± 0.10" in text
     assert "not run" in text
     assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000

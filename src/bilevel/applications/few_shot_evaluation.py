@@ -43,7 +43,9 @@ class Evaluation:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95% interval of the mean."""
+        """Half the width of the 95% interval of the mean; not a number where there is one task alone."""
+        if len(self.accuracies) < 2:
+            return math.nan
         return 1.96 * float(self.accuracies.double().std()) / math.sqrt(len(self.accuracies))
 
 

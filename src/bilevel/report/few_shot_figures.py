@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -29,12 +30,13 @@ def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) ->
     steps = [row["step"] for row in rows]
     middle, half = (np.array([100 * row[key] for row in rows]) for key in ("accuracy", "interval"))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(4.4, 3.4), layout="constrained")
+        figure = Figure(figsize=(4.0, 3.7), layout="constrained")
         axes = figure.subplots()
         axes.fill_between(steps, middle - half, middle + half, color=ACCENT, alpha=0.2, linewidth=0)
         axes.plot(steps, middle, color=ACCENT, linewidth=2.0, marker="o", markersize=3)
         low, high = axes.get_ylim()
         axes.set(xlabel="step", ylabel="accuracy, percent", ylim=(max(low, 0.0), min(high, 100.5)))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.grid(True)
         return _inline(figure, name, label)
 

@@ -11,12 +11,12 @@ from bilevel.paper import deep_victim, deep_victim_page
 from bilevel.paper.deep_victim import METHODS
 
 
-def kept(flips):
+def kept(flips, targets=4):
     """Cells in which Penalty flips these, and the others nothing."""
     return [
         (cell.settings, {"flips": flips if cell.settings["method"] == "penalty" else [False] * 3,
                          "attack_seconds": 2.0, "device": "CPU"})
-        for cell in deep_victim.cells(4)
+        for cell in deep_victim.cells(targets)
     ]  # fmt: skip
 
 
@@ -35,6 +35,14 @@ def test_page_counts_known_and_other_first_weights_apart(tmp_path):
     text = (tmp_path / "deep-victim.md").read_text()
     assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 2.0 |" in text
     assert "| feature collision | 4 | 0 of 4" in text
+
+
+def test_what_is_found_is_told_by_the_sign_test_over_targets():
+    few, many, none = (deep_victim_page.stated(kept([flip, False, False], n)) for flip, n in ((1, 4), (1, 20), (0, 20)))
+    assert "for 4, fewer for 0: by the sign test (p = 0.12) the two cannot be told apart." in few
+    assert "for 20, fewer for 0: by the sign test (p = 1.9e-06) the two differ: Penalty has more." in many
+    assert "for 0, fewer for 0: by the sign test (p = 1) the two cannot be told apart." in none
+    assert deep_victim_page.stated([]) == ""
 
 
 def test_command_writes_an_empty_page_where_nothing_was_run(tmp_path, capsys):

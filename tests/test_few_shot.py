@@ -315,6 +315,7 @@ def test_the_interval_is_that_of_the_mean_over_tasks():
     found = adapt_and_evaluate(tiny(), TaskSampler(noise_classes(), 3, 1, 2), tasks=50)
     a = found.accuracies.numpy()
     assert found.interval == pytest.approx(1.96 * a.std(ddof=1) / np.sqrt(50))
+    assert np.isnan(adapt_and_evaluate(tiny(), TaskSampler(noise_classes(), 3, 1, 2), tasks=1).interval)
     said = found.predictions.reshape(50, 3, 2)
     assert (said == torch.arange(3)[:, None]).double().mean((1, 2)).tolist() == pytest.approx(a.tolist())
 

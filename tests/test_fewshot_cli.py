@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from common import needs
 from PIL import Image
 from safetensors.numpy import load_file
 
+from bilevel.applications.few_shot import embed
+from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
+from bilevel.data.class_sets import load_classes
+from bilevel.models import few_shot_cnn
 from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_page
+from bilevel.paper import few_shot_page, few_shot_runs
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,12 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert 0 <= result["accuracy"] <= 1
     assert result["tasks"] == 20
     page = (out / "report.html").read_text()
-    for words in ("Unseen classes", "A task:", "Accuracy on meta-validation classes", "data:image/png;base64"):
+    for words in (
+        "Unseen classes",
+        "A task in the middle:",
+        "Accuracy on meta-validation classes",
+        "data:image/png;base64",
+    ):
         assert words in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert not (out / "checkpoint").exists()
@@ -69,6 +80,46 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     captured = capsys.readouterr()
     assert "finished already" in captured.err
     assert json.loads(captured.out) == result
+
+
+def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_data(
+    folder, tmp_path, capsys, monkeypatch
+):
+    data = tmp_path / "mine" / "omniglot"  # a name is not the named set, whose images are inverted and turned
+    shutil.copytree(folder, data)
+    monkeypatch.chdir(tmp_path)
+    (data / "pattern 00" / "0.png").write_bytes((data / "pattern 00" / "1.png").read_bytes()[:90])
+    seed = ["--seed", "2", "--embed", str(folder), "--json"]
+    assert main(arguments(Path("mine/omniglot"), Path("run"), *seed)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["classes"], result["images"]) == ([8, 2, 2], 96)
+    assert "2-way 1-shot" in result["message"]
+    assert "Embedded 96 images" in result["message"]
+    assert "do not decode: pattern 00/0.png" in result["notes"][0]
+    assert len(result["notes"]) == 1
+    with np.load("run/embeddings.npz") as kept:
+        first = kept["features"]
+    network = few_shot_cnn()
+    network.load_state_dict({name: torch.from_numpy(x) for name, x in load_file("run/" + WEIGHTS).items()})
+    pixels = np.asarray(Image.open(folder / "pattern 00" / "0.png"))
+    assert np.allclose(first[0], embed(network, torch.from_numpy(pixels.copy())[None, None])[0], atol=1e-5)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = ["fewshot", "--evaluate", "../run", "--tasks", "20", "--device", "cpu", "--json"]
+    assert main([*again, "--seed", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == result["accuracy"]
+    # The seed of the run has split the classes: another would try the one with 7 images, where 8 are asked for.
+    tests = {seed: load_classes(data, seed=seed).test.names for seed in range(30)}
+    assert "pattern 00" not in tests[2]
+    other = next(seed for seed, names in tests.items() if "pattern 00" in names)
+    assert main([*again, "--shots", "2", "--queries", "6", "--seed", str(other)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ways"], found["shots"], found["queries"], found["seed"]) == (2, 2, 6, other)
+    shutil.rmtree(data)
+    assert main([*again, "--embed", str(folder), "--out", "new/e.npz"]) == 0
+    with np.load("new/e.npz") as kept:
+        assert np.array_equal(kept["features"], first)
 
 
 def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
@@ -93,7 +144,32 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert "ways must be at most the number of classes, 8; got 9" in capsys.readouterr().err
     assert main(["fewshot", "--evaluate", str(tmp_path)]) == 2
     assert "must name the folder of a run" in capsys.readouterr().err
+    assert main(["fewshot", "--evaluate", str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "x", "--embed", str(tmp_path / "none"))) == 2
+    assert "--embed must name a folder with images" in capsys.readouterr().err
+    for c in range(4):
+        (tmp_path / "small" / str(c)).mkdir(parents=True)
+        for i in range(4):
+            Image.new("L", (8, 8), 60 * c).save(tmp_path / "small" / str(c) / f"{i}.png")
+    assert main(arguments(tmp_path / "small", tmp_path / "x")) == 2
+    assert "must take images of shape 1x8x8" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "none").exists()
+
+
+def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(folder, tmp_path, capsys):
+    for c in range(12):
+        name = "_$12 <b> 種類" if c == 11 else f"pattern {c:02d}"
+        part = "train" if c < 6 else "val" if c < 8 else "test"
+        shutil.copytree(folder / f"pattern {c:02d}", tmp_path / "parts" / part / name)
+    assert main(arguments(tmp_path / "parts", tmp_path / "run", "--ways", "3", "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["classes"], result["validation_accuracy"]) == ([6, 2, 4], None)
+    assert result["notes"] == ["No accuracy on meta-validation classes: there are 2, fewer than the ways of a task."]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert " _$12 &lt;b&gt; 種類</text>" in page
+    assert all(f">pattern {c:02d}</text>" in page for c in range(8, 11))
 
 
 def test_the_cells_of_the_study_are_distinct_and_the_most_wanted_come_first():
@@ -114,14 +190,48 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
         kept.append((settings, {
             "accuracy": accuracy, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
             "curve": curve, "weights": 111_936, "device": "CPU", "accuracy_of_means": accuracy,
+            "train_accuracy": 0.9876,
         }))  # fmt: skip
+    for method, accuracy in {"penalty": 0.6012, "approx-grad": 0.5, "prototypes": 0.6112}.items():
+        kept.append((study.table_settings("cifar-fs", "conv4", 5, 1, method, 0), {**kept[0][1], "accuracy": accuracy}))
     found = few_shot_page.write(kept, tmp_path)
     assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
     assert "does not reach 96.0" in found["findings"][1]
+    assert found["findings"][-1] == (
+        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty has 60.12, 10.12 above ApproxGrad and 1.00 below ProtoNet."
+    )
     text = (tmp_path / "few-shot.md").read_text()
+    assert "| 99.01 | 98.76 |" in text
     assert "99.01 ± 0.10" in text
     assert "not run" in text
     assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("method", ["prototypes", "penalty"])
+def test_a_cell_ends_at_the_deadline_and_goes_on_to_the_same_accuracy(method, folder, tmp_path, monkeypatch):
+    classes = load_classes(folder)
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))
+    settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
+        "steps": 6, "train_ways": 2, "tasks": 2, "queries": 2, "points": 3, "test_tasks": 10, "test_queries": 3,
+    }  # fmt: skip
+    cpu = torch.device("cpu")
+    straight = few_shot_runs.run(settings, cpu, tmp_path / "straight")
+    for step in (1, 2, 3):  # a step each
+        early = few_shot_runs.run(settings, cpu, tmp_path / "stopped", deadline=0.0)
+        assert early is not None
+        assert (early["partial"], early["steps"]) == (True, step)
+    assert straight is not None
+    assert (straight["partial"], straight["steps"]) == (False, 6)
+    late = few_shot_runs.run(settings, cpu, tmp_path / "stopped")
+    again = few_shot_runs.run(settings, cpu, tmp_path / "stopped")  # the state is there, the result is not
+    for found in (late, again):
+        assert found is not None
+        assert (found["partial"], found["steps"], found["accuracy"]) == (False, 6, straight["accuracy"])
+        assert [(row["step"], row["accuracy"]) for row in found["curve"]] == [
+            (row["step"], row["accuracy"]) for row in straight["curve"]
+        ]
+        assert found["seconds"] >= early["seconds"] > 0
+        assert [row["step"] for row in found["curve"]] == [2, 4, 6]
 
 
 @pytest.mark.slow

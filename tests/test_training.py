@@ -89,6 +89,20 @@ def test_stopped_training_goes_on_with_the_same_bits(stop, tmp_path):
     assert done == list(range(stop - stop % 2 + 1, 21))  # saved at every second step
 
 
+def test_a_training_ends_where_its_watch_says_so_and_goes_on_from_there(tmp_path):
+    straight, x, y = task(dropout=True)
+    stopped, again = copy.deepcopy(straight), copy.deepcopy(straight)
+    fit(straight, x, y, steps=20, batch=20)
+    first: list[int] = []
+    fit(stopped, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=lambda done: first.append(done) or done == 7)
+    assert first == list(range(1, 8))
+    assert not stopped.training
+    second: list[int] = []
+    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=second.append)
+    assert second == list(range(8, 21))
+    assert torch.equal(weights(straight), weights(again))
+
+
 def test_probabilities_are_those_of_evaluation_and_leave_the_mode():
     model, x, _ = task(dropout=True)
     model.train()

@@ -142,11 +142,9 @@ def meta_train(
     in_range("steps", steps, least=1, whole=True)
     in_range("proximity", proximity, least=0)
     one_of("start", start, ("means", "random"))
-    first = next(iter(representation.parameters()), None)
-    if first is None:
-        raise OptionError("representation must have parameters; this module has none.")
-    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
     features = feature_count(representation, sampler.classes)
+    first = next(representation.parameters())
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()
     solution = solve(
@@ -164,7 +162,15 @@ def _engine(device: torch.device) -> str:
 
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
     """How many numbers the representation has for an image; refuses one that is not a row of them."""
-    found = embed(representation, classes.images[:2])
+    if next(representation.parameters(), None) is None:
+        raise OptionError("representation must have parameters; this module has none.")
+    try:
+        found = embed(representation, classes.images[:2])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        shape = "x".join(map(str, classes.shape))
+        raise OptionError(
+            f"representation must take images of shape {shape} (channels, height, width); it fails on them: {error}"
+        ) from error
     if found.ndim != 2 or len(found) != len(classes.images[:2]):
         raise OptionError(
             f"representation must give a row of features for each image; it gives shape {tuple(found.shape)} for "

@@ -43,7 +43,9 @@ class Evaluation:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95% interval of the mean."""
+        """Half the width of the 95% interval of the mean; not a number where there is one task alone."""
+        if len(self.accuracies) < 2:
+            return math.nan
         return 1.96 * float(self.accuracies.double().std()) / math.sqrt(len(self.accuracies))
 
 
@@ -92,13 +94,11 @@ def adapt_and_evaluate(
     in_range("steps", steps, least=0, whole=True)
     one_of("start", start, ("means", "random"))
     device = next(representation.parameters()).device
-    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
-    used, place = torch.unique(index, return_inverse=True)
-    z = embed(representation, sampler.classes.images[used], precision=precision)
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision)
     labels = sampler.labels(device)[1]
     said = []
     with seeded(derived(seed, "classifiers"), device):
-        for part in torch.split(place.to(device), max(1, 30_000 // (sampler.ways * sampler.shots))):
+        for part in torch.split(place, max(1, 30_000 // (sampler.ways * sampler.shots))):
             found = z[part]
             support, query = found[:, :, : sampler.shots].flatten(1, 2), found[:, :, sampler.shots :].flatten(1, 2)
             v = adapt(
@@ -108,6 +108,16 @@ def adapt_and_evaluate(
                 said.append(v(query).argmax(-1))
     predictions = torch.cat(said)
     return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())
+
+
+def embedded_tasks(
+    representation: nn.Module, sampler: TaskSampler, tasks: int, seed: int, precision: Precision | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tasks as the numbers of their images, the features of the images in them, and the tasks as rows of these."""
+    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
+    used, place = torch.unique(index, return_inverse=True)
+    z = embed(representation, sampler.classes.images[used], precision=precision)
+    return index, z, place.to(z.device)
 
 
 class Validation(Callback):

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, Watch, fit
-from .few_shot_classifier import embed, pixels
-from .few_shot_evaluation import Evaluation
+from .few_shot_classifier import pixels
+from .few_shot_evaluation import Evaluation, embedded_tasks
 from .few_shot_tasks import TaskSampler
 
 RATE = 2e-3
@@ -67,11 +67,8 @@ def evaluate_prototypes(
     representation: nn.Module, sampler: TaskSampler, *, tasks: int = 600, seed: int = 0
 ) -> Evaluation:
     """The accuracy of nearest class means on the tasks that `adapt_and_evaluate` draws with this seed."""
-    device = next(representation.parameters()).device
-    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
-    used, place = torch.unique(index, return_inverse=True)
-    z = embed(representation, sampler.classes.images[used])
-    labels = sampler.labels(device)[1]
-    said = [scores(z[part], sampler.shots).argmax(-1) for part in torch.split(place.to(device), 100)]
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed)
+    labels = sampler.labels(z.device)[1]
+    said = [scores(z[part], sampler.shots).argmax(-1) for part in torch.split(place, 100)]
     predictions = torch.cat(said)
     return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,22 +13,42 @@ import torch
 import typer
 from torch import nn
 
-from ..applications.few_shot import TaskSampler, Validation, adapt_and_evaluate, backbone, default_method, meta_train
+from ..applications.few_shot import (
+    TaskSampler,
+    Validation,
+    adapt_and_evaluate,
+    backbone,
+    default_method,
+    feature_count,
+    meta_train,
+)
 from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip
 from ..callbacks import Progress, Run
-from ..data.class_sets import load_classes
-from ..data.image_classes import ClassSplits, ImageClasses
+from ..data.class_sets import NAMES, load_classes
+from ..data.image_classes import ClassSplits
 from ..errors import BilevelError, OptionError
 from ..options import did_you_mean
 from ..replay import seeded
 from ..solution import Status
 from . import python_file
 from .device import device_of
-from .fewshot_output import FILES, WEIGHTS, load_weights, show, summary, write, write_embeddings
+from .fewshot_output import (
+    EMBEDDINGS,
+    FILES,
+    WEIGHTS,
+    Images,
+    image_files,
+    load_weights,
+    show,
+    summary,
+    write,
+    write_embeddings,
+)
 from .folder import Folder, to_json
 from .run_state import begin, finished, kept
 
+WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
 
@@ -41,9 +61,13 @@ def command(
             show_default=False,
         ),
     ] = None,
-    ways: Annotated[int, typer.Option(min=2, help="Classes of a task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, help="Images of a class to learn from.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, help="Images of a class to be tried on.")] = 15,
+    ways: Annotated[int | None, typer.Option(min=2, help="Classes of a task.", show_default=str(WAYS))] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=1, help="Images of a class to learn from.", show_default=str(SHOTS))
+    ] = None,
+    queries: Annotated[
+        int | None, typer.Option(min=1, help="Images of a class to be tried on.", show_default=str(QUERIES))
+    ] = None,
     train_ways: Annotated[
         int | None, typer.Option(min=2, help="Classes of a task in training; more make it better. By default --ways.")
     ] = None,
@@ -75,28 +99,38 @@ def command(
 
     The classes of DATA are split: the representation is learnt on tasks of some of them, and tried on tasks of others,
     each with a classifier of its own that sees a few images. The run folder has representation.safetensors,
-    result.json and report.html. `--evaluate RUN` measures it again, with `--embed FOLDER` it embeds new images.
+    result.json and report.html. `--evaluate RUN` measures it again, on its own tasks or on those of other --ways,
+    --shots and --queries; with `--embed FOLDER` it embeds new images, for which DATA need not be there any more.
     """
     where = device_of(device)
+    new = None if images is None else image_files(images)
     if evaluate is not None:
         if data is not None:
             raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
-        _again(evaluate, images, tasks, where, seed, out, json)
+        if new is not None:
+            _embed_only(evaluate, new, where, out, json)
+        else:
+            given = {"ways": ways, "shots": shots, "queries": queries, "tasks": tasks, "seed": seed}
+            _again(evaluate, {name: value for name, value in given.items() if value is not None}, where, json)
         return
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
     asked = {
-        "command": "fewshot", "data": data, "ways": ways, "shots": shots, "queries": queries, "train_ways": train_ways,
-        "backbone": network, "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
-        "lists": None if lists is None else str(lists), "tasks": tasks, "seed": seed,
+        "command": "fewshot", "data": _lasting(data), "ways": ways or WAYS,
+        "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
+        "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
+        "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
+        "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
     splits = _load(asked)
-    net = _network(network, splits.train, where, seed)
+    net = _network(network, splits.train.shape, where, seed)
+    feature_count(net, splits.train)
     samplers = _samplers(splits, asked)
     folder = Folder(out or Path("runs") / f"fewshot-{Path(data).stem}")
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
-        _tell(folder, done, json)
+        load_weights(net, folder.path / WEIGHTS)
+        _tell(folder, _with_embeddings(done, net, new, folder), json)
         return
     checkpoint = begin(folder, asked, resume, FILES)
     try:
@@ -105,9 +139,7 @@ def command(
         shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise
     shutil.rmtree(checkpoint, ignore_errors=True)
-    if images is not None:
-        result |= _embedded(net, images, splits, folder)
-    _tell(folder, result, json)
+    _tell(folder, _with_embeddings(result, net, new, folder), json)
 
 
 def _run(
@@ -142,20 +174,22 @@ def _run(
     found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed)
     means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0)
     rows = watch.rows if watch is not None else []
-    notes = list(splits.notes)
+    notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
+    if valid is None:
+        notes.append(f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task.")
     if solution.status is Status.DIVERGED:
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
         asked, found, method="penalty", accuracy_of_means=means.accuracy, data=splits.name, steps=solution.steps,
-        meta_batch=asked["meta_batch"], engine=solution.engine, seconds=round(time.perf_counter() - began, 2),
+        meta_batch=asked["meta_batch"], shape=list(splits.train.shape), engine=solution.engine,
+        seconds=round(time.perf_counter() - began, 2),
         validation_accuracy=rows[-1]["accuracy"] if rows else None, weights=sum(p.numel() for p in net.parameters()),
-        classes=[len(train.classes.names), len(valid.classes.names) if valid else 0, len(test.classes.names)],
-        notes=notes,
+        classes=[len(splits.train.names), held, len(splits.test.names)], notes=notes,
     )  # fmt: skip
     parts = " / ".join(f"{count:,}" for count in result["classes"])
     settings = [
-        ("Tasks", f"{asked['ways']} ways, {asked['shots']} shots, {asked['queries']} queries"),
-        ("Classes for training / validation / test", parts), ("Representation", asked["backbone"]),
+        ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
+        ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
         ("Steps", f"{result['steps']:,}"), ("Seed", str(seed)), ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip
@@ -188,9 +222,14 @@ class _Bar(Progress):
 # -- what was asked for ------------------------------------------------------------------------------------------------
 
 
+def _lasting(data: str) -> str:
+    """What names the data from any folder."""
+    return str(Path(data).absolute()) if data not in NAMES and Path(data).is_dir() else data
+
+
 def _load(asked: Mapping[str, Any]) -> ClassSplits:
     splits = load_classes(asked["data"], lists=asked["lists"], seed=asked["seed"])
-    turned = asked["rotations"] if asked["rotations"] is not None else splits.name == "omniglot"
+    turned = asked["rotations"] if asked["rotations"] is not None else asked["data"] == "omniglot"
     return splits.rotated() if turned else splits
 
 
@@ -198,12 +237,13 @@ def _samplers(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSample
     """Those of training, validation (None where it has too few classes) and test."""
     shots, queries, valid = asked["shots"], asked["queries"], splits.validation
     train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
-    enough = valid is not None and len(valid.names) >= asked["ways"]
-    watched = TaskSampler(valid, asked["ways"], shots, queries) if valid is not None and enough else None
+    watched = None
+    if valid is not None and len(valid.names) >= asked["ways"]:
+        watched = TaskSampler(valid, asked["ways"], shots, queries)
     return train, watched, TaskSampler(splits.test, asked["ways"], shots, queries)
 
 
-def _network(name: str, classes: ImageClasses, where: torch.device, seed: int) -> nn.Module:
+def _network(name: str, shape: Sequence[int], where: torch.device, seed: int) -> nn.Module:
     if not python_file.is_file(name):
         if name not in BACKBONES:
             raise OptionError(
@@ -211,13 +251,13 @@ def _network(name: str, classes: ImageClasses, where: torch.device, seed: int) -
                 "path.py:make."
             )
         with seeded(seed):
-            return backbone(name, classes.shape[0]).to(where)
+            return backbone(name, shape[0]).to(where)
     path, make = python_file.load(name, "--backbone must be a kind or a Python file")
     if not callable(make):
         raise OptionError(f"--backbone must name a function make(shape), as in {path.name}:make.")
     with seeded(seed):
         try:
-            network = make(classes.shape)
+            network = make(tuple(shape))
         except Exception as error:
             raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
     if not isinstance(network, nn.Module):
@@ -225,38 +265,58 @@ def _network(name: str, classes: ImageClasses, where: torch.device, seed: int) -
     return network.to(where)
 
 
-def _again(
-    run: Path, images: Path | None, tasks: int, where: torch.device, seed: int, out: Path | None, json: bool
-) -> None:
-    """Evaluate a finished run, or embed images with it."""
-    folder = Folder(run, "--evaluate")
-    asked = kept(folder, "config.json")
-    if asked.get("command") != "fewshot":
-        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} has none.")
-    splits = _load(asked)
-    net = _network(asked["backbone"], splits.train, where, asked["seed"])
+# -- what is done with a run -------------------------------------------------------------------------------------------
+
+
+def _again(run: Path, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
+    """Evaluate a finished run on the tasks that it was made for, or as given."""
+    folder, asked, _ = _opened(run)
+    splits = _load(asked)  # by the seed of the run: another splits the classes otherwise
+    net = _network(asked["backbone"], splits.train.shape, where, asked["seed"])
     load_weights(net, run / WEIGHTS)
-    if images is not None:
-        result = {"command": "fewshot --embed", "status": "done", **_embedded(net, images, splits, folder, out)}
-        _tell(folder, result, json, page=False)
-        return
+    asked |= given
     began = time.perf_counter()
-    test = _samplers(splits, asked)[2]
-    found = adapt_and_evaluate(net, test, tasks=tasks, seed=seed)
-    result = summary(
-        {**asked, "seed": seed}, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[]
-    )
+    test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
+    found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"])
+    result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
     folder.write_json("evaluation.json", result)
     _tell(folder, result, json, page=False)
 
 
-def _embedded(
-    net: nn.Module, images: Path, splits: ClassSplits, folder: Folder, out: Path | None = None
-) -> dict[str, Any]:
-    target = out or folder.path / "embeddings.npz"
+def _embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:
+    folder, asked, result = _opened(run)
+    net = _network(asked["backbone"], result["shape"], where, asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    target = out or folder.path / EMBEDDINGS
     if target.suffix != ".npz":
         raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
-    return write_embeddings(net, images, splits.train.shape, splits.name == "omniglot", target)
+    found = write_embeddings(net, images, result["shape"], asked["data"] == "omniglot", target)
+    _tell(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
+
+
+def _opened(run: Path) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
+    """The folder of a finished run, what was asked of it, and its result."""
+    if not run.is_dir():
+        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; there is no folder {run}.")
+    folder = Folder(run, "--evaluate")
+    asked, result = kept(folder, "config.json"), kept(folder, "result.json")
+    if asked.get("command") != "fewshot":
+        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} has none.")
+    if "shape" not in result:
+        raise OptionError(f"--evaluate must name the folder of a finished run; {run} has no result.json of one.")
+    return folder, asked, result
+
+
+def _with_embeddings(
+    result: Mapping[str, Any], net: nn.Module, images: Images | None, folder: Folder
+) -> Mapping[str, Any]:
+    """The result of a run, and where the embeddings of new images are, if there are any."""
+    if images is None:
+        return result
+    inverted = kept(folder, "config.json").get("data") == "omniglot"
+    found = write_embeddings(net, images, result["shape"], inverted, folder.path / EMBEDDINGS)
+    message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
+    return {**result, **found, "message": message, "notes": notes}
 
 
 def _tell(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool = True) -> None:
@@ -268,5 +328,5 @@ def _tell(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool =
     show(result)
     if page:
         typer.echo(f"report: {folder.path / 'report.html'}")
-    elif "embeddings" in result:
+    if "embeddings" in result:
         typer.echo(f"embeddings: {result['embeddings']}")

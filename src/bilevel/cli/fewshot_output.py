@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from ..report import Card, Report, Table, render
 from ..report.few_shot_figures import accuracies, plane, task_picture
 from ..report.figures import losses
 from ..solution import Solution
+from ..whole import whole
 from .folder import Folder
 
 WEIGHTS = "representation.safetensors"
-FILES = ("history.csv", "accuracy.csv", WEIGHTS, "result.json", "report.html")
+EMBEDDINGS = "embeddings.npz"
+FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", "result.json", "report.html")
 SHOWN_TASKS, SHOWN_CLASSES, SHOWN_IMAGES = 3, 10, 15
 
 
@@ -63,10 +65,9 @@ def write(
 
 
 def save_weights(network: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(state, str(temporary), metadata={"result": json.dumps(about.get("message", ""))})
-    temporary.replace(path)
+    with whole(path) as temporary:
+        save_file(state, str(temporary), metadata={"message": about["message"]})
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
@@ -79,32 +80,48 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise DataError(f"{path} does not hold the weights of this run's network ({error}).") from None
 
 
-def write_embeddings(
-    network: nn.Module, images: Path, shape: Sequence[int], inverted: bool, out: Path
-) -> dict[str, Any]:
-    """Embed every image below a folder; writes an .npz file with `features` and `files`."""
-    if not images.is_dir():
-        raise OptionError(f"--embed must name a folder with images; {images} is none.")
-    files = sorted(p for p in images.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+@dataclass(frozen=True)
+class Images:
+    """The images below a folder."""
+
+    folder: Path
+    files: list[Path]
+
+
+def image_files(folder: Path) -> Images:
+    """The images to embed; refuses a folder without any."""
+    if not folder.is_dir():
+        raise OptionError(f"--embed must name a folder with images; {folder} is none.")
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
-        raise DataError(f"{images} has no image ({', '.join(SUFFIXES)}).")
+        raise DataError(f"{folder} has no image ({', '.join(SUFFIXES)}).")
+    return Images(folder, files)
+
+
+def write_embeddings(
+    network: nn.Module, images: Images, shape: Sequence[int], inverted: bool, out: Path
+) -> dict[str, Any]:
+    """Embed images; writes an .npz file with `features` and `files`. Those of Omniglot are `inverted`: ink is 255."""
     channels, height, width = shape
     found, names, broken = [], [], []
-    for file in files:
+    for file in images.files:
+        name = file.relative_to(images.folder).as_posix()
         try:
             pixels, _ = read_pixels(file, (width, height), "L" if channels == 1 else "RGB")
         except Exception:  # decoders raise anything on a broken file
-            broken.append(file.relative_to(images).as_posix())
+            broken.append(name)
             continue
         found.append(255 - pixels if inverted else pixels)
-        names.append(file.relative_to(images).as_posix())
+        names.append(name)
     if not found:
-        raise DataError(f"{images}: none of the {len(files)} images can be decoded.")
+        raise DataError(f"{images.folder}: none of the {len(images.files)} images can be decoded.")
     stack = torch.from_numpy(np.stack(found))
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
-    np.savez_compressed(out, features=features, files=np.array(names))
+    Folder(out.parent)
+    with whole(out) as temporary, open(temporary, "wb") as opened:
+        np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
     notes = [f"Left out {len(broken)} images that do not decode, such as {broken[0]}."] if broken else []
-    message = f"{len(names):,} images, {features.shape[1]} features each."
+    message = f"Embedded {len(names):,} images, {features.shape[1]} features each."
     return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
             "notes": notes}  # fmt: skip
 
@@ -129,11 +146,13 @@ def _report(
             Card("Accuracy on meta-validation classes", accuracies("accuracy", rows, label="Accuracy against step."))
         )
     cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
-    worst = torch.argsort(found.accuracies)[: max(1, SHOWN_TASKS - 1)].tolist()
-    middle = int(torch.argsort(found.accuracies)[len(found.accuracies) // 2])
-    for task in dict.fromkeys([middle, *worst]):
-        title = f"A task: {100 * float(found.accuracies[task]):.0f}% right"
-        note = "Left: what a query is. Top: what it was taken for. The worst tasks and one in the middle are shown."
+    order = torch.argsort(found.accuracies, stable=True).tolist()
+    shown = {order[len(order) // 2]: "A task in the middle"}
+    for task in order[: SHOWN_TASKS - 1]:
+        shown.setdefault(task, "One of the worst tasks")
+    for task, which in shown.items():
+        title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
+        note = "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong."
         cards.append(Card(title, _task(found, test, task, title), note=note))
     cards.append(_plane(network, test.classes))
     reference = 1 / result["ways"]

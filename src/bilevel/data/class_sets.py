@@ -178,10 +178,9 @@ def _class_folders(root: Path, lists: str | Path | None, seed: int) -> ClassSpli
     if train is not None and test is not None:
         if lists is not None:
             raise OptionError(f"lists must be left out: {root} has folders for the parts already.")
-        read = [None if part is None else _classes_of(part) for part in (train, validation, test)]
-        (first, notes), third = read[0] or _classes_of(train), read[2] or _classes_of(test)
-        held = None if read[1] is None else read[1][0]
-        return ClassSplits(root.resolve().name, first, held, third[0], (*notes, *third[1]))
+        first, third = _classes_of(train), _classes_of(test)
+        held = (None, ()) if validation is None else _classes_of(validation)
+        return ClassSplits(root.resolve().name, first[0], held[0], third[0], (*first[1], *held[1], *third[1]))
     classes, notes = _classes_of(root)
     name = root.resolve().name
     if lists is None:

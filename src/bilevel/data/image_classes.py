@@ -102,7 +102,10 @@ class ClassSplits:
                 seen[name] = part
         shapes = {part.shape for part in parts.values() if part is not None}
         if len(shapes) > 1:
-            raise DataError(f"the images of all parts must have one shape; got {sorted(shapes)}.")
+            raise DataError(
+                "the images of all parts must have one shape (channels, height, width); got "
+                f"{', '.join(map(str, sorted(shapes)))}. Bring them to one size, all grey or all in colour."
+            )
 
     def rotated(self) -> ClassSplits:
         """All parts with rotations as further classes."""

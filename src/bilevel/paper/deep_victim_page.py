@@ -14,6 +14,9 @@ from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table
 
+LEVEL = 0.05
+"""Of the sign test."""
+
 
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     """Write the page; returns the summary."""
@@ -38,11 +41,31 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
         f"with other first weights, of {len(OTHERS)} each.",
         table(heads, rows) if rows else "Nothing was run.",
+        stated(kept),
         f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}." if rows else "",
         "```bash\nbilevel reproduce deep-victim --device cuda --page docs/results\n```",
     ]
     write_whole(folder / "deep-victim.md", "\n\n".join(part for part in parts if part) + "\n")
     return {"cells": len(kept), "methods": found}
+
+
+def stated(kept: Sequence[Kept]) -> str:
+    """Penalty beside feature collision on the targets that both have, by the sign test; empty where there are none."""
+    flips = {
+        method: {(s["rows"], s["target"]): sum(f["flips"]) for s, f in kept if s["method"] == method}
+        for method in ("penalty", "feature-collision")
+    }
+    ours, theirs = flips.values()
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        return ""
+    more, less = sum(ours[t] > theirs[t] for t in both), sum(ours[t] < theirs[t] for t in both)
+    p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+    verdict = "cannot be told apart" if p > LEVEL else f"differ: {'Penalty' if more > less else 'the latter'} has more"
+    return (
+        f"Of {len(both)} targets, Penalty flips more of the {1 + len(OTHERS)} victims than feature collision for "
+        f"{more}, fewer for {less}: by the sign test (p = {p:.2g}) the two {verdict}."
+    )
 
 
 def _share(some: int, of: int) -> str:

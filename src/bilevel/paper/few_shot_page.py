@@ -80,11 +80,16 @@ def findings(cells: Sequence[Kept]) -> list[str]:
             ours = percent(chosen(cells, **place, method="penalty"))
             others = {m: percent(chosen(cells, **place, method=m)) for m in ("approx-grad", "prototypes")}
             if ours and any(others.values()):
-                told = ", ".join(f"{METHODS[m]} {n.mean:.2f}" for m, n in others.items() if n)
+                told = " and ".join(f"{_beside(ours.mean, n.mean)} {METHODS[m]}" for m, n in others.items() if n)
                 found.append(
-                    f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty {ours.mean:.2f}, {told}."
+                    f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty has {ours.mean:.2f}, {told}."
                 )
     return found
+
+
+def _beside(ours: float, theirs: float) -> str:
+    apart = round(ours, 2) - round(theirs, 2)
+    return "level with" if apart == 0 else f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}"
 
 
 def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
@@ -161,9 +166,10 @@ def _speed_table(cells: Sequence[Kept]) -> str:
             f"{settings['dataset']}, {NETWORKS[settings['backbone']]}, {settings['ways']}-way {settings['shots']}-shot",
             METHODS[settings["method"]], f"{found['steps']:,}", f"{found['ms_per_step']:.1f}",
             f"{found['seconds']:.1f}", f"{100 * found['accuracy']:.2f}",
-            f"{100 * found['accuracy_of_means']:.2f}" if "accuracy_of_means" in found else "",
+            *(f"{100 * found[key]:.2f}" if key in found else "" for key in ("accuracy_of_means", "train_accuracy")),
         ])  # fmt: skip
-    heads = ["tasks", "method", "upper steps", "ms a step", "seconds", "accuracy", "of class means, untrained"]
+    heads = ["tasks", "method", "upper steps", "ms a step", "seconds", "accuracy", "of class means, untrained",
+             "on training classes"]  # fmt: skip
     return table(heads, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
 from ..replay import seeded
 from ..solution import Status
-from ..training import Augment
+from ..training import SAVES, Augment
+from ..whole import write_whole
 from .denoising_runs import device_name
 from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
 
@@ -101,7 +103,8 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     with seeded(seed):
         network = backbone(settings["backbone"], known.shape[0]).to(device)
     train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
-    test = TaskSampler(unseen, settings["ways"], settings["shots"], TEST_QUERIES)
+    queries = int(settings.get("test_queries", TEST_QUERIES))
+    test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -121,7 +124,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed)
         found["accuracy_of_means"] = means.accuracy
     if settings["part"] == TABLE and settings["method"] == "penalty":
-        seen = TaskSampler(known, settings["ways"], settings["shots"], TEST_QUERIES)
+        seen = TaskSampler(known, settings["ways"], settings["shots"], queries)
         found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
     return found
 
@@ -180,22 +183,58 @@ def _prototypes(
     deadline: float | None,
 ) -> Found:
     steps, seed = int(settings["steps"]), int(settings["seed"])
-    rows: list[dict[str, float]] = []
     points, tasks = _points(settings)
-    began, spent, every = time.perf_counter(), 0.0, max(1, steps // points)
+    clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
 
-    def watch(step: int) -> None:
-        nonlocal spent
-        if step % every == 0:
-            now = time.perf_counter()
-            found = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1)
-            rows.append({"step": step, "seconds": now - began - spent, "accuracy": found.accuracy})
-            spent += time.perf_counter() - now
+    def watch(step: int) -> bool:
+        clock.hear(step)
+        late = deadline is not None and time.monotonic() >= deadline
+        if step % every == 0 or step % marked == 0 or step == steps or late:
+            clock.stop()
+            if step % every == 0:
+                accuracy = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1).accuracy
+                clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
+            clock.go_on_from(step)
+        return late
 
     train_prototypes(
         network, train, steps=steps, rate=settings.get("upper_rate", RATE), augment=augmentation(settings), seed=seed,
-        precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place,
+        precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place / "checkpoint",
     )  # fmt: skip
-    seconds = time.perf_counter() - began - spent
-    return {"steps": steps, "of": steps, "partial": False, "status": "max_steps", "curve": rows,
-            "seconds": round(seconds, 2), "ms_per_step": round(1000 * seconds / steps, 3)}  # fmt: skip
+    done, seconds = clock.marks[-1]
+    return {
+        "steps": done, "of": steps, "partial": done < steps, "status": "stopped" if done < steps else "max_steps",
+        "curve": clock.rows, "seconds": round(seconds, 2), "ms_per_step": round(1000 * seconds / max(1, done), 3),
+    }  # fmt: skip
+
+
+class _Clock:
+    """Seconds of a training alone, and accuracies measured in it, in a file: another process may go on with both."""
+
+    def __init__(self, file: Path, device: torch.device) -> None:
+        kept: dict[str, Any] = {"rows": [], "marks": [[0, 0.0]]}
+        if file.is_file():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+        self.file, self.device = file, device
+        self.rows: list[dict[str, float]] = kept["rows"]
+        self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]
+        """Steps, and the seconds that they took."""
+        self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
+
+    def hear(self, step: int) -> None:
+        """A step is done. The first that is heard of comes after those that the training goes on from."""
+        if not self.heard:
+            self.rows = [row for row in self.rows if row["step"] < step]
+            self.marks = [mark for mark in self.marks if mark[0] < step]
+            self.seconds, self.heard = self.marks[-1][1], True
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step that is queued is not taken yet
+        self.seconds += time.perf_counter() - self.began
+
+    def go_on_from(self, step: int) -> None:
+        self.marks.append((step, self.seconds))
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.file, json.dumps({"rows": self.rows, "marks": self.marks}) + "\n")
+        self.began = time.perf_counter()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -19,7 +21,8 @@ CELL, GAP = 34, 4
 """Pixels of a small image and between two fields of a task."""
 FIELD = 2
 """Small images across and down in a field."""
-RIGHT, WRONG, EMPTY = (196, 228, 203), (244, 199, 195), (238, 238, 238)
+RIGHT, WRONG, EMPTY = (110, 190, 130, 255), (225, 105, 95, 255), (128, 128, 128, 40)
+"""With their opacity: the page behind a task is light or dark."""
 
 
 def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) -> Markup:
@@ -27,11 +30,13 @@ def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) ->
     steps = [row["step"] for row in rows]
     middle, half = (np.array([100 * row[key] for row in rows]) for key in ("accuracy", "interval"))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(4.4, 3.4), layout="constrained")
+        figure = Figure(figsize=(4.0, 3.7), layout="constrained")
         axes = figure.subplots()
         axes.fill_between(steps, middle - half, middle + half, color=ACCENT, alpha=0.2, linewidth=0)
         axes.plot(steps, middle, color=ACCENT, linewidth=2.0, marker="o", markersize=3)
-        axes.set(xlabel="step", ylabel="accuracy, percent")
+        low, high = axes.get_ylim()
+        axes.set(xlabel="step", ylabel="accuracy, percent", ylim=(max(low, 0.0), min(high, 100.5)))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.grid(True)
         return _inline(figure, name, label)
 
@@ -40,13 +45,17 @@ def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, la
     """Points (n, 2), each in the colour and with the mark of its class."""
     known = list(dict.fromkeys(classes))
     colors, marks = matplotlib.colormaps["tab10"].colors, "os^Dv<>PX*"  # type: ignore[attr-defined]
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    # Names are the user's, in any script: the page has them as text, and the browser has the fonts.
+    style = {**STYLE, "svg.hashsalt": name, "svg.fonttype": "none"}
+    with matplotlib.rc_context(style), warnings.catch_warnings(action="ignore"):
         figure = Figure(figsize=(5.2, 4.6), layout="constrained")
         axes = figure.subplots()
         for i, title in enumerate(known):
             mine = points[[c == title for c in classes]]
+            named = title[-24:].replace("$", r"\$")
+            named = f" {named}" if named.startswith("_") else named  # matplotlib leaves such a name out of the legend
             axes.plot(mine[:, 0], mine[:, 1], marks[i % 10], color=colors[i % 10], markersize=5, alpha=0.8,
-                      label=title[-24:].replace("$", r"\$"), linestyle="none")  # fmt: skip
+                      label=named, linestyle="none")  # fmt: skip
         axes.set(xticks=[], yticks=[])
         _legend(figure)
         return _inline(figure, name, label)
@@ -64,7 +73,7 @@ def task_picture(
     ways = len(support)
     field = FIELD * CELL
     side = field + GAP
-    sheet = np.full(((ways + 1) * side + GAP, (ways + 1) * side + GAP, 3), 255, np.uint8)
+    sheet = np.zeros(((ways + 1) * side + GAP, (ways + 1) * side + GAP, 4), np.uint8)
     for i in range(ways):
         big = _fitted(support[i], field)
         _put(sheet, (i + 1) * side + GAP, GAP, big)
@@ -85,7 +94,7 @@ def task_picture(
 
 
 def _fitted(picture: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    image = Image.fromarray(picture).convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+    image = Image.fromarray(picture).convert("RGBA").resize((side, side), Image.Resampling.BILINEAR)
     return np.asarray(image)
 
 

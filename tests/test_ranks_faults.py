@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
-from ranks import on_ranks, started
+from ranks import ends, on_ranks, started
 from test_distributed import assert_alike
 
 from bilevel import Callback, Penalty, Problem, Run, solve
@@ -79,13 +79,11 @@ def long_run(folder: str) -> None:
 
 def test_the_others_name_a_rank_that_was_killed_and_a_checkpoint_is_left(tmp_path):
     ranks, results = started(3, long_run, str(tmp_path))
-    file, end = tmp_path / "state.safetensors", time.monotonic() + 100
+    file, end = tmp_path / "state.safetensors", time.monotonic() + 300
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(ranks[1].pid, signal.SIGKILL)
-    found = dict(results.get() for _ in range(2))
-    for process in ranks:
-        process.join()
+    found = ends(ranks, results, 2)
     assert sorted(found) == [0, 2]
     for good, message in found.values():
         assert not good

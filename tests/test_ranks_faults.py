@@ -48,7 +48,18 @@ def run(folder: str, stop: int | None) -> dict[str, Any]:
         problem, Penalty(lower_steps=1), decays(), network(), data(), max_steps=STEPS, seed=1, log_every=4,
         checkpoint=f"{folder}/dropout", resume=True, every=2, callbacks=callbacks, hypergradient=False,
     )  # fmt: skip
-    return found | {"dropout": numbers(drop)}
+    return found | {"dropout": numbers(drop), "without data": without_data(stop)}
+
+
+def without_data(stop: int | None) -> dict[str, Any]:
+    """Every rank solves all of it; where the first is stopped, so are the others."""
+    u, v = (torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    problem = Problem(lambda u, v, batch: (v - 1).square().sum(), lambda u, v, batch: (v - torch.sin(u)).square().sum())
+    method = Penalty(mode="stochastic", lower_steps=1)
+    callbacks = [] if stop is None else [Stop(stop)]
+    found = solve(problem, method, u, v, max_steps=STEPS, seed=0, log_every=2, callbacks=callbacks)
+    assert found.steps == (stop or STEPS)
+    return {"u": u.tolist(), "v": v.tolist()}
 
 
 def in_turn(folder: str) -> tuple[dict[str, Any], ...]:

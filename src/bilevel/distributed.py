@@ -92,10 +92,11 @@ class Ranks:
                 )
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
-                store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+                store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+                store = dist.PrefixStore(_meeting(store, rank, size), store)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None, rank=rank,
-                    world_size=size, store=dist.PrefixStore(_meeting(store, rank, size), store),
+                    world_size=size, store=store,
                 )  # fmt: skip
             except (RuntimeError, ValueError) as error:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {_again()}") from error

@@ -167,7 +167,7 @@ class _Order:
                     state = self.method.init(setting)
                     loop = Loop(
                         setting, state, self._heard(ranks), folder, self.every, self.log_every, seed, identity,
-                        writes=ranks is None or ranks.first,
+                        writes=ranks is None or ranks.first, together=ranks,
                     )  # fmt: skip
                     if setting.ranks is not None:
                         apart(setting.ranks, seed, lower.device)

@@ -6,7 +6,8 @@
 
 Both ways run in the same two processes, round by round: in turn, the first process takes steps on whole batches, while
 the other waits, and both take them on halves. A ratio is the median over rounds of the ratio within a round: of the
-time that passed, and of the CPU seconds of the busier process, which other work on the machine disturbs less. Results
+time that passed, and of the CPU seconds of the busier process, which other work on the machine disturbs less. The first
+process takes steps on halves without the other, too: what two take beyond it is the talk between them. Results
 go to docs/results/distributed.json as they come; one that is there already is not measured again (--again does).
 """
 
@@ -57,9 +58,9 @@ def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
     return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u[batch[2]]))
 
 
-def run(name: str, ranks: Ranks | None) -> State:
-    """The state of a run, as `solve` makes it."""
-    build, size = MODELS[name]
+def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
+    """The state of a run, as `solve` makes it, on a part of each batch."""
+    build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
     v, u = build(), Rows(10_000)
     draw = torch.Generator().manual_seed(1)
@@ -94,17 +95,20 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
     assert ranks is not None
     both = run(name, ranks)
     alone = run(name, None) if rank == 0 else None
+    half = run(name, None, 2) if rank == 0 else None
     timed(both, 1)
+    if half:
+        timed(half, 1)
     count = max(1, math.ceil(ENOUGH / timed(alone, 1)[0])) if alone else 0
     count = ranks.share(count)
     found = []
     for _ in range(rounds):
-        one = timed(alone, count) if alone else (0.0, 0.0)
+        one, part = (timed(way, count) if way else (0.0, 0.0) for way in (alone, half))
         dist.barrier()
         before = ranks.payload
         two = timed(both, count)
         sent = (ranks.payload - before) / count
-        found.append((one, two, max(x[1] for x in ranks.gather(two)), sent))
+        found.append((one, two, max(x[1] for x in ranks.gather(two)), sent, part[1]))
     weights = torch.zeros(SIZES[name])
     ranks.mean([weights])
     began = time.perf_counter()
@@ -117,7 +121,11 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
             "both_ms": 1e3 * statistics.median(two[0] for _, two, *_ in found),
             "faster": statistics.median(one[0] / two[0] for one, two, *_ in found),
             "range": [min(one[0] / two[0] for one, two, *_ in found), max(one[0] / two[0] for one, two, *_ in found)],
-            "less_cpu": statistics.median(one[1] / worked for one, _, worked, _ in found),
+            "less_cpu": statistics.median(one[1] / worked for one, _, worked, *_ in found),
+            "cpu_ms": [
+                1e3 * statistics.median(times)
+                for times in zip(*((one[1], part, worked) for one, _, worked, _, part in found), strict=True)
+            ],
             "bytes": found[-1][3], "mean_ms": 1e3 * reduce, "rounds": rounds, "steps": count,
             "load": os.getloadavg()[0], "torch": torch.__version__.split("+")[0], "cpu": cpu_capability(),
         })  # fmt: skip
@@ -137,12 +145,13 @@ def lines(store: Store) -> list[str]:
     if not found:
         return []
     head = [
-        "model", "weights", "batches", "one, ms", "two, ms", "faster", "range over rounds", "less CPU", "bytes a step",
-        "one mean of v, ms", "load",
+        "model", "weights", "batches", "one, ms", "two, ms", "faster", "range over rounds", "less CPU",
+        "CPU ms: one, on halves, two", "bytes a step", "one mean of v, ms", "load",
     ]  # fmt: skip
     rows = [
         [name, f"{SIZES[name]:,}", str(MODELS[name][1]), f"{x['alone_ms']:.1f}", f"{x['both_ms']:.1f}",
          f"{x['faster']:.2f}", f"{x['range'][0]:.2f} to {x['range'][1]:.2f}", f"{x['less_cpu']:.2f}",
+         ", ".join(f"{ms:.1f}" for ms in x["cpu_ms"]),
          f"{x['bytes']:,.0f}", f"{x['mean_ms']:.2f}", f"{x['load']:.1f}"]
         for name, x in found.items()
     ]  # fmt: skip

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["bilevel", "torch.distributed.tensor"])
-"""Imported once, and forked for each rank from there."""
+from forked import CONTEXT
 
 
 def free_port() -> int:
@@ -29,12 +27,32 @@ def started(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[l
     return ranks, results
 
 
+def ends(ranks: list[Any], results: Any, count: int, seconds: float = 600) -> dict[int, Any]:
+    """The ends of `count` ranks; those that are there after so long are killed."""
+    limit, found = time.monotonic() + seconds, {}
+    try:
+        while len(found) < count:
+            if not results.empty():
+                rank, end = results.get()
+                found[rank] = end
+                continue
+            alive = any(process.is_alive() for process in ranks) or not results.empty()
+            assert alive, f"the ranks died; of {count} ends there are those of {sorted(found)}"
+            assert time.monotonic() < limit, f"after {seconds:g} seconds there are ends of {sorted(found)} alone"
+            time.sleep(0.01)
+        for process in ranks:
+            process.join(max(0.0, limit - time.monotonic()))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return found
+
+
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each of `size` ranks."""
     ranks, results = started(size, function, *arguments)
-    found = dict(results.get() for _ in ranks)
-    for process in ranks:
-        process.join()
+    found = ends(ranks, results, size)
     errors = [found[r][1] for r in range(size) if not found[r][0]]
     assert not errors, "\n".join(errors)
     return [found[r][1] for r in range(size)]

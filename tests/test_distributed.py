@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bilevel import DataError, OptionError, Penalty, ProblemError, solve, weighted_mean
 from bilevel.cli.main import main
+from bilevel.distributed import _meeting
 from bilevel.shares import Share, Sharing
 from bilevel.sources import Sources
 
@@ -120,6 +122,17 @@ def test_batches_without_a_row_an_example_are_refused():
     sources = Sources(([(torch.ones(4), torch.ones(3))], [torch.ones(4)]), 0, torch.device("cpu"), Sharing(0, 2))
     with pytest.raises(DataError, match=r"a row for each example.*upper data gave shapes"):
         sources.draw()
+
+
+def test_ranks_that_start_again_meet_under_a_new_name_in_a_store_that_is_not_new():
+    store, names = torch.distributed.HashStore(), []
+    store.set("bilevel/asks/2", "a rank that is dead")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(_meeting, store, rank, 3) for rank in (2, 0, 1)]
+            names += [{each.result(60) for each in asked}]
+    assert [len(found) for found in names] == [1, 1]
+    assert names[0] != names[1]
 
 
 def test_ranks_without_an_address_are_refused(monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
-from ranks import on_ranks, started
+from ranks import ends, on_ranks, started
 from test_distributed import assert_alike
 
 from bilevel import Callback, Penalty, Problem, Run, solve
@@ -48,7 +48,18 @@ def run(folder: str, stop: int | None) -> dict[str, Any]:
         problem, Penalty(lower_steps=1), decays(), network(), data(), max_steps=STEPS, seed=1, log_every=4,
         checkpoint=f"{folder}/dropout", resume=True, every=2, callbacks=callbacks, hypergradient=False,
     )  # fmt: skip
-    return found | {"dropout": numbers(drop)}
+    return found | {"dropout": numbers(drop), "without data": without_data(stop)}
+
+
+def without_data(stop: int | None) -> dict[str, Any]:
+    """Every rank solves all of it; where the first is stopped, so are the others."""
+    u, v = (torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    problem = Problem(lambda u, v, batch: (v - 1).square().sum(), lambda u, v, batch: (v - torch.sin(u)).square().sum())
+    method = Penalty(mode="stochastic", lower_steps=1)
+    callbacks = [] if stop is None else [Stop(stop)]
+    found = solve(problem, method, u, v, max_steps=STEPS, seed=0, log_every=2, callbacks=callbacks)
+    assert found.steps == (stop or STEPS)
+    return {"u": u.tolist(), "v": v.tolist()}
 
 
 def in_turn(folder: str) -> tuple[dict[str, Any], ...]:
@@ -79,13 +90,11 @@ def long_run(folder: str) -> None:
 
 def test_the_others_name_a_rank_that_was_killed_and_a_checkpoint_is_left(tmp_path):
     ranks, results = started(3, long_run, str(tmp_path))
-    file, end = tmp_path / "state.safetensors", time.monotonic() + 100
+    file, end = tmp_path / "state.safetensors", time.monotonic() + 300
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(ranks[1].pid, signal.SIGKILL)
-    found = dict(results.get() for _ in range(2))
-    for process in ranks:
-        process.join()
+    found = ends(ranks, results, 2)
     assert sorted(found) == [0, 2]
     for good, message in found.values():
         assert not good

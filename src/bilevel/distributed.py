@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ class Ranks:
             Ranks._talk = everyone, everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
         self._host = Ranks._talk[1]
         Ranks._runs += 1
-        self._run = f"bilevel/{Ranks._runs}"
+        self._run = f"bilevel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{Ranks._runs}"
 
     @classmethod
     def here(cls, device: torch.device) -> Ranks | None:
@@ -90,7 +91,15 @@ class Ranks:
                     "or unset WORLD_SIZE."
                 )
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+            try:
+                store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+                store = dist.PrefixStore(_meeting(store, rank, size), store)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None, rank=rank,
+                    world_size=size, store=store,
+                )  # fmt: skip
+            except (RuntimeError, ValueError) as error:
+                raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {_again()}") from error
             atexit.register(_leave)
         return cls(device)
 
@@ -261,6 +270,30 @@ class Ranks:
 
 def _again() -> str:
     return "Start the job again: with checkpoint= and resume=True it goes on from the last checkpoint, at any number."
+
+
+def _meeting(store: Any, rank: int, size: int) -> str:
+    """A name that the ranks which are there now, and no others, have in common.
+
+    torchrun keeps one store for all restarts, in which the addresses of dead ranks stay behind. Counts of restarts
+    differ between machines. The first rank therefore draws a name, and answers each of the others, which ask by a name
+    of their own, until all have heard it.
+    """
+    own = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"bilevel/asks/{rank}", own)
+        name: str = store.get(f"bilevel/answer/{own}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return name
+    name, end = f"bilevel/{own}", time.monotonic() + TIMEOUT.total_seconds()
+    while deaf := [r for r in range(1, size) if not store.check([f"{name}/heard/{r}"])]:
+        for r in deaf:
+            if store.check([f"bilevel/asks/{r}"]):
+                store.set(f"bilevel/answer/{store.get(f'bilevel/asks/{r}').decode()}", name)
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank {deaf[0]} did not come within {TIMEOUT}")
+        time.sleep(0.01)
+    return name
 
 
 def _leave() -> None:

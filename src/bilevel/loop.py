@@ -18,6 +18,7 @@ from torch import Tensor
 from . import checkpoint as store
 from .callbacks import Callback, Run
 from .certificate import certify
+from .distributed import Ranks
 from .errors import BilevelWarning
 from .joining import agree, own_generators, share_buffers
 from .method import RECORD, Setting, State
@@ -41,12 +42,14 @@ class Loop:
         identity: dict[str, Any],
         *,
         writes: bool = True,
+        together: Ranks | None = None,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
         self.seed, self.fingerprint = seed, identity
-        self.ranks, self.writes = setting.ranks, writes
+        self.ranks, self.writes, self.together = setting.ranks, writes, together
+        """The ranks that share the work, and those that begin and end together: without data there are no shares."""
         self.sent = self.counted = 0
         """Bytes that went to other ranks in the steps of this process, and how many steps these were."""
         self.history = History()
@@ -95,7 +98,7 @@ class Loop:
             status = self.state.ended()
             due = self.folder is not None and self.step % self.every == 0
             # Ranks hear of an interrupt where they talk anyway: it reaches them in different steps.
-            stopping = self.interrupted and self.ranks is None
+            stopping = self.interrupted and self.together is None
             last = status is not None or self.step >= self.setting.max_steps or stopping
             if due or last or self.step % self.log_every == 0:
                 found = self._fetch(watch)
@@ -163,8 +166,8 @@ class Loop:
             self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
         self.pending = []
         finite = self._finite()
-        if self.ranks is not None:
-            finite, self.interrupted = agree(self.ranks, table, finite, self.interrupted, self.step)
+        if self.together is not None:
+            finite, self.interrupted = agree(self.together, table, finite, self.interrupted, self.step)
         if not finite:
             self.message = f"At step {self.step}, u or v is not finite."
             self._restore_snapshot()
@@ -172,8 +175,8 @@ class Loop:
         self.good = self._snapshot()
         watch.step, watch.seconds, watch.bytes_per_step = self.step, self.seconds, self._bytes_per_step()
         stop = [bool(callback.log(watch)) for callback in self.callbacks]
-        if self.ranks is not None:
-            stop = [any(each) for each in self.ranks.gather(stop)]
+        if self.together is not None:
+            stop = [any(each) for each in self.together.gather(stop)]
         watch.seen = len(self.history)
         if self._within_tolerance():
             return Status.CONVERGED

@@ -69,7 +69,7 @@ def solve(
     lists the distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
 
     Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
-    (docs/distributed.md). The first rank alone writes files and calls callbacks.
+    (docs/distributed.md). The first rank alone writes files and calls callbacks; every engine is `eager` there.
     """
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
@@ -167,7 +167,7 @@ class _Order:
                     state = self.method.init(setting)
                     loop = Loop(
                         setting, state, self._heard(ranks), folder, self.every, self.log_every, seed, identity,
-                        writes=ranks is None or ranks.first,
+                        writes=ranks is None or ranks.first, together=ranks,
                     )  # fmt: skip
                     if setting.ranks is not None:
                         apart(setting.ranks, seed, lower.device)

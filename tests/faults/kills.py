@@ -6,19 +6,15 @@ start: while it reads, trains, saves, or writes its files.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import sys
 import time
 from pathlib import Path
 
+from forked import CONTEXT
 from tally import Tally, outcome, readable
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.utils.data", "sklearn.datasets", "sklearn.metrics", "bilevel.cli.main"]
-)
 ARGUMENTS = ("denoise", "digits", "--noise", "0.3", "--steps", "60", "--no-baselines", "--device", "cpu", "--json")
 
 
@@ -37,7 +33,7 @@ def live(out: str) -> None:
 
 def one_life(out: Path, seconds: float | None) -> int:
     """The exit code of a life that is killed after so many seconds; -9: it was."""
-    process = context.Process(target=live, args=(str(out),))
+    process = CONTEXT.Process(target=live, args=(str(out),))
     process.start()
     try:
         process.join(seconds)
@@ -50,7 +46,7 @@ def one_life(out: Path, seconds: float | None) -> int:
 
 def killed_at(out: Path, path: Path) -> None:
     """A life that is killed as soon as the path is there."""
-    process = context.Process(target=live, args=(str(out),))
+    process = CONTEXT.Process(target=live, args=(str(out),))
     process.start()
     try:
         while not path.exists():

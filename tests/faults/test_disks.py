@@ -70,14 +70,14 @@ def test_denoise_goes_on_from_the_checkpoint_before_and_removes_none_that_is_bad
 
 LIMITED = """
 import resource, signal, sys
-sys.path[:0] = [sys.argv[1]]
+sys.path[:0] = sys.argv[1:3]
 import disks
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
 from bilevel import CheckpointError
 try:
-    disks.solved(Path(sys.argv[2]), resume=True)
+    disks.solved(Path(sys.argv[3]), resume=True)
 except CheckpointError as error:
     print(error)
     sys.exit(5)
@@ -88,7 +88,15 @@ def test_save_that_meets_a_limit_of_size_leaves_the_checkpoint_of_before(tmp_pat
     """Where no disk can be mounted, too: the system refuses files above a size."""
     disks.solved(tmp_path / "state", max_steps=2)
     size = (tmp_path / "state" / store.FILE).stat().st_size
-    command = [sys.executable, "-c", LIMITED, Path(__file__).parent, tmp_path / "state", str(size // 2)]
+    command = [
+        sys.executable,
+        "-c",
+        LIMITED,
+        Path(__file__).parent,
+        Path(__file__).parents[1],
+        tmp_path / "state",
+        str(size // 2),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 5, ended.stderr
     assert "cannot be written" in ended.stdout

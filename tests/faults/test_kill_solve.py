@@ -6,7 +6,6 @@ it has passed a random step, so that the kill falls anywhere: in a step, in a lo
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import CONTEXT
 from tally import readable
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -23,10 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, Penalty, Problem, Rows, Run, Solution, solve
 from bilevel.solution import COLUMNS
-
-context = multiprocessing.get_context("forkserver")
-# torch imports its compiler at the first step of an optimizer, which takes longer than a whole life here.
-context.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.data", "bilevel", "pytest"])
 
 
 def upper(u: Any, v: Any, batch: Any) -> Tensor:
@@ -116,8 +112,8 @@ def one_life(
     which: str, steps: int, folder: Path, every: int, until: int | None, delay: float
 ) -> dict[str, Any] | None:
     """Run a life; kill it `delay` seconds after step `until`. Returns its end, or None where it was killed."""
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=live, args=(which, steps, str(folder), every, theirs), daemon=True)
+    mine, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=live, args=(which, steps, str(folder), every, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -148,21 +144,24 @@ def check(which: str, steps: int, kills: int, seed: int, every: int, folder: Pat
     straight = one_life(which, steps, folder / "straight", every, None, 0.0)
     assert straight is not None
     assert straight["steps"] > last, "the run is too short for its kills"
-    draw = random.Random(seed)
-    killed = 0
+    draw, run = random.Random(seed), 0
+
+    def compared(end: dict[str, Any] | None) -> None:
+        assert end is not None
+        assert [name for name in straight if straight[name] != end[name]] == []
+
     for until in sorted(draw.randrange(last) for _ in range(kills)):
-        end = one_life(which, steps, folder / "killed", every, until, draw.uniform(0.0, 0.01))
-        assert end is None, "the run ended before its kill"
-        readable(folder / "killed")
-        killed += 1
-    assert killed == kills
-    end = one_life(which, steps, folder / "killed", every, None, 0.0)
-    assert end is not None
-    assert [name for name in straight if straight[name] != end[name]] == []
+        while (end := one_life(
+            which, steps, folder / f"killed-{run}", every, until, draw.uniform(0.0, 0.01)
+        )) is not None:  # on a busy machine it may end before its kill  # fmt: skip
+            compared(end)
+            run += 1
+        readable(folder / f"killed-{run}")
+    compared(one_life(which, steps, folder / f"killed-{run}", every, None, 0.0))
 
 
-def test_stochastic_run_killed_at_twenty_random_moments_ends_with_the_same_bits(tmp_path):
-    check("stochastic", steps=150, kills=20, seed=0, every=2, folder=tmp_path, last=120)
+def test_stochastic_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
+    check("stochastic", steps=100, kills=10, seed=0, every=2, folder=tmp_path, last=80)
 
 
 def test_deterministic_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path):

@@ -82,12 +82,14 @@ def test_results_come_in_the_order_of_the_items_and_are_not_computed_twice(items
 
 
 def test_run_whose_process_is_killed_is_run_again_in_another(items, tmp_path):
-    found = run_many(dies_once, items, tmp_path / "out", workers=2)
-    assert [one["value"] for one in found] == [0, 1, 4, 9]
+    store, cells = Store(tmp_path / "out"), [Cell(item, 0) for item in items]
+    assert run_cells(cells, store, dies_once, where=Where(2))
+    assert [(store.get(cell) or {})["value"] for cell in cells] == [0, 1, 4, 9]
     assert {name: len(found) for name, found in begun(tmp_path / "log").items()} == {"0": 1, "1": 2, "2": 1, "3": 1}
+    assert (store.session.workers, store.session.ran) == (2, 4)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_that_fails_for_good_is_named_and_the_others_are_kept(items, tmp_path, workers):
     with pytest.raises(RunError, match=r"1 of 4 runs failed, each tried 2 times: 2-.*FloatingPointError: two is not"):
         run_many(fails_at_two, items, tmp_path / "out", workers=workers, retries=1)
@@ -136,12 +138,12 @@ def test_study_that_is_stopped_keeps_what_is_finished_and_leaves_no_process(item
     process = subprocess.Popen(
         [sys.executable, tmp_path / "study.py", Path(__file__).parent, json.dumps(items), tmp_path / "out"]
     )
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while len(list(tmp_path.glob("out/*.json"))) < 2 or len(begun(tmp_path / "log")) < 4:
         assert time.monotonic() < limit
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(20) == (7 if number == signal.SIGINT else -9)
+    assert process.wait(120) == (7 if number == signal.SIGINT else -9)
     kept = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
     assert sorted(one["value"] for one in kept) == [0, 1]
     if number == signal.SIGINT:
@@ -196,9 +198,3 @@ def test_address_without_ray_says_what_to_install(items, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(OptionError, match=r"pip install 'bilevel\[ray\]'"):
         run_many(square, items, tmp_path / "out", address="auto")
-
-
-def test_cells_of_a_study_say_how_many_workers_ran_them(items, tmp_path):
-    store = Store(tmp_path / "out")
-    assert run_cells([Cell(item, 0) for item in items], store, square, where=Where(2))
-    assert (store.session.workers, store.session.ran) == (2, 4)

@@ -1,0 +1,90 @@
+"""SIGKILL of one rank of two at random moments of `solve`, which goes on from its checkpoint with two ranks again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from forked import CONTEXT
+from ranks import ends, started
+from tally import Tally, readable
+from test_kill_solve import Tell, bits, stochastic
+
+STEPS, EVERY, FURTHEST = 80, 2, 12
+"""Steps of a run and between its checkpoints; a kill comes at most so many steps after the start of its life."""
+
+
+def live(folder: str, pipe: Connection) -> dict[str, Any]:
+    """A rank of one life: go on from the checkpoint, if there is one, to the end."""
+    from bilevel import distributed
+
+    distributed.GRACE = 0.5  # of two ranks nobody else has to be heard
+    found = stochastic(STEPS, checkpoint=folder, every=EVERY, resume=True, log_every=1, callbacks=[Tell(pipe)], seed=5)
+    assert found.ranks == 2
+    return bits(found)
+
+
+def one_life(folder: Path, kill: tuple[int, int, float] | None = None) -> dict[int, Any]:
+    """How the ranks end; with `kill` = (rank, steps, seconds), one is killed so long after it has gone so far."""
+    mine, theirs = CONTEXT.Pipe(duplex=False)
+    ranks, results = started(2, live, str(folder), theirs)
+    try:
+        if kill is not None:
+            rank, further, delay = kill
+            first = _heard(mine)
+            while first is not None and (step := _heard(mine)) is not None and step < first + further:
+                pass
+            time.sleep(delay)
+            if ranks[rank].is_alive():
+                os.kill(ranks[rank].pid, signal.SIGKILL)
+        theirs.close()
+        return ends(ranks, results, 2 if kill is None else 1)
+    finally:
+        mine.close()
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _heard(pipe: Connection) -> int | None:
+    """The next step that the first rank tells; None where it tells nothing more."""
+    return pipe.recv() if pipe.poll(120) else None
+
+
+def killed(folder: Path, kills: int, seed: int) -> Tally:
+    """Kill so many ranks; the other must name it, and each run must end as one without a kill does."""
+    tally, draw = Tally(), random.Random(seed)
+    straight = one_life(folder / "straight")[0]
+    assert straight[0], straight[1]
+    run = files = finished = 0
+
+    def compared(end: dict[int, Any]) -> None:
+        for rank, (good, found) in end.items():
+            assert good, found
+            different = [name for name in straight[1] if straight[1][name] != found[name]]
+            assert different == [], f"{different} of rank {rank} differ from those of a run that was not killed"
+
+    while tally.tried < kills:
+        out, rank = folder / f"killed-{run}", draw.randrange(2)
+        end = one_life(out, (rank, draw.randrange(1, FURTHEST), draw.uniform(0.0, 0.02)))
+        if all(good for good, _ in end.values()):  # it ended before its kill
+            compared(end)
+            run, finished = run + 1, finished + 1
+            continue
+        with tally.attempt(f"kill {tally.tried} of run {run}, of rank {rank}"):
+            assert list(end) == [1 - rank], f"ends came from {sorted(end)}"
+            message = end[1 - rank][1].splitlines()[0]
+            assert message.startswith(f"RankError: rank {rank}"), message
+            assert " is lost: " in message, message
+            files += readable(out)
+    with tally.attempt("the last life"):
+        compared(one_life(folder / f"killed-{run}"))
+        readable(folder / f"killed-{run}")
+    tally.tried -= 1
+    tally.facts = {"runs ended and compared": finished + 1, "files read after kills": files}
+    return tally

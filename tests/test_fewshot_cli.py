@@ -141,7 +141,9 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert main(["fewshot"]) == 2
     assert "DATA is needed" in capsys.readouterr().err
     assert main(arguments(folder, tmp_path / "x", "--ways", "9")) == 2
-    assert "ways must be at most the number of classes, 8; got 9" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ways must be at most the number of classes that tasks are drawn from, 8 " in told
+    assert "got 9. Give more classes" in told
     assert main(["fewshot", "--evaluate", str(tmp_path)]) == 2
     assert "must name the folder of a run" in capsys.readouterr().err
     assert main(["fewshot", "--evaluate", str(tmp_path / "none")]) == 2

@@ -13,6 +13,7 @@ from bilevel.cells import Cell, Store, run_cells
 from bilevel.cli.main import main
 from bilevel.paper import poisoning, poisoning_page, poisoning_settings
 from bilevel.paper.poisoning import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
+from bilevel.workers import Where
 
 needs_mnist = needs("mnist")
 
@@ -184,7 +185,7 @@ def echo(settings):
 def test_no_cell_is_begun_after_the_deadline_however_many_run_side_by_side(tmp_path, workers):
     cells = [Cell({"k": k}, 0.0) for k in range(5)]
     store = Store(tmp_path)
-    assert run_cells(cells, store, echo, workers=workers, deadline=time.monotonic() - 1)
+    assert run_cells(cells, store, echo, where=Where(workers), deadline=time.monotonic() - 1)
     assert store.session.ran == 0
-    assert run_cells(cells, store, echo, workers=workers, deadline=time.monotonic() + 600)
+    assert run_cells(cells, store, echo, where=Where(workers), deadline=time.monotonic() + 600)
     assert [store.get(cell)["value"] for cell in cells] == list(range(5))

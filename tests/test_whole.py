@@ -41,3 +41,12 @@ def test_what_a_killed_process_left_is_cleared_away_and_what_a_living_one_writes
 def test_folder_that_is_not_there_is_said(tmp_path):
     with pytest.raises(WriteError, match="No such file"):
         write_whole(tmp_path / "none" / "a", "text")
+
+
+def test_others_may_read_what_the_mask_lets_them(tmp_path):
+    """Whoever writes may make the temporary file private, as safetensors does."""
+    plain = tmp_path / "plain"
+    plain.touch()
+    with whole(tmp_path / "weights") as temporary:
+        temporary.touch(0o600)
+    assert (tmp_path / "weights").stat().st_mode == plain.stat().st_mode

@@ -12,6 +12,11 @@ from safetensors import SafetensorError
 
 from .errors import WriteError
 
+_mask = os.umask(0)  # which can only be read by setting it
+os.umask(_mask)
+MODE = 0o666 & ~_mask
+"""Of a new file."""
+
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
@@ -27,6 +32,7 @@ def whole(path: Path) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        temporary.chmod(MODE)  # safetensors makes files for the owner's eyes alone
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error

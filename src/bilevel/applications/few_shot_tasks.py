@@ -36,7 +36,10 @@ class TaskSampler:
             in_range(name, value, least=2 if name == "ways" else 1, whole=True)
         in_range("episodes", episodes, least=1, whole=True)
         if ways > len(classes.names):
-            raise OptionError(f"ways must be at most the number of classes, {len(classes.names)}; got {ways}.")
+            raise OptionError(
+                f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (of a "
+                f"folder, those of one of its three parts); got {ways}. Give more classes, or ask for fewer ways."
+            )
         least = min(range(len(classes.counts)), key=classes.counts.__getitem__)
         if shots + queries > classes.counts[least]:
             raise OptionError(

@@ -423,6 +423,24 @@ def test_batch_of_what_a_record_would_freeze_runs_eagerly(engine, device):
 
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
+def test_sparse_batch_runs_eagerly(engine, device):
+    def kept(u: Any, v: nn.Module, batch: Any) -> Tensor:
+        return lower(u, v, (batch[0].to_dense(), *batch[1:]))
+
+    data = (
+        batches(ONE_BATCH, rows=False, seed=0),
+        [(x.to_sparse(), *rest) for x, *rest in batches(ONE_BATCH, rows=True, seed=1)],
+    )
+    with pytest.warns(BilevelWarning, match=r"a batch holds a tensor of layout torch.sparse_coo") as caught:
+        solution = solve(
+            Problem(upper, kept), Penalty(), Rows(24, dtype=torch.float64), network(), data, max_steps=3, seed=0,
+            engine=engine, hypergradient=False,
+        )  # fmt: skip
+    assert len(caught) == 1
+    assert solution.engine == "eager"
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
 def test_records_are_limited_in_number_with_one_warning(engine, device, monkeypatch):
     monkeypatch.setattr("bilevel.engine.MOST_UNITS", 3)
     with pytest.warns(BilevelWarning, match="has recorded 3 steps") as caught:

@@ -89,6 +89,9 @@ class Recorded(Engine):
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
             self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would freeze. Use tensors.")
             return step(*arguments, *fixed)
+        if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
+            self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
+            return step(*arguments, *fixed)
         sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         key = (getattr(step, "__func__", step), fixed, form, others, sizes)
         unit = self._units.get(key)

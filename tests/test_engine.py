@@ -111,6 +111,15 @@ def test_engine_takes_the_path_of_eager(engine, device, net, options):
     same(found, run("eager", device, net=net, **options))
 
 
+@pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_record_of_another_optimizer_takes_the_path_of_eager(engine, device, optimizer):
+    options = {"warm_up": 0.0, "lower_optimizer": partial(optimizer, lr=0.01)}
+    found = run(engine, device, **options)
+    assert found[0].engine == engine
+    same(found, run("eager", device, **options))
+
+
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 def test_constraints_projections_and_other_cotangent(engine, device):
     def budget(u: Any, v: Any, batch: Any) -> Tensor:

@@ -407,8 +407,9 @@ def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
 def _recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """torch's optimizers compute with counters and rates, rather than read them, while something is being compiled."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Those without the option `capturable`, such as SGD, compute with a rate that is a tensor in their `foreach` form.
-    wanted = [{"capturable": True, "fused": None, "foreach": "capturable" not in group or None} for group in groups]
+    # Those other than Adam compute with a rate that is a tensor in their `foreach` form alone.
+    foreach = [None if isinstance(o, torch.optim.Adam) else True for o in optimizers for _ in o.param_groups]
+    wanted = [{"capturable": True, "fused": None, "foreach": each} for each in foreach]
     held = [{name: group[name] for name in new if name in group} for group, new in zip(groups, wanted, strict=True)]
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True

@@ -22,9 +22,10 @@ def in_environment(environment: Path, source: Path) -> None:
 
 
 def commit(source: Path) -> str:
-    """Of our package: the note beside a frozen copy, or that of the repository."""
+    """Of our package: the note beside a frozen copy, or that of the repository, `-dirty` where files have changed."""
     note = source.parent / "COMMIT"
     if note.exists():
         return note.read_text().strip()
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    found = subprocess.run(describe, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

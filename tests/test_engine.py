@@ -111,6 +111,15 @@ def test_engine_takes_the_path_of_eager(engine, device, net, options):
     same(found, run("eager", device, net=net, **options))
 
 
+@pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_record_of_another_optimizer_takes_the_path_of_eager(engine, device, optimizer):
+    options = {"warm_up": 0.0, "lower_optimizer": partial(optimizer, lr=0.01)}
+    found = run(engine, device, **options)
+    assert found[0].engine == engine
+    same(found, run("eager", device, **options))
+
+
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 def test_constraints_projections_and_other_cotangent(engine, device):
     def budget(u: Any, v: Any, batch: Any) -> Tensor:
@@ -419,6 +428,24 @@ def test_batch_of_what_a_record_would_freeze_runs_eagerly(engine, device):
             Problem(upper, kept), Penalty(), Rows(24, dtype=torch.float64), network(), data, max_steps=3, seed=0,
             engine=engine, hypergradient=False,
         )  # fmt: skip
+    assert solution.engine == "eager"
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
+def test_sparse_batch_runs_eagerly(engine, device):
+    def kept(u: Any, v: nn.Module, batch: Any) -> Tensor:
+        return lower(u, v, (batch[0].to_dense(), *batch[1:]))
+
+    data = (
+        batches(ONE_BATCH, rows=False, seed=0),
+        [(x.to_sparse(), *rest) for x, *rest in batches(ONE_BATCH, rows=True, seed=1)],
+    )
+    with pytest.warns(BilevelWarning, match=r"a batch holds a tensor of layout torch.sparse_coo") as caught:
+        solution = solve(
+            Problem(upper, kept), Penalty(), Rows(24, dtype=torch.float64), network(), data, max_steps=3, seed=0,
+            engine=engine, hypergradient=False,
+        )  # fmt: skip
+    assert len(caught) == 1
     assert solution.engine == "eager"
 
 

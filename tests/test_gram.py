@@ -373,6 +373,13 @@ def test_rounded_products_keep_the_plain_form():
     assert d.gram_layers == 0
 
 
+def test_cotangent_averaged_over_ranks_keeps_the_plain_form(monkeypatch):
+    """s of all ranks is not the product of one rank's dz and x."""
+    v, pair = network(5, 7, CLASSES), (batch(4, 5), batch(4, 5, seed=1))
+    monkeypatch.setattr(Derivatives, "shared", True)
+    agrees(classify(), v, pair, used=0)
+
+
 def test_several_batches_keep_the_plain_form():
     v, u = network(5, 7, CLASSES), make("tensor", torch.float64)
     pairs = [(batch(4, 5, seed=i), batch(4, 5, seed=i + 9)) for i in range(3)]

@@ -89,6 +89,9 @@ class Recorded(Engine):
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
             self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would freeze. Use tensors.")
             return step(*arguments, *fixed)
+        if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
+            self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
+            return step(*arguments, *fixed)
         sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         key = (getattr(step, "__func__", step), fixed, form, others, sizes)
         unit = self._units.get(key)
@@ -404,8 +407,9 @@ def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
 def _recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """torch's optimizers compute with counters and rates, rather than read them, while something is being compiled."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Those without the option `capturable`, such as SGD, compute with a rate that is a tensor in their `foreach` form.
-    wanted = [{"capturable": True, "fused": None, "foreach": "capturable" not in group or None} for group in groups]
+    # Those other than Adam compute with a rate that is a tensor in their `foreach` form alone.
+    foreach = [None if isinstance(o, torch.optim.Adam) else True for o in optimizers for _ in o.param_groups]
+    wanted = [{"capturable": True, "fused": None, "foreach": each} for each in foreach]
     held = [{name: group[name] for name in new if name in group} for group, new in zip(groups, wanted, strict=True)]
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True

@@ -7,9 +7,9 @@ For z = x W' + b with n rows, the only use of W in g, and dz = dg/dz, the slope 
 
 The products with the n x n Gram matrices take the place of dz' x with a graph, of x s_W' and of dz s_W, and are cheaper
 where n is smaller than the width; the terms of nu cost full products, but s_W itself is still saved. The cotangent must
-be nu + gamma s of one batch, without a projection. A weight that g uses otherwise too (weight decay, a layer used
-twice, tied weights) keeps the plain form. The layers are found in the graph of g, so that it does not matter how g was
-written.
+be nu + gamma s of one batch in one process, without a projection. A weight that g uses otherwise too (weight decay, a
+layer used twice, tied weights) keeps the plain form. The layers are found in the graph of g, so that it does not matter
+how g was written.
 """
 
 from __future__ import annotations

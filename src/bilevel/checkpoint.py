@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BilevelError, BilevelWarning, CheckpointError, reason
+from .whole import whole
 
 VERSION = 1
 FILE = "state.safetensors"
@@ -36,32 +37,14 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     tree = json.dumps(_pack(state, "", tensors), sort_keys=True)
     metadata = {"version": str(VERSION), "tree": tree, "sha256": _digest(tree, tensors)}
     path = folder / FILE
-    temporary = folder / f".{FILE}.{os.getpid()}.tmp"
-    moved = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f".{FILE}.*.tmp"):
-            stale.unlink(missing_ok=True)
-        save_file(tensors, temporary, metadata)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        if path.exists():
-            os.replace(path, folder / BEFORE)
-            moved = True
-        os.replace(temporary, path)
-        moved = False
-        entry = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(entry)
-        finally:
-            os.close(entry)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            if moved:
-                os.replace(folder / BEFORE, path)
-            temporary.unlink(missing_ok=True)
+        with whole(path, before=folder / BEFORE) as temporary:
+            save_file(tensors, temporary, metadata)
+    except OSError as error:
+        why = error.__cause__ or error
         raise CheckpointError(
-            f"the checkpoint {path} cannot be written: {error}. The one before, if any, is untouched."
+            f"the checkpoint {path} cannot be written: {why}. The one before, if any, is untouched."
         ) from error
 
 

@@ -19,11 +19,13 @@ MODE = 0o666 & ~_mask
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
     """A name to write to, which becomes `path` when all went well, and is gone otherwise.
 
-    The file that was there stays until then. What a killed process left of the same file is cleared away.
+    The file that was there stays until then, and is kept as `before` where that is given. What a killed process left of
+    the same file is cleared away.
     """
+    moved = False
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if not _alive(stale.name.split(".")[-2]):
@@ -33,13 +35,29 @@ def whole(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.chmod(MODE)  # safetensors makes files for the owner's eyes alone
+        if before is not None and path.exists():
+            os.replace(path, before)
+            moved = True
         os.replace(temporary, path)
+        _flush(path.parent)
     except (OSError, SafetensorError) as error:
+        if before is not None and moved and not path.exists():
+            with suppress(OSError):
+                os.replace(before, path)
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise WriteError(f"{path} cannot be written ({why}). The file that was there, if any, is untouched.") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _flush(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    entry = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from .figures import convergence
@@ -57,13 +57,15 @@ class Report:
 
 def render(report: Report) -> str:
     """The page as text."""
-    return fill("page.html", report=report, style=Markup(read("style.css")))
+    return fill("page.html", page=report, style=Markup(read("style.css")))
 
 
 def fill(template: str, **values: object) -> str:
     """A template of this folder with values in it; text is escaped, `Markup` is not."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(read(template)).render(values)
+    environment = Environment(
+        loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(values)
 
 
 def read(name: str) -> str:

@@ -94,7 +94,7 @@ def render_review(review: Review) -> str:
     shown = worst_first(review)
     page = fill(
         "review.html",
-        review=review,
+        page=review,
         style=Markup(read("style.css") + read("review.css")),
         script=Markup(read("review.js")),
         data=Markup(embedded(_data(shown))),

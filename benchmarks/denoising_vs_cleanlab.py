@@ -16,9 +16,7 @@ import copy
 import itertools
 import json
 import os
-import subprocess
 import sys
-import sysconfig
 import textwrap
 import time
 import warnings
@@ -27,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from environment import commit, in_environment
+from environment import commit, in_environment, make
 from store import Store
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ ENVIRONMENT = ROOT / "build" / "cleanlab-env"
 RESULTS = ROOT / "build" / "denoising_vs_cleanlab.jsonl"
 PAGE = ROOT / "docs" / "results" / "denoising-vs-cleanlab.md"
 SUMMARY = PAGE.with_suffix(".json")
-TORCH, CLEANLAB = "2.13.0", "2.9.0"
+CLEANLAB = "2.9.0"
 
 NOISES = {"symmetric-20": (0.2, "symmetric"), "symmetric-40": (0.4, "symmetric"), "asymmetric-40": (0.4, "asymmetric")}
 SEEDS = {"digits": (0, 1, 2), "mnist": (0, 1, 2), "cifar10": (0, 1)}
@@ -76,17 +74,7 @@ NOISE_TITLES = {"symmetric-20": "20% symmetric", "symmetric-40": "40% symmetric"
 
 
 def setup() -> None:
-    """Make cleanlab's own environment, in which the packages of this one are found, too: no second torch."""
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-    python = str(ENVIRONMENT / "bin" / "python")
-    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
-    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pins = ROOT / "build" / "cleanlab-constraints.txt"
-    pins.write_text(f"torch=={TORCH}\n")
-    subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(pins), f"cleanlab=={CLEANLAB}"], check=True)
-    subprocess.run([python, "-c", "import cleanlab, torch; print(cleanlab.__version__, torch.__version__)"], check=True)
+    make(ENVIRONMENT, [f"cleanlab=={CLEANLAB}"], "import cleanlab; print(cleanlab.__version__)")
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------

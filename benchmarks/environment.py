@@ -5,9 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def make(environment: Path, install: Sequence[str], check: str) -> None:
+    """Make an environment in which the packages of this one are found, too (no second torch), and install into it.
+
+    `install` are the words after `pip install`; `check` is an import that must work there.
+    """
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pins = environment.with_suffix(".txt")
+    pins.write_text(f"torch=={version('torch').split('+')[0]}\n")
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "-c", str(pins), *install], check=True)
+    subprocess.run([str(python), "-c", check], check=True)
 
 
 def in_environment(environment: Path, source: Path) -> None:

@@ -15,14 +15,12 @@ import argparse
 import copy
 import os
 import statistics
-import subprocess
-import sys
-import sysconfig
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from environment import commit, in_environment
+from environment import commit, in_environment, make
 from store import Store
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "art-env"
 RESULTS = ROOT / "build" / "poisoning_vs_art.jsonl"
 PAGE = ROOT / "docs" / "results" / "poisoning-vs-art.md"
-ART, TORCH = "1.20.1", "2.13.0"
+ART = "1.20.1"
 ROWS, POINTS, EPSILON, TARGETS = 1000, 10, 0.2, 10
 STEPS = 300
 """Of Penalty and of our feature collision."""
@@ -48,17 +46,8 @@ VICTIMS = (0, 1, 2)
 
 
 def setup() -> None:
-    """Make the toolbox's own environment, in which the packages of this one are found, too: no second torch."""
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-    python = str(ENVIRONMENT / "bin" / "python")
-    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
-    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    install = [python, "-m", "pip", "install", "-q"]
-    subprocess.run([*install, "--no-deps", f"adversarial-robustness-toolbox=={ART}"], check=True)
-    subprocess.run([*install, "six", "tqdm", "setuptools"], check=True)
-    subprocess.run([python, "-c", "import art, torch; print(art.__version__, torch.__version__)"], check=True)
+    make(ENVIRONMENT, ["six", "tqdm", "setuptools"], "import six")
+    make(ENVIRONMENT, ["--no-deps", f"adversarial-robustness-toolbox=={ART}"], "import art; print(art.__version__)")
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
@@ -215,8 +204,8 @@ def write() -> None:
     results = Store(RESULTS).results
     lines = [
         "# Poisoning beside the Adversarial Robustness Toolbox",
-        f"Written by `python benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {TORCH}, one thread of a "
-        "CPU). The victim is a 784-100-10 network trained from scratch on "
+        f"Written by `python benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {version('torch')}, one "
+        "thread of a CPU). The victim is a 784-100-10 network trained from scratch on "
         f"{ROWS:,} MNIST images and {POINTS} points of one class, rightly labelled, each changed by at most "
         f"{EPSILON:g} of a pixel's range, so that one test image is taken for that class. Bases (the nearest images of "
         "the class in the features), bound and retraining are the same for all. Flipped: by victims from the first "

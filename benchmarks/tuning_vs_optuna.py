@@ -13,39 +13,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from environment import commit, in_environment
+from environment import commit, in_environment, make
 from store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "optuna-env"
 RESULTS = ROOT / "build" / "tuning_vs_optuna.jsonl"
 PAGE = ROOT / "docs" / "results" / "tuning-vs-optuna.md"
-TORCH, OPTUNA = "2.13.0", "4.5.0"
+OPTUNA = "4.5.0"
 SEEDS, TRIALS = 3, 50
 MOST_FEATURES = 500
 """Features up to which TPE is given one penalty each: its time grows with their number, and 20,000 end no trial."""
 
 
 def setup() -> None:
-    """Make Optuna's own environment, in which the packages of this one are found, too: no second torch."""
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-    python = str(ENVIRONMENT / "bin" / "python")
-    where = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
-    (packages / "reuse.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pins = ROOT / "build" / "optuna-constraints.txt"
-    pins.write_text(f"torch=={TORCH}\n")
-    subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(pins), f"optuna=={OPTUNA}"], check=True)
-    subprocess.run([python, "-c", "import optuna, torch; print(optuna.__version__, torch.__version__)"], check=True)
+    make(ENVIRONMENT, [f"optuna=={OPTUNA}"], "import optuna; print(optuna.__version__)")
 
 
 def best_of(

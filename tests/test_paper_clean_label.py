@@ -13,7 +13,7 @@ from bilevel.applications.bounds import Bound, norms
 from bilevel.applications.feature_collision import collide
 from bilevel.applications.victims import Recipe, trained
 from bilevel.cli.main import main
-from bilevel.errors import OptionError
+from bilevel.errors import DataError, OptionError
 from bilevel.paper import clean_label, clean_label_features, clean_label_page, photographs
 from bilevel.paper import clean_label_batch as batch
 
@@ -195,3 +195,12 @@ def test_small_version_runs_all_methods_within_the_bound(monkeypatch, features, 
         assert {one["target"] for one in found["targets"]} == set(rows)
         for one in found["targets"]:
             assert one.get("skipped") or one["epsilon"] is None or one["l2"] <= one["epsilon"]
+
+
+def test_file_that_is_not_inception_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(clean_label_features, "PACKAGE", "no_such_package")
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
+    (tmp_path / "inception").mkdir()
+    (tmp_path / "inception" / clean_label_features.FILE).write_bytes(b"code of another")
+    with pytest.raises(DataError, match="is not the file of Inception-V3"):
+        clean_label_features.inception((torch.zeros(0), torch.zeros(0)), torch.device("cpu"))

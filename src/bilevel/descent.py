@@ -83,7 +83,7 @@ class Descent:
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
                 self._make_state()
-            self._move()
+            self._move(self.optimizer)
             for leaf in self.variable.leaves:
                 leaf.grad = None
             self.variable.project()
@@ -100,13 +100,12 @@ class Descent:
             if projection is not None:
                 values[index] = projection(values[index])
 
-    def _move(self) -> None:
+    def _move(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step. torch's SGD reads a rate that is a tensor on the host, which a GPU would wait for."""
-        assert self.optimizer is not None
         if not (self._stateless and self.variable.device.type == "cuda"):
-            self.optimizer.step()
+            optimizer.step()
             return
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for leaf in group["params"]:
                 leaf.addcmul_(leaf.grad, group["lr"], value=-1)
 

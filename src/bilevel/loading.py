@@ -140,14 +140,8 @@ class Indexed:
         end = len(index) // size * size if loader.batch_sampler.drop_last else len(index)
         chunks = (index[i : min(i + size, end)] for i in range(size * first, end, size))
         if self.sharing is not None:
-            return ((self._share(chunk, columns), None) for chunk in chunks)
+            return ((_share(self.sharing, chunk, columns), None) for chunk in chunks)
         return ((each_tensor(partial(_rows, chunk), columns), None) for chunk in chunks)
-
-    def _share(self, chunk: Tensor, columns: Any) -> Any:
-        """This rank's examples of a batch."""
-        assert self.sharing is not None
-        start, stop, weight = self.sharing.part(len(chunk))
-        return weighted(each_tensor(partial(_rows, chunk[start:stop]), columns), weight)
 
     def _indices(self, sampler: Iterable[int]) -> Tensor:
         """The rows of the underlying tensors that the sampler names, in order."""
@@ -270,6 +264,12 @@ def _rows(index: Tensor, tensor: Tensor) -> Tensor:
 
 def _numbers(values: Iterable[int]) -> Tensor:
     return torch.from_numpy(np.fromiter(map(operator.index, values), np.int64))
+
+
+def _share(sharing: Sharing, chunk: Tensor, columns: Any) -> Any:
+    """This rank's examples of a batch."""
+    start, stop, weight = sharing.part(len(chunk))
+    return weighted(each_tensor(partial(_rows, chunk[start:stop]), columns), weight)
 
 
 def _whole(dataset: Any) -> Any:

@@ -114,8 +114,8 @@ def _in_processes(
                 busy[pipe] = process, *left.popleft()
                 with suppress(OSError):  # of a process that died: its pipe ends, which is heard below
                     pipe.send(items[busy[pipe][1]])
-            for ready in wait(list(busy)):
-                assert isinstance(ready, Connection)
+            heard = set(map(id, wait(list(busy))))
+            for ready in [pipe for pipe in busy if id(pipe) in heard]:
                 process, place, attempt = busy.pop(ready)
                 try:
                     found = ready.recv()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from .. import __version__
@@ -191,10 +192,8 @@ def _plane(network: nn.Module, classes: ImageClasses) -> Card:
         kept = min(count, SHOWN_IMAGES)
         rows += list(range(first, first + kept))
         names += [name] * kept
-    z = torch.nn.functional.normalize(embed(network, some.images[rows]), dim=1).cpu().double()
-    z = z - z.mean(0)
-    _, _, axes = torch.linalg.svd(z, full_matrices=False)
-    points = (z @ axes[:2].T).numpy()
+    z = torch.nn.functional.normalize(embed(network, some.images[rows]), dim=1).cpu().double().numpy()
+    points = PCA(min(2, *z.shape)).fit_transform(z)
     if points.shape[1] < 2:
         points = np.column_stack([points, np.zeros(len(points))])
     note = "Directions of the features, on their two main axes; classes of the test, which training has not seen."

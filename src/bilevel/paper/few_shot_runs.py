@@ -20,6 +20,7 @@ from ..augmentation import crop_and_flip, move_slightly
 from ..cells import Cell, Found, Settings
 from ..data.class_sets import load_classes
 from ..data.image_classes import ImageClasses
+from ..errors import DataError
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
@@ -49,10 +50,10 @@ def loaded(dataset: str, part: str) -> tuple[ImageClasses, ImageClasses]:
     choosing = part == CHOICES
     splits = load_classes(dataset, validation=VALIDATION if choosing else 0)
     splits = splits.rotated() if dataset == OMNIGLOT else splits
-    if not choosing:
-        return splits.train, splits.test
-    assert splits.validation is not None
-    return splits.train, splits.validation
+    tried = splits.validation if choosing else splits.test
+    if tried is None:
+        raise DataError(f"{dataset} has no meta-validation classes to choose on.")
+    return splits.train, tried
 
 
 def method(settings: Settings) -> Method:

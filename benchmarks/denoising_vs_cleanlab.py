@@ -39,7 +39,7 @@ SUMMARY = PAGE.with_suffix(".json")
 CLEANLAB = "2.9.0"
 
 NOISES = {"symmetric-20": (0.2, "symmetric"), "symmetric-40": (0.4, "symmetric"), "asymmetric-40": (0.4, "asymmetric")}
-SEEDS = {"digits": (0, 1, 2), "mnist": (0, 1, 2), "cifar10": (0, 1)}
+SEEDS = {"digits": (0, 1, 2), "mnist": (0, 1, 2), "cifar10": (0, 1, 2)}
 SIZES = {"digits": (1297, 100, 400), "mnist": (5000, 200, 10_000), "cifar10": (4000, 500, 2000)}
 """Noisy, trusted and test examples."""
 FOLDS = 5

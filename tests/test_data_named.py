@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -167,6 +168,12 @@ def test_svhn_is_read_from_mat_files_with_ten_for_zero(home: Path) -> None:
     (folder / MAT[0]).write_bytes((folder / MAT[0]).read_bytes()[:500])
     with pytest.raises(DataError, match="train_32x32"):
         load("svhn")
+
+
+def test_files_that_are_here_need_nothing_that_downloads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_idx(home / "data" / "mnist")
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    assert load("mnist").count == 20
 
 
 def test_files_given_by_the_user_come_before_the_cache(home: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,11 +135,16 @@ def _read(name: str, known: ImageSet) -> tuple[Part, Part]:
 
 def found_in(name: str, known: ImageSet) -> Path | None:
     """The folder that has the set's files; None where they would be downloaded."""
-    given = os.environ.get("BILEVEL_DATA")
-    for folder in (Path(given) / name if given else None, known.folder, _cache(name)):
-        if folder is not None and _form_in(folder, known) is not None:
-            return folder
-    return None
+    return next((folder for folder in _places(name, known) if _form_in(folder, known) is not None), None)
+
+
+def _places(name: str, known: ImageSet) -> Iterator[Path]:
+    """Where the files may lie; pooch is asked for its cache only when they are nowhere else."""
+    if given := os.environ.get("BILEVEL_DATA"):
+        yield Path(given) / name
+    if known.folder is not None:
+        yield known.folder
+    yield _cache(name)
 
 
 def _cache(name: str) -> Path:

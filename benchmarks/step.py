@@ -477,11 +477,20 @@ class Store:
         partial.replace(self.path)
 
     def merge(self, path: Path) -> None:
-        self.results |= json.loads(path.read_text())
+        """Take over results measured elsewhere; what only the cells here have stays in them."""
+        for key, new in json.loads(path.read_text()).items():
+            self.results[key] = added(self.results.get(key, {}), new) if key.startswith("step/") else new
         self.save()
 
     def found(self, prefix: str) -> dict[str, Any]:
         return {key.removeprefix(prefix): value for key, value in self.results.items() if key.startswith(prefix)}
+
+
+def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A cell with the measurements of both; the new ones replace the old."""
+    ratios = {f: old.get("ratio", {}).get(f, {}) | new["ratio"].get(f, {}) for f in old.get("ratio", {}) | new["ratio"]}
+    parts = {name: old.get(name, {}) | new[name] for name in ("ms", "notes", "first_seconds")}
+    return new | parts | {"ratio": ratios}
 
 
 def surroundings(device: str) -> str:
@@ -652,11 +661,7 @@ def complete(store: Store, key: str, work: Work, steps: int, engines: Sequence[s
         return
     began = time.perf_counter()
     new = measure(work, steps, missing, given.curvatures, given.rounds, given.enough)
-    for name in ("ms", "notes", "first_seconds"):
-        new[name] = old.get(name, {}) | new[name]
-    for floor, ratios in old.get("ratio", {}).items():
-        new["ratio"][floor] = ratios | new["ratio"].get(floor, {})
-    store.results[key] = new
+    store.results[key] = added(old, new)
     store.save()
     print(f"{key}  {time.perf_counter() - began:.0f} s", flush=True)
 

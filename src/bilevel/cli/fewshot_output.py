@@ -46,23 +46,28 @@ def summary(asked: Mapping[str, Any], found: Evaluation, **more: Any) -> dict[st
     }  # fmt: skip
 
 
-def write(
-    folder: Folder,
-    network: nn.Module,
-    solution: Solution,
-    rows: Sequence[Mapping[str, float]],
-    found: Evaluation,
-    test: TaskSampler,
-    result: Mapping[str, Any],
-    settings: Sequence[tuple[str, str]],
-) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, as its files and its page show it."""
+
+    network: nn.Module
+    solution: Solution
+    rows: Sequence[Mapping[str, float]]
+    """Accuracies on meta-validation classes"""
+    found: Evaluation
+    test: TaskSampler
+    result: Mapping[str, Any]
+    settings: Sequence[tuple[str, str]]
+
+
+def write(folder: Folder, run: Trained) -> None:
     """Write all files, the result last."""
-    history = solution.history
+    history = run.solution.history
     folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
-    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), rows)
-    save_weights(network, folder.path / WEIGHTS, result)
-    folder.write("report.html", render(_report(network, solution, rows, found, test, result, settings)))
-    folder.write_json("result.json", result)
+    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), run.rows)
+    save_weights(run.network, folder.path / WEIGHTS, run.result)
+    folder.write("report.html", render(_report(run)))
+    folder.write_json("result.json", run.result)
 
 
 def save_weights(network: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
@@ -130,22 +135,14 @@ def write_embeddings(
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _report(
-    network: nn.Module,
-    solution: Solution,
-    rows: Sequence[Mapping[str, float]],
-    found: Evaluation,
-    test: TaskSampler,
-    result: Mapping[str, Any],
-    settings: Sequence[tuple[str, str]],
-) -> Report:
-    history, tasks = solution.history, result["meta_batch"]
+def _report(run: Trained) -> Report:
+    found, result, history = run.found, run.result, run.solution.history
+    tasks = result["meta_batch"]
     curves = {"queries": [x / tasks for x in history["upper"]], "support": [x / tasks for x in history["lower"]]}
     cards = []
-    if rows:
-        cards.append(
-            Card("Accuracy on meta-validation classes", accuracies("accuracy", rows, label="Accuracy against step."))
-        )
+    if run.rows:
+        figure = accuracies("accuracy", run.rows, label="Accuracy against step.")
+        cards.append(Card("Accuracy on meta-validation classes", figure))
     cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
     order = torch.argsort(found.accuracies, stable=True).tolist()
     shown = {order[len(order) // 2]: "A task in the middle"}
@@ -154,8 +151,8 @@ def _report(
     for task, which in shown.items():
         title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
         note = "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong."
-        cards.append(Card(title, _task(found, test, task, title), note=note))
-    cards.append(_plane(network, test.classes))
+        cards.append(Card(title, _task(found, run.test, task, title), note=note))
+    cards.append(_plane(run.network, run.test.classes))
     reference = 1 / result["ways"]
     table = Table(
         "Accuracy on classes that were not seen in training.", ("", "Accuracy", "95% interval"),
@@ -166,7 +163,7 @@ def _report(
     )  # fmt: skip
     return Report(
         title=f"Few-shot learning on {result['data']}", outcome=result["message"], good=result["accuracy"] > reference,
-        table=table, cards=cards, settings=[*settings, ("bilevel", __version__), ("torch", torch.__version__)],
+        table=table, cards=cards, settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
         notes=result["notes"],
     )  # fmt: skip
 

@@ -35,9 +35,11 @@ from ..method import Method
 from ..options import did_you_mean
 from ..workers import ONCE, one_thread
 from . import problem_file, python_file
+from .arguments import JsonOption
 from .bar import progress_bar
 from .compare_output import draw, show
-from .folder import Folder, to_json
+from .folder import Folder
+from .telling import tell
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
@@ -101,7 +103,7 @@ def command(
         "runs/compare"
     ),
     plot: Annotated[Path | None, typer.Option(help="The image. By default compare.png in --out.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run methods on one problem, from the same starts and with the same budget, and show how they end."""
     budget = _budget(gradients, evaluations, steps)
@@ -128,11 +130,7 @@ def command(
     folder.write_json("result.json", result)
     if rows:
         draw(result, image)
-    if json:
-        typer.echo(to_json(result))
-    else:
-        show(result)
-        typer.echo(f"plot: {image}")
+    tell(result, show, json=json, plot=image)
     if not complete:
         print(
             f"bilevel: Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "

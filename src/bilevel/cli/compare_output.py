@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..applications.comparison import METHODS, WIDTH
 from ..whole import whole
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     """One table, or two where one is too wide for the terminal, and what the columns do not say."""
     console = Console()
     unit = next(unit for unit in ("gradients", "evaluations", "steps") if result[unit] is not None)
@@ -61,7 +61,7 @@ def _table(title: str, names: Sequence[str], columns: dict[str, list[str]]) -> T
     return table
 
 
-def _notes(result: dict[str, Any], unit: str) -> list[str]:
+def _notes(result: Mapping[str, Any], unit: str) -> list[str]:
     notes = [
         "Gradients are evaluations of g and products with its second derivatives, counted, in one start; Memory is the "
         "most that the tensors of one upper step took."
@@ -87,7 +87,7 @@ def _bytes(count: int) -> str:
     return f"{count:.1f} GiB"
 
 
-def draw(result: dict[str, Any], image: Path) -> None:
+def draw(result: Mapping[str, Any], image: Path) -> None:
     """Error, or f, of every method against gradients."""
     style: dict[Any, Any] = {
         "axes.spines.right": False,

@@ -28,8 +28,9 @@ from ..data.image_classes import ClassSplits
 from ..errors import BilevelError, OptionError
 from ..solution import Status
 from . import python_file
+from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
 from .device import device_of
-from .fewshot_again import embed_only, evaluate_again, tell, with_embeddings
+from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
@@ -77,10 +78,10 @@ def command(
         Path | None, typer.Option("--embed", help="A folder of new images: write their embeddings.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/fewshot-DATA")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a run that was stopped.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Learn one representation for many small tasks.
 
@@ -117,7 +118,7 @@ def command(
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         load_weights(net, folder.path / WEIGHTS)
-        tell(folder, with_embeddings(done, net, new, folder), json)
+        report(folder, with_embeddings(done, net, new, folder), json)
         return
     checkpoint = begin(folder, asked, resume, FILES)
     try:
@@ -126,7 +127,7 @@ def command(
         shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise
     shutil.rmtree(checkpoint, ignore_errors=True)
-    tell(folder, with_embeddings(result, net, new, folder), json)
+    report(folder, with_embeddings(result, net, new, folder), json)
 
 
 def _run(

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..errors import OptionError
 from .fewshot_asked import load, network_of
 from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
-from .folder import Folder, to_json
+from .folder import Folder
 from .run_state import kept
+from .telling import tell
 
 
 def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
@@ -32,7 +31,7 @@ def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, jso
     found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"])
     result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
     folder.write_json("evaluation.json", result)
-    tell(folder, result, json, page=False)
+    report(folder, result, json, page=False)
 
 
 def embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:
@@ -43,7 +42,7 @@ def embed_only(run: Path, images: Images, where: torch.device, out: Path | None,
     if target.suffix != ".npz":
         raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
     found = write_embeddings(net, images, result["shape"], asked["data"] == "omniglot", target)
-    tell(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
+    report(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
 
 
 def _opened(run: Path) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
@@ -71,14 +70,9 @@ def with_embeddings(
     return {**result, **found, "message": message, "notes": notes}
 
 
-def tell(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool = True) -> None:
-    for note in result.get("notes", ()):
-        print(f"note: {note}", file=sys.stderr)
-    if json:
-        typer.echo(to_json(result))
-        return
-    show(result)
-    if page:
-        typer.echo(f"report: {folder.path / 'report.html'}")
+def report(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool = True) -> None:
+    """Tell the result of a run, and where its page and its embeddings are."""
+    files = {"report": folder.path / "report.html"} if page else {}
     if "embeddings" in result:
-        typer.echo(f"embeddings: {result['embeddings']}")
+        files["embeddings"] = result["embeddings"]
+    tell(result, show, json=json, **files)

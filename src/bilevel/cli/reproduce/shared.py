@@ -30,9 +30,7 @@ WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cell
 RayOption = Annotated[
     str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
 ]
-DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Function = Callable[[Settings], Found | None]
 Write = Callable[[Sequence[tuple[Settings, Found]], Path], dict[str, Any]]
 """Writes the page of these cells into a folder; returns the summary, with its `message` where the study has one."""

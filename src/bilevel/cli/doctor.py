@@ -21,6 +21,8 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print it as one J
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The findings for people."""
+    from ..doctor import how_to_get
+
     absent = [name for name, version in found["versions"].items() if version is None]
     present = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
     shown = ["versions", *(f"  {version}" for version in present)]
@@ -40,9 +42,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         engine = found["engines"][key]
         shown.append(f"  {name}: {'yes' if engine['works'] else 'no'}, {engine['note']}")
     shown.append("data")
-    shown += [
-        f"  {name}: {place or 'not here; it is downloaded at its first use'}" for name, place in found["data"].items()
-    ]
+    shown += [f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found["data"].items()]
     shown += ["environment", *(f"  {name}={value}" for name, value in found["environment"].items())]
     shown += ["disk", *(f"  {path}: {_size(free)} free" for path, free in found["disk_free"].items())]
     return shown

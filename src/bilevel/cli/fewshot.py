@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +41,13 @@ VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
 
 
+TRAINING = ("train_ways", "network", "meta_batch", "steps", "rotations", "lists", "resume")
+"""What a finished run has by now."""
+TASKS = ("ways", "shots", "queries", "tasks", "seed")
+
+
 def command(
+    context: typer.Context,
     data: Annotated[
         str | None,
         typer.Argument(
@@ -88,7 +94,8 @@ def command(
     The classes of DATA are split: the representation is learnt on tasks of some of them, and tried on tasks of others,
     each with a classifier of its own that sees a few images. The run folder has representation.safetensors,
     result.json and report.html. `--evaluate RUN` measures it again, on its own tasks or on those of other --ways,
-    --shots and --queries; with `--embed FOLDER` it embeds new images, for which DATA need not be there any more.
+    --shots, --queries, --tasks and --seed; with `--embed FOLDER` it embeds new images, for which DATA need not be there
+    any more.
     """
     where = device_of(device)
     new = None if images is None else image_files(images)
@@ -96,10 +103,11 @@ def command(
         if data is not None:
             raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
         if new is not None:
+            _refuse(context, (*TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
             embed_only(evaluate, new, where, out, json)
         else:
-            given = {"ways": ways, "shots": shots, "queries": queries, "tasks": tasks, "seed": seed}
-            evaluate_again(evaluate, {name: value for name, value in given.items() if value is not None}, where, json)
+            _refuse(context, (*TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
+            evaluate_again(evaluate, {name: context.params[name] for name in _given(context, TASKS)}, where, json)
         return
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
@@ -112,7 +120,10 @@ def command(
     }  # fmt: skip
     splits = load(asked)
     net = network_of(network, splits.train.shape, where, seed)
-    feature_count(net, splits.train)
+    try:
+        feature_count(net, splits.train)
+    except OptionError as error:
+        raise OptionError(f"--backbone: {error}") from error
     samplers = samplers_of(splits, asked)
     folder = Folder(out or Path("runs") / f"fewshot-{Path(data).stem}")
     if resume and (done := finished(folder, asked)) is not None:
@@ -128,6 +139,19 @@ def command(
         raise
     shutil.rmtree(checkpoint, ignore_errors=True)
     report(folder, with_embeddings(result, net, new, folder), json)
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Which of these parameters the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def _refuse(context: typer.Context, names: Sequence[str], what: str) -> None:
+    given = _given(context, names)
+    options = [param.opts[0] for param in context.command.params if param.name in given]
+    if options:
+        raise OptionError(f"{' and '.join(options)} must be left out with {what}.")
 
 
 def _run(

@@ -147,6 +147,7 @@ class Validation(Callback):
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]
+        self.spent = run.seconds - self.trained(run.seconds)
         self.next = (run.step // self.every + 1) * self.every
 
     def log(self, run: Run) -> bool:
@@ -154,10 +155,17 @@ class Validation(Callback):
             self.next = (run.step // self.every + 1) * self.every
             began = time.perf_counter()
             found = adapt_and_evaluate(self.representation, self.sampler, tasks=self.tasks, **self.options)
-            row = {"step": run.step, "seconds": run.seconds - self.spent, "accuracy": found.accuracy}
+            row = {"step": run.step, "seconds": self.trained(run.seconds), "accuracy": found.accuracy}
             self.rows.append(row | {"interval": found.interval})
             self.spent += time.perf_counter() - began
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self.file, json.dumps({"rows": self.rows, "spent": self.spent}) + "\n")
         return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def trained(self, seconds: float) -> float:
+        """Those of training alone, of the seconds of a run at its last step.
+
+        These do not include a measurement after that step, which is in `spent`.
+        """
+        return max(seconds - self.spent, self.rows[-1]["seconds"] if self.rows else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from bilevel.applications.few_shot import embed
+from bilevel.cli import bar
+from bilevel.cli.bar import stage
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
@@ -46,8 +49,14 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
 def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(arguments(folder, out, "--json")) == 0
+    first = next(csv.DictReader((out / "accuracy.csv").read_text().splitlines()))
     captured = capsys.readouterr()
     result = json.loads(captured.out)
+    assert captured.err.splitlines() == [  # a pipe: the first line of each stage, and others when time has passed
+        f"learning, validation {100 * float(first['accuracy']):.1f}%: 1 of 8 steps",
+        "evaluating: 0 of 16 images",
+        "evaluating class means: 0 of 16 images",
+    ]
     assert result == json.loads((out / "result.json").read_text())
     assert result["classes"] == [8, 2, 2]
     assert 0 <= result["accuracy"] <= 1
@@ -80,6 +89,18 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     captured = capsys.readouterr()
     assert "finished already" in captured.err
     assert json.loads(captured.out) == result
+
+
+def test_a_pipe_has_a_line_for_what_is_done_whenever_time_has_passed(capsys, monkeypatch):
+    with stage("evaluating", "images") as tell:
+        tell(0, 2000)
+        tell(1000, 2000)
+        monkeypatch.setattr(bar, "EVERY", 0.0)
+        tell(1500, 2000)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: 0 of 2,000 images",
+        "evaluating: 1,500 of 2,000 images",
+    ]
 
 
 def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_data(

@@ -19,7 +19,7 @@ from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived, seeded
 from ..whole import write_whole
-from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, support_loss
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, Tell, embed, support_loss
 from .few_shot_tasks import TaskSampler
 
 ADAPT_STEPS = 100
@@ -85,16 +85,18 @@ def adapt_and_evaluate(
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
     precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
 ) -> Evaluation:
     """Hold the representation, train a classifier on the support of each of `tasks` tasks, and try it on the queries.
 
-    The representation is in evaluation mode: what it says of an image depends on no other image.
+    The representation is in evaluation mode: what it says of an image depends on no other image. `tell` is called as
+    the images of the tasks are embedded, which takes most of the time: how many are done, and how many there are.
     """
     in_range("tasks", tasks, least=1, whole=True)
     in_range("steps", steps, least=0, whole=True)
     one_of("start", start, ("means", "random"))
     device = next(representation.parameters()).device
-    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision)
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, tell)
     labels = sampler.labels(device)[1]
     said = []
     with seeded(derived(seed, "classifiers"), device):
@@ -111,12 +113,17 @@ def adapt_and_evaluate(
 
 
 def embedded_tasks(
-    representation: nn.Module, sampler: TaskSampler, tasks: int, seed: int, precision: Precision | None = None
+    representation: nn.Module,
+    sampler: TaskSampler,
+    tasks: int,
+    seed: int,
+    precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tasks as the numbers of their images, the features of the images in them, and the tasks as rows of these."""
     index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
     used, place = torch.unique(index, return_inverse=True)
-    z = embed(representation, sampler.classes.images[used], precision=precision)
+    z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
     return index, z, place.to(z.device)
 
 

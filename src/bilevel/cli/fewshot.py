@@ -29,6 +29,7 @@ from ..errors import BilevelError, OptionError
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
+from .bar import Lines, stage
 from .device import device_of
 from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
@@ -183,8 +184,10 @@ def _run(
             f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
         )
         raise typer.Exit(1)
-    found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed)
-    means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0)
+    with stage("evaluating", "images") as tell:
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
+    with stage("evaluating class means", "images") as tell:
+        means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0, tell=tell)
     rows = watch.rows if watch is not None else []
     notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
     if valid is None:
@@ -218,14 +221,17 @@ class _Shown(Validation):
 
 
 class _Bar(Progress):
-    """The usual bar, with the last accuracy on meta-validation classes in its name."""
+    """The usual bar, with the last accuracy on meta-validation classes in its name; lines where is no terminal."""
 
     def __init__(self, watch: _Shown | None) -> None:
         super().__init__("learning")
-        self.watch = watch
+        self.watch, self.lines = watch, Lines()
 
     def log(self, run: Run) -> bool | None:
         stop = super().log(run)
-        if self._bar is not None and self.watch is not None:
-            self._bar.update(self._task, description=f"learning, validation {self.watch.last}")
+        label = "learning" if self.watch is None else f"learning, validation {self.watch.last}"
+        if self._bar is None:
+            self.lines.say(f"{label}: {run.step:,} of {run.max_steps:,} steps")
+        else:
+            self._bar.update(self._task, description=label)
         return stop

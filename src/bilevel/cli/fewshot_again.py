@@ -12,6 +12,7 @@ from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..errors import OptionError
+from .bar import stage
 from .fewshot_asked import load, network_of
 from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
 from .folder import Folder
@@ -28,7 +29,8 @@ def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, jso
     asked |= given
     began = time.perf_counter()
     test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
-    found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"])
+    with stage("evaluating", "images") as tell:
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], tell=tell)
     result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
     folder.write_json("evaluation.json", result)
     report(folder, result, json, page=False)

@@ -15,13 +15,16 @@ from rich.table import Table
 
 from ..applications.comparison import METHODS, WIDTH
 from ..whole import whole
+from ..wording import counted
 
 
 def show(result: Mapping[str, Any]) -> None:
     """One table, or two where one is too wide for the terminal, and what the columns do not say."""
     console = Console()
     unit = next(unit for unit in ("gradients", "evaluations", "steps") if result[unit] is not None)
-    title = f"{result['problem']}, {result['trials']} start(s), {result[unit]:,} {unit}; means over the starts"
+    title = f"{result['problem']}, {counted(result['trials'], 'start')}, {result[unit]:,} {unit}"
+    if result["trials"] > 1:
+        title += "; means over the starts"
     known = result["measure"] == "error"
     ends: dict[str, list[str]] = {"Error": [f"{row['error']:.1e}" for row in result["methods"]]} if known else {}
     ends |= {

@@ -19,6 +19,7 @@ from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
 from ..report import Table as ReportTable
 from ..solution import COLUMNS
+from ..wording import counted
 from .arguments import JsonOption
 from .bar import progress_bar
 from .folder import Folder
@@ -133,7 +134,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    table = Table(title=f"Four synthetic problems, {result['starts']} starts each, solved to {GOAL_TEXT}")
+    table = Table(title=f"Four synthetic problems, {counted(result['starts'], 'start')} each, solved to {GOAL_TEXT}")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left")
     for row in _rows(result):

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..wording import counted
+
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
     """Show versions, devices, whether compiling and graph capture work here, data found, and free disk.
@@ -29,7 +31,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     if absent:
         shown.append(f"  not installed: {', '.join(absent)}")
     system = found["system"]
-    shown += ["system", f"  {system['platform']}, {system['cores']} cores, torch uses {system['threads']} threads"]
+    cores = "an unknown number of cores" if system["cores"] is None else counted(system["cores"], "core")
+    shown += ["system", f"  {system['platform']}, {cores}, torch uses {counted(system['threads'], 'thread')}"]
     if system["memory_free"] is not None:
         shown.append(f"  {_size(system['memory_free'])} of memory free")
     shown.append("devices")

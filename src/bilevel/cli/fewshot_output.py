@@ -25,6 +25,7 @@ from ..report.few_shot_figures import accuracies, plane, task_picture
 from ..report.figures import losses
 from ..solution import Solution
 from ..whole import whole
+from ..wording import agreeing, counted
 from .folder import Folder
 
 WEIGHTS = "representation.safetensors"
@@ -120,14 +121,15 @@ def write_embeddings(
         found.append(255 - pixels if inverted else pixels)
         names.append(name)
     if not found:
-        raise DataError(f"{images.folder}: none of the {len(images.files)} images can be decoded.")
+        raise DataError(f"{images.folder}: none of {counted(len(images.files), 'image')} can be decoded.")
     stack = torch.from_numpy(np.stack(found))
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
     Folder(out.parent)
     with whole(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
-    notes = [f"Left out {len(broken)} images that do not decode, such as {broken[0]}."] if broken else []
-    message = f"Embedded {len(names):,} images, {features.shape[1]} features each."
+    left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
+    notes = [f"Left out {left}, such as {broken[0]}."] if broken else []
+    message = f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each."
     return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
             "notes": notes}  # fmt: skip
 

@@ -18,6 +18,7 @@ from ..applications.cleaning import thumbnails
 from ..report import Table as ReportTable
 from ..report.poison import Point, PoisonPage, Target, render_poison
 from ..whole import whole
+from ..wording import counted
 from .folder import Folder
 from .poison_audit import Audit
 
@@ -39,7 +40,7 @@ def summary(
     names = ground.data.classes
     clean, poisoned, flipped = outcome.clean, outcome.poisoned, outcome.flipped
     success, before = (outcome.success(ground, aim, which) for which in (poisoned, clean))
-    count = f"{aim.points} poison point{'s' * (aim.points != 1)} ({aim.points / ground.data.count:.2%} of the training)"
+    count = f"{counted(aim.points, 'poison point')} ({aim.points / ground.data.count:.2%} of the training)"
     if aim.kind == "untargeted":
         message = f"{count} bring the accuracy from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}."
         if poisoned.accuracy >= clean.accuracy:

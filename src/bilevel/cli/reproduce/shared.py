@@ -16,6 +16,7 @@ from ...cells import Cell, Found, Settings, Store, run_cells
 from ...errors import OptionError
 from ...options import one_of
 from ...paper.filed import FiledStore, Kept
+from ...wording import agreeing, counted
 from ...workers import Where
 from ..bar import progress_bar
 from ..folder import Folder, to_json
@@ -65,7 +66,7 @@ def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], functi
     if not complete:
         stopped(len(done), len(cells))
     folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
-    print(f"{len(cells)} cells, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    print(f"{counted(len(cells), 'cell')}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return store
 
 
@@ -111,7 +112,9 @@ def run_filed(
     summary = write(store.all(), folders[1].path)
     message = summary.pop("message", None)
     if message is None:
-        message = f"{done} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
+        were = agreeing(done, "was", "were")
+        seconds = f"{time.monotonic() - began:.0f} s"
+        message = f"{counted(done, 'cell')} {were} run in {seconds}; the page shows {summary['cells']}."
     end(name, message, summary, folders, json)
 
 

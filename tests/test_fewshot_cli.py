@@ -116,7 +116,7 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
     assert (result["classes"], result["images"]) == ([8, 2, 2], 96)
     assert "2-way 1-shot" in result["message"]
     assert "Embedded 96 images" in result["message"]
-    assert "do not decode: pattern 00/0.png" in result["notes"][0]
+    assert "does not decode: pattern 00/0.png" in result["notes"][0]
     assert len(result["notes"]) == 1
     with np.load("run/embeddings.npz") as kept:
         first = kept["features"]

@@ -55,7 +55,10 @@ def command(
     points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
     fraction: Annotated[
         float | None,
-        typer.Option(help="The same as a share of the training rows. Neither: 0.03, or one point of clean-label."),
+        typer.Option(
+            help="The same as a share of the training rows: of --rows, or of those that are left when the test and "
+            "validation parts are taken out. Neither: 0.03, or one point of clean-label."
+        ),
     ] = None,
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
     as_class: Annotated[

@@ -130,6 +130,7 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["solved"], result["cases"], result["converged_but_not_solved"]) == (1, 1, [])
+    assert result["message"] == f"1 of 1 cases are solved; the slowest took {result['slowest']} s."
     page = (tmp_path / "page" / "classical.md").read_text()
     assert "| bard-1984-b | linear | 1, 1 | -37.6 | -37.6 |" in page
     assert "1 of 1" in page
@@ -137,3 +138,7 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     assert main(arguments) == 0
     assert (tmp_path / "page" / "classical.md").read_text() == page
     assert len(json.loads((tmp_path / "page" / "classical.json").read_text())["cells"]) == 1
+    monkeypatch.setattr(study, "STARTS", 3)  # what is there has other settings than asked for
+    capsys.readouterr()
+    assert main([*arguments, "--no-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["cases"] == 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bilevel import OptionError, __version__
@@ -16,6 +17,7 @@ from bilevel.applications import synthetic
 from bilevel.cli import demo
 from bilevel.cli.folder import Folder, to_json
 from bilevel.cli.main import main
+from bilevel.cli.naming import by_option
 
 FILES = {"config.json", "history.csv", "result.json", "report.html"}
 
@@ -247,3 +249,41 @@ def test_json_has_null_in_place_of_what_it_cannot_say():
     text = to_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (1, "é")}})
     assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [1, "é"]}}
     assert "é" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("denoise table.csv --trusted 5", "--label must name the column of table.csv"),
+        ("denoise table.csv --trusted 5 --label d", "--label must be a column of table.csv; got 'd'."),
+        ("denoise rows.npz --trusted 5 --label c", "--label names a column of a table; rows.npz is none"),
+        ("denoise rows.npz --trusted 5 --noise 1.5", "--noise must be at least 0 and below 1; got 1.5."),
+        ("denoise rows.npz --trusted 99", "--trusted must be below the 60 rows of rows"),
+        ("denoise rows.npz --trusted 5 --test digits", "--test must be of the same form as rows.npz; got 'digits'."),
+        ("denoise rows.npz --apply decisions.csv --out cleaned.csv", "--out must end in .npz, the form of rows.npz"),
+        ("poison rows.npz --rows 500", "--rows must be at most the 34 that are left for training; got 500."),
+        ("poison rows.npz --model cnn", "--model cnn needs images of at least 16 by 16 pixels"),
+        ("tune rows.npz --penalty per-layer", "--penalty per-layer is for --model mlp; logistic has one layer."),
+    ],
+)
+def test_errors_name_the_option_rather_than_the_argument_of_a_function(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    np.savez("rows.npz", x=rng.normal(size=(60, 4)), y=np.arange(60) % 2)
+    Path("table.csv").write_text("a,b,c\n" + "".join(f"{i},{i * i % 7},{'xy'[i % 2]}\n" for i in range(60)))
+    code, output, errors = run(capsys, *arguments.split())
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"bilevel: {told}")
+
+
+def test_names_that_are_no_options_stay_as_they_are():
+    options = ["--shots", "--queries", "--steps", "--target-class", "-h"]
+    assert by_option("shots + queries must be at most 20.", options) == "--shots + --queries must be at most 20."
+    assert by_option("target_class must be known.", options) == "--target-class must be known."
+    for message in (
+        "the steps must fall.",
+        "stepsize must fall.",
+        "--methods: got 'steps=3'.",
+        "lower_steps=3 is few.",
+    ):
+        assert by_option(message, options) == message

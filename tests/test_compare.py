@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from bilevel.applications.comparison import (
 )
 from bilevel.applications.synthetic import examples, nth
 from bilevel.cli import compare as command
+from bilevel.cli import compare_output
 from bilevel.cli.main import main
 from bilevel.cost import cost
 
@@ -336,7 +338,8 @@ def test_a_problem_with_prepare_and_no_data_is_compared(tmp_path, capsys):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_table_shows_whole_names_and_numbers_in_80_columns(terminal, monkeypatch, capsys, tmp_path):
     if terminal:
-        monkeypatch.setattr(command, "Console", lambda **options: Console(**options, force_terminal=True, width=80))
+        narrow = partial(Console, force_terminal=True, width=80)
+        monkeypatch.setattr(compare_output, "Console", narrow)
     names = ["value-function:lower_steps=1", "forward-mode", "approx-grad:lower_steps=1:linear_solver=neumann"]
     code, output, _ = run(capsys, "sum", "--methods", ",".join(names), "--steps", 4, "--out", tmp_path)
     assert code == 0

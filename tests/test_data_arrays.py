@@ -65,7 +65,7 @@ def test_columns_are_scaled_by_the_main_part_alone(tmp_path: Path) -> None:
     data = load(save(tmp_path, x=x, y=Y, x_test=x_test, y_test=[2]))
     assert data.kind == "arrays"
     assert data.x.shape == (12, 3)
-    assert data.notes == ("1 of 4 columns are constant and were left out.",)
+    assert data.notes == ("1 of 4 columns is constant and was left out.",)
     assert torch.allclose(data.x.mean(0), torch.zeros(3), atol=1e-6)
     assert torch.allclose(data.x.std(0, correction=0), torch.ones(3), atol=1e-6)
     assert data.test is not None
@@ -117,7 +117,7 @@ HOLED = np.where(np.arange(24).reshape(12, 2) == 7, np.nan, GOOD)
     [
         ({"x": GOOD}, "array named 'y'; it holds x"),
         ({"x": GOOD, "y": Y[:-1]}, "x has 12 rows and y has 11"),
-        ({"x": HOLED, "y": Y}, "1 values that are NaN or infinite, in 1 rows; the first is row 3"),
+        ({"x": HOLED, "y": Y}, "has 1 NaN or infinite value, in 1 row; the first is row 3"),
         ({"x": GOOD.astype(str), "y": Y}, "must hold real numbers"),
         ({"x": GOOD, "y": np.where(Y == 1, np.nan, Y)}, r"4 of 12 labels are missing .* \(from 0\) 1, 4, 7"),
         ({"x": GOOD, "y": np.zeros(12)}, "at least 2 classes are needed; every label is '0'"),

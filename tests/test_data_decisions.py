@@ -222,7 +222,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     change = rewriting.Change(np.ones(data.count, bool), data.y.numpy(), data.y.numpy())
     (source / "dog" / "5.png").unlink()
     (source / "dog" / "5.png").symlink_to(tmp_path / "out" / "none")
-    with pytest.raises(RuntimeError), rewriting.whole(tmp_path / "out") as temporary:  # noqa: PT012
+    with pytest.raises(RuntimeError), rewriting.new_file_or_folder(tmp_path / "out") as temporary:  # noqa: PT012
         rewriting.rewrite_folder(source, temporary, change, data)
         assert temporary.is_dir()
         raise RuntimeError

@@ -189,7 +189,7 @@ def test_the_label_must_be_a_column(tmp_path: Path) -> None:
     ("labels", "said"),
     [
         (list(NUMBERS), "looks like regression"),
-        ([None, *LABELS[1:]], r"1 of 40 labels are missing or not finite, in rows \(from 0\) 0\."),
+        ([None, *LABELS[1:]], r"1 of 40 labels is missing or not finite, in row \(from 0\) 0\. Fill or remove it\."),
         (list(range(N)), "40 different values in 40 rows"),
         (["one"] * N, "at least 2 classes"),
     ],

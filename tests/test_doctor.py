@@ -8,8 +8,9 @@ import shutil
 
 import torch
 
+from bilevel.cli.doctor import lines
 from bilevel.cli.main import main
-from bilevel.doctor import tried
+from bilevel.doctor import data, examine, tried
 
 
 def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
@@ -17,6 +18,10 @@ def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
     (tmp_path / "mnist").mkdir()
     for name in names:
         (tmp_path / "mnist" / name).touch()
+    (tmp_path / "omniglot").mkdir()
+    (tmp_path / "cifar100").mkdir()
+    for name in ("omniglot/images_background.zip", "omniglot/images_evaluation.zip", "cifar100/train_0.webp"):
+        (tmp_path / name).touch()
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -28,6 +33,9 @@ def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
     assert found["engines"]["graph"]["works"] is torch.cuda.is_available()
     assert found["data"]["mnist"] == str(tmp_path / "mnist")
     assert found["data"]["digits"] == "comes with scikit-learn"
+    assert found["data"]["omniglot"] == str(tmp_path / "omniglot")
+    assert found["data"]["cifar-fs"] is None  # one of five files is there
+    assert {"fashion-mnist", "svhn", "cifar10", "mini-imagenet", "photos"} < set(found["data"])
     assert found["environment"]["BILEVEL_DATA"] == str(tmp_path)
     free = next(iter(found["disk_free"].values()))
     assert abs(free - shutil.disk_usage(".").free) < 2**31
@@ -38,6 +46,24 @@ def test_doctor_says_it_for_people_too(capsys):
     told = capsys.readouterr().out
     for words in (f"torch {torch.__version__}", "torch.compile: ", "CUDA graph capture: ", "GiB free", "digits: comes"):
         assert words in told
+
+
+def test_doctor_says_what_brings_data_that_are_not_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
+    lists = tmp_path / "mini-imagenet"
+    lists.mkdir()
+    for part in ("train", "val", "test"):
+        (lists / f"{part}.csv").write_text("filename,label\na.jpg,n01\n")
+    assert data()["mini-imagenet"] is None  # the images are no part of the lists
+    shown = lines(examine())
+    assert any(line.startswith("  mini-imagenet: not here; put it into $BILEVEL_DATA/mini-imagenet") for line in shown)
+    assert any(line.startswith("  photos: not here; ") and "$BILEVEL_DATA/photos" in line for line in shown)
+    (lists / "images").mkdir()
+    (lists / "images" / "a.jpg").touch()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "photos256.zip").touch()
+    assert data()["mini-imagenet"] == str(lists)
+    assert data()["photos"] == str(tmp_path / "photos" / "photos256.zip")
 
 
 def test_what_does_not_work_is_said_with_its_reason():

@@ -451,7 +451,7 @@ def test_sparse_batch_runs_eagerly(engine, device):
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
 def test_records_are_limited_in_number_with_one_warning(engine, device, monkeypatch):
-    monkeypatch.setattr("bilevel.engine.MOST_UNITS", 3)
+    monkeypatch.setattr("bilevel.recording.MOST_UNITS", 3)
     with pytest.warns(BilevelWarning, match="has recorded 3 steps") as caught:
         found = run(engine, device, sizes=[3, 4, 5, 6], warm_up=0.0, steps=12)
     assert len(caught) == 1

@@ -34,6 +34,7 @@ from bilevel.data.image_classes import ImageClasses
 from bilevel.models import few_shot_cnn
 from bilevel.prices import Prices
 from bilevel.problem import Variable
+from bilevel.solution import History
 
 
 def noise_classes(classes: int = 12, images: int = 8, side: int = 16, *, spread: int = 40) -> ImageClasses:
@@ -309,6 +310,23 @@ def test_evaluation_leaves_the_run_as_it_was_and_asks_each_image_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, state(network), strict=True))
     images = noise_classes().images
     assert torch.allclose(embed(network, images[:5]), embed(network, images)[:5], atol=1e-6)
+
+
+def test_seconds_of_training_do_not_depend_on_measuring_or_on_stops(tmp_path):
+    def watch() -> Validation:
+        sampler = TaskSampler(noise_classes(), 3, 1, 2)
+        return Validation(tiny(), sampler, every=2, tasks=10, file=tmp_path / "accuracy.json")
+
+    first = watch()
+    first.start(Run("stochastic", 6, 0, History()))
+    first.log(Run("stochastic", 6, 2, History(), seconds=10.0))
+    assert first.spent > 0
+    assert first.trained(10.0) == 10.0  # the measurement came after the seconds were taken
+    assert first.trained(15.0 + first.spent) == pytest.approx(15.0)
+    second = watch()
+    second.start(Run("stochastic", 6, 2, History(), seconds=10.0))  # stopped there, and gone on with
+    second.log(Run("stochastic", 6, 4, History(), seconds=16.0))
+    assert [row["seconds"] for row in second.rows] == [10.0, 16.0]
 
 
 def test_the_interval_is_that_of_the_mean_over_tasks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from bilevel.applications.few_shot import embed
+from bilevel.cli import bar
+from bilevel.cli.bar import stage
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
@@ -46,8 +49,14 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
 def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(arguments(folder, out, "--json")) == 0
+    first = next(csv.DictReader((out / "accuracy.csv").read_text().splitlines()))
     captured = capsys.readouterr()
     result = json.loads(captured.out)
+    assert captured.err.splitlines() == [  # a pipe: the first line of each stage, and others when time has passed
+        f"learning, validation {100 * float(first['accuracy']):.1f}%: 1 of 8 steps",
+        "evaluating: 0 of 16 images",
+        "evaluating class means: 0 of 16 images",
+    ]
     assert result == json.loads((out / "result.json").read_text())
     assert result["classes"] == [8, 2, 2]
     assert 0 <= result["accuracy"] <= 1
@@ -66,7 +75,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     weights = load_file(out / "representation.safetensors")
     assert weights["0.weight"].shape == (64, 1, 3, 3)
 
-    assert main(["fewshot", "--evaluate", str(out), "--tasks", "20", "--device", "cpu", "--json"]) == 0
+    assert main(["fewshot", "--evaluate", str(out), "--device", "cpu", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["accuracy"], again["interval"]) == (result["accuracy"], result["interval"])
 
@@ -82,6 +91,18 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert json.loads(captured.out) == result
 
 
+def test_a_pipe_has_a_line_for_what_is_done_whenever_time_has_passed(capsys, monkeypatch):
+    with stage("evaluating", "images") as tell:
+        tell(0, 2000)
+        tell(1000, 2000)
+        monkeypatch.setattr(bar, "EVERY", 0.0)
+        tell(1500, 2000)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: 0 of 2,000 images",
+        "evaluating: 1,500 of 2,000 images",
+    ]
+
+
 def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_data(
     folder, tmp_path, capsys, monkeypatch
 ):
@@ -95,7 +116,7 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
     assert (result["classes"], result["images"]) == ([8, 2, 2], 96)
     assert "2-way 1-shot" in result["message"]
     assert "Embedded 96 images" in result["message"]
-    assert "do not decode: pattern 00/0.png" in result["notes"][0]
+    assert "does not decode: pattern 00/0.png" in result["notes"][0]
     assert len(result["notes"]) == 1
     with np.load("run/embeddings.npz") as kept:
         first = kept["features"]
@@ -106,9 +127,10 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    again = ["fewshot", "--evaluate", "../run", "--tasks", "20", "--device", "cpu", "--json"]
-    assert main([*again, "--seed", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["accuracy"] == result["accuracy"]
+    again = ["fewshot", "--evaluate", "../run", "--device", "cpu", "--json"]
+    assert main(again) == 0  # on the tasks of the run: its number of them, and its seed
+    same = json.loads(capsys.readouterr().out)
+    assert (same["accuracy"], same["tasks"], same["seed"]) == (result["accuracy"], 20, 2)
     # The seed of the run has split the classes: another would try the one with 7 images, where 8 are asked for.
     tests = {seed: load_classes(data, seed=seed).test.names for seed in range(30)}
     assert "pattern 00" not in tests[2]
@@ -155,9 +177,21 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
         for i in range(4):
             Image.new("L", (8, 8), 60 * c).save(tmp_path / "small" / str(c) / f"{i}.png")
     assert main(arguments(tmp_path / "small", tmp_path / "x")) == 2
-    assert "must take images of shape 1x8x8" in capsys.readouterr().err
+    assert "--backbone: representation must take images of shape 1x8x8" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "none").exists()
+
+
+def test_options_that_a_finished_run_has_no_use_for_are_refused(tmp_path, capsys):
+    call = ["fewshot", "--evaluate", str(tmp_path)]
+    assert main([*call, "--steps", "10000", "--backbone", "conv4"]) == 2  # though both are the defaults
+    assert "--backbone and --steps must be left out with --evaluate, whose run is finished" in capsys.readouterr().err
+    for option in ("--train-ways 3", "--meta-batch 2", "--rotations", "--lists x", "--resume", "--out x"):
+        assert main([*call, *option.split()]) == 2
+        assert f"{option.split()[0]} must be left out with --evaluate" in capsys.readouterr().err
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    assert main([*call, "--embed", str(tmp_path), "--tasks", "20"]) == 2
+    assert "--tasks must be left out with --evaluate and --embed" in capsys.readouterr().err
 
 
 def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(folder, tmp_path, capsys):

@@ -44,7 +44,8 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
     assert printed == json.loads((folder / "result.json").read_text())
     names = {"config.json", "history.csv", "poison.npz", "report.html", "result.json"}
     assert {p.name for p in folder.iterdir()} == names
-    assert printed["points"] == 40
+    assert (printed["points"], printed["rows"]) == (40, 400)  # a tenth of the rows that are trained on
+    assert printed["message"].startswith("40 poison points (10.00% of 400 training rows) bring the accuracy from ")
     assert printed["poisoned_accuracy"] < printed["flipped_accuracy"] - 0.02
     points = np.load(folder / "poison.npz")
     assert points["poisoned"].shape == points["base"].shape == (40, 1, 8, 8)
@@ -60,6 +61,12 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
     assert f"{100 * printed['poisoned_accuracy']:.1f}%" in page
     assert f"{100 * printed['flipped_accuracy']:.1f}%" in page
     assert set(printed["by_class"]["3"]) == {"clean", "flipped", "poisoned"}
+
+
+def test_help_says_what_the_share_is_of(capsys):
+    assert main(["poison", "--help"]) == 0
+    told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert "left when the test and validation parts are taken out" in told
 
 
 def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):

@@ -15,8 +15,7 @@ Linear layers whose Gram form is cheaper take that (see `bilevel.gram`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,13 +25,13 @@ from torch import Tensor
 from .batches import Pair
 from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelWarning, ProblemError
+from .evaluations import Evaluations
 from .gram import LEAST, Layer, layers, terms
-from .precision import Precision, reduced, widened
+from .precision import Precision
 from .prices import Gradients, Prices, added, paid
-from .problem import Objective, Problem, Variable
+from .problem import Problem, Variable
 from .replay import keeping, random_state, set_random_state
-from .rows import Parts
-from .vectors import dot, gradient, norm, spread, summed
+from .vectors import spread, summed
 
 if TYPE_CHECKING:
     from .kkt import KKT
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 Curvature = Literal["auto", "exact", "gram", "difference"]
 
 
-class Derivatives:
-    """Evaluates a problem at the current u and v, which are live: nothing is copied, and u and v are read in place."""
+class Derivatives(Evaluations):
+    """Derivatives of the penalised objective, and products with second derivatives of g."""
 
     def __init__(
         self,
@@ -51,178 +50,13 @@ class Derivatives:
         curvature: Curvature = "auto",
         precision: Precision | None = None,
     ) -> None:
-        self.problem, self.u, self.v = problem, u, v
+        super().__init__(problem, u, v, precision)
         self.curvature: Curvature = curvature
-        self.precision: Precision | None = precision
-        self.lower_evaluations = 0
-        self.upper_evaluations = 0
-        self.tapes: list[list[tuple[Tensor, Tensor]]] = []
         self.gram_layers = 0
         """Linear layers in Gram form, in the last evaluation of F"""
         self.kkt: KKT | None = None
         """What the lower level's constraints were turned into; `problem` is then without them"""
         self._proved = False  # whether an exact evaluation has gone through
-
-    # -- what ranks agree on (see `bilevel.parallel`); one process has nothing to agree on ---------------------------
-
-    gradient = staticmethod(gradient)
-    """The derivative of outputs in leaves: see `bilevel.vectors`"""
-    shared = False
-    """Whether the batches are shares of those of all ranks"""
-
-    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The mean over ranks."""
-        return tensors
-
-    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
-        """The mean over ranks of what belongs to the leaves of v and u; what follows belongs to rows that were read."""
-        return found
-
-    def agreed_gradients(self, found: Gradients) -> Gradients:
-        """f, g and their derivatives as means over ranks. Rows stay each rank's own: see `all_rows`."""
-        return found
-
-    def all_rows(self, parts: Parts) -> Parts:
-        """The rows that were read on any rank, with the gradients that they have in the mean."""
-        return parts
-
-    def size(self, found: list[Tensor]) -> Tensor:
-        """The norm of what `agreed_beside_rows` returned, rows included."""
-        return norm(found)
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The sum over the shards of v, where it is divided among ranks."""
-        return part
-
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to take the mean over ranks; what is returned waits for it."""
-        return lambda: tensors
-
-    # -- values --------------------------------------------------------------------------------------------------
-
-    def lower(self, batch: Any) -> Tensor:
-        self.lower_evaluations += 1
-        return self._scalar(self._call(self.problem.lower, batch), "lower")
-
-    def upper(self, batch: Any) -> Tensor:
-        self.upper_evaluations += 1
-        return self._scalar(self._call(self.problem.upper, batch), "upper")
-
-    def _scalar(self, value: Any, name: str) -> Tensor:
-        """One number, or one for each trial."""
-        if not isinstance(value, Tensor):
-            raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
-        if (trials := self.problem.trials) is not None:
-            if value.shape != (trials,):
-                raise ProblemError(
-                    f"{name} must return {trials} numbers, one a trial; got a tensor of shape {tuple(value.shape)}."
-                )
-            return value
-        if value.numel() != 1:
-            raise ProblemError(
-                f"{name} must return one number; got a tensor of shape {tuple(value.shape)}. Take its mean or its sum."
-            )
-        return value.reshape(())
-
-    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        """<a, b>, of each trial where there are trials. Every tensor is shaped like one of u or v."""
-        return dot(a, b, trials=self.problem.trials is not None)
-
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The Euclidean norm over all tensors, of each trial where there are trials."""
-        if self.problem.trials is None:
-            return norm(tensors)
-        return self.dot(tensors, tensors).detach().sqrt()
-
-    def constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
-        return [self._call(function, batch) for function in functions]
-
-    def lower_constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.lower_equalities, *self.problem.lower_inequalities]
-        return [self._call(function, batch) for function in functions]
-
-    def _call(self, function: Objective, batch: Any) -> Any:
-        """The user's function, in the precision in force; half-precision results as float32."""
-        if self.precision is None:
-            return function(self.u.value, self.v.value, batch)
-        with reduced(self.precision, self.v.device):
-            value = function(self.u.value, self.v.value, batch)
-        return widened(value)
-
-    @contextmanager
-    def full_precision(self) -> Iterator[None]:
-        """Evaluate in the precision of the variables, whatever `precision` says."""
-        held, self.precision = self.precision, None
-        try:
-            yield
-        finally:
-            self.precision = held
-
-    def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
-        """g and s = grad_v g, first order only, over the batches."""
-        share = 1.0 / len(batches)
-        total: list[Tensor] = []
-        with self.holding_u(False):
-            for _, batch in batches:
-                g = self.lower(batch) * share
-                part = [g.detach(), *self.gradient(g, self.v.leaves)]
-                total = summed([total, part]) if total else part
-        return total[0], total[1:]
-
-    def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
-        """f, g, h, grad_v f and s over the batches, without curvature; with `lam`, v is of f + lam g."""
-        share, count = 1.0 / len(batches), len(self.v.leaves)
-        h: list[Tensor] = []
-        total: list[Tensor] = []
-        with self.holding_u(False), torch.enable_grad():
-            for upper_batch, lower_batch in batches:
-                g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
-                part = [g.detach(), f.detach(), *self.gradient(g, self.v.leaves), *self.gradient(f, self.v.leaves)]
-                total = summed([total, part]) if total else part
-                with torch.no_grad():
-                    values = [x * share for x in self.constraints(upper_batch)]
-                h = summed([h, values]) if h else values
-        slope, v = total[2 : 2 + count], total[2 + count :]
-        if lam is not None:
-            v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
-        return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
-
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, retain: bool = False) -> Gradients:
-        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints. `retain` keeps the graph."""
-        share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
-        total: Gradients | None = None
-        for batch, _ in batches:
-            with self.holding_u(True) as inputs:
-                f = self.upper(batch) * share
-                leaves = self.v.leaves[:count]
-                slopes = self.gradient(f, [*leaves, *inputs()], retain=retain)
-                found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
-            total = found if total is None else added(total, found)
-        if total is None:
-            raise ProblemError("direct needs at least one batch; got none.")
-        return total
-
-    def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
-        """r, from s."""
-        if not self.v.projected:
-            return list(slope)
-        with torch.no_grad():
-            moved = self.v.project_leaves([v - s for v, s in zip(self.v.leaves, slope, strict=True)])
-            return [v - p for v, p in zip(self.v.leaves, moved, strict=True)]
-
-    def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
-        """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
-        if self.problem.prepare is None:
-            return list(batches)
-        with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
-            made = [
-                self.problem.prepare(self.u.value, None if pair[0] is None and pair[1] is None else pair)
-                for pair in batches
-            ]
-        if self.precision is not None:
-            made = widened(made)
-        return [(item, item) for item in made]
 
     # -- the derivative of F -------------------------------------------------------------------------------------
 
@@ -368,45 +202,6 @@ class Derivatives:
                 )
         return paid(values, prices, len(self.problem.equalities))
 
-    def _difference(
-        self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
-    ) -> list[Tensor]:
-        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
-
-        The generators are left at `after`, or where one evaluation leaves them.
-        """
-        leaves = self.v.leaves
-        held = [leaf.detach().clone() for leaf in leaves]
-        eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
-        size = self.norm(pull)
-        step = eps * (1 + self.norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
-        sides = []
-        with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
-            for sign in (1.0, -1.0):
-                with torch.no_grad():
-                    for leaf, value, direction in zip(leaves, held, pull, strict=True):
-                        leaf.copy_(value + sign * spread(step, value) * direction)
-                set_random_state(state, self.v.device)
-                for rows in self.u.rows:
-                    rows.replay()
-                value = self.lower(batch)
-                after = random_state(self.v.device) if after is None else after
-                sides.append(self.gradient(value, wrt, retain=True))
-        set_random_state(after, self.v.device)
-        return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
-
-    def gathered(
-        self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
-    ) -> Gradients:
-        """What was found in `count` leaves of v, the leaves of u and the rows that were read, in this order."""
-        static = len(self.u.leaves) if len(found) > count else 0
-        rest = iter(found[count + static :])
-        rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
-        return Gradients(
-            f=f.detach() * share, g=g.detach() * share, slope=slope, residual=self.residual(slope) if slope else [],
-            constraints=h, v=found[:count], u=found[count : count + static], rows=rows,
-        )  # fmt: skip
-
     # -- products for scales and certificates --------------------------------------------------------------------
 
     def hessian_product(
@@ -467,28 +262,29 @@ class Derivatives:
         self._proved = True
         return found
 
-    @contextmanager
-    def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
-        """u is part of the graph only where its derivative is wanted. Yields what lists its leaves, after the reads."""
-        self.tapes = []
-        if with_u:
-            for rows in self.u.rows:
-                rows.start_tape()
+    def _difference(
+        self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
+    ) -> list[Tensor]:
+        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
 
-            def inputs() -> list[Tensor]:
-                self.tapes = [rows.tape() for rows in self.u.rows]
-                return [*self.u.leaves, *(leaf for tape in self.tapes for _, leaf in tape)]
-
-            try:
-                yield inputs
-            finally:
+        The generators are left at `after`, or where one evaluation leaves them.
+        """
+        leaves = self.v.leaves
+        held = [leaf.detach().clone() for leaf in leaves]
+        eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
+        size = self.norm(pull)
+        step = eps * (1 + self.norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
+        sides = []
+        with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
+            for sign in (1.0, -1.0):
+                with torch.no_grad():
+                    for leaf, value, direction in zip(leaves, held, pull, strict=True):
+                        leaf.copy_(value + sign * spread(step, value) * direction)
+                set_random_state(state, self.v.device)
                 for rows in self.u.rows:
-                    rows.stop_tape()
-        else:
-            for leaf in self.u.leaves:
-                leaf.requires_grad_(False)
-            try:
-                yield list
-            finally:
-                for leaf in self.u.leaves:
-                    leaf.requires_grad_(True)
+                    rows.replay()
+                value = self.lower(batch)
+                after = random_state(self.v.device) if after is None else after
+                sides.append(self.gradient(value, wrt, retain=True))
+        set_random_state(after, self.v.device)
+        return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .data.named import NAMES, SETS, found_in
+from .data import class_sets, named
 from .data.size import free_memory
 from .errors import reason
+from .paper import photographs
 
 PACKAGES = (
     "torch", "numpy", "scipy", "scikit-learn", "safetensors", "matplotlib", "pillow", "typer", "rich", "jinja2",
     "pandas", "pyarrow", "tensorboard", "ray",
 )  # fmt: skip
+PHOTOS = photographs.ARCHIVE.parent.name
 Findings = dict[str, Any]
 
 
@@ -36,7 +38,7 @@ def examine() -> Findings:
         },
         "devices": devices(),
         "engines": {"compile": tried(_compiled), "graph": tried(_captured), "double_backward": tried(_twice)},
-        "data": {name: data(name) for name in NAMES},
+        "data": data(),
         "environment": {name: os.environ[name] for name in ("BILEVEL_DATA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
                         if name in os.environ},
         "disk_free": {str(path): shutil.disk_usage(path).free for path in (Path.cwd(), Path(tempfile.gettempdir()))},
@@ -72,12 +74,21 @@ def tried(attempt: Callable[[], str]) -> dict[str, Any]:
         return {"works": False, "note": reason(error)}
 
 
-def data(name: str) -> str | None:
-    """Where a named set is found; None where it would be downloaded."""
-    if name == "digits":
-        return "comes with scikit-learn"
-    folder = found_in(name, SETS[name])
-    return None if folder is None else str(folder)
+def data() -> dict[str, str | None]:
+    """Where each set is found that is read by name; None where it is not here."""
+    found = {name: named.found_in(name, known) for name, known in named.SETS.items()}
+    found |= {name: class_sets.found_in(name) for name in class_sets.NAMES}
+    found |= {PHOTOS: photographs.archive_here()}
+    return {"digits": "comes with scikit-learn"} | {n: None if path is None else str(path) for n, path in found.items()}
+
+
+def how_to_get(name: str) -> str:
+    """What brings a set here that is not."""
+    if name in named.SETS:
+        return "it is downloaded at its first use"
+    if name == PHOTOS:
+        return f"`bilevel reproduce clean-label` reads {photographs.ARCHIVE.name} in $BILEVEL_DATA/{PHOTOS}"
+    return f"put it into $BILEVEL_DATA/{class_sets.FOLDERS[name][0]} (see docs/few-shot.md for its files)"
 
 
 def _compiled() -> str:

@@ -26,6 +26,7 @@ from ..options import in_range
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, accuracy, fit
+from ..wording import agreeing, counted
 from .denoising import Denoised, Tell, denoise
 
 PER_CLASS = 10
@@ -82,8 +83,8 @@ def prepare(
         data = split_trusted(data, drawn, seed)
         if noise is None:
             notes.append(
-                f"The trusted set is {drawn} rows drawn from the data, whose labels are taken as right. Check them: a "
-                "wrong label among them counts for many."
+                f"The trusted set is {counted(drawn, 'row')} drawn from the data, whose labels are taken as right. "
+                "Check them: a wrong label among them counts for many."
             )
     elif trusted is not None:
         raise OptionError(f"trusted={trusted} draws rows, but the data has {len(data.trusted[1])} trusted ones.")
@@ -102,11 +103,13 @@ def prepare(
             whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
             parted = split_test(whole, share=HELD_OUT, seed=seed)
             data = replace(data, trusted=(parted.x, parted.y), test=parted.test)
-            notes.append(f"A fifth of the trusted set, {count - parted.count} rows, is held out to measure accuracies.")
+            part = counted(count - parted.count, "row")
+            notes.append(f"A fifth of the trusted set, {part}, is held out to measure accuracies.")
         else:
             notes.append(
-                f"No accuracy is measured: there is no test set, and the trusted one, with {count} rows and {least} of "
-                f"its rarest class, is too small to hold a part of it out ({LEAST_TRUSTED} and {LEAST_OF_CLASS})."
+                "No accuracy is measured: there is no test set, and the trusted one, with "
+                f"{counted(count, 'row')} and {least} of its rarest class, is too small to hold a part of it out "
+                f"({LEAST_TRUSTED} and {LEAST_OF_CLASS})."
             )
     if data.test is not None:
         data, truth, more = _apart(data, truth)
@@ -133,7 +136,9 @@ def _duplicates(data: Labelled) -> list[str]:
     if not found:
         return []
     other = sum(a != b for a, b in found)
-    return [f"{len(found)} rows are in the trusted set, too, {other} of them with another label; they stay in."]
+    rows, are = counted(len(found), "row"), agreeing(len(found), "is", "are")
+    stay = agreeing(len(found), "it stays in", "they stay in")
+    return [f"{rows} {are} in the trusted set, too, {other} of them with another label; {stay}."]
 
 
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
@@ -141,7 +146,9 @@ def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | Non
     rows = np.flatnonzero([twin is None for twin in _twins(data, data.part("test"))])
     if len(rows) == data.count:
         return data, truth, []
-    note = f"{data.count - len(rows)} rows are in the test set or the held-out part, too; they are left out."
+    out = data.count - len(rows)
+    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
+    note = f"{counted(out, 'row')} {are} in the test set or the held-out part, too; {left}."
     return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
 
 

@@ -45,6 +45,7 @@ from ..solve import solve
 from ..training import Augment, Trainer, probabilities
 from ..weighting import weighted_mean
 from ..whole import write_whole
+from ..wording import agreeing
 from .mistakes import mistakes
 
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
@@ -266,7 +267,8 @@ def examples(given: Examples, name: str, dtype: torch.dtype) -> tuple[Tensor, Te
         raise DataError(f"the labels of {name} must be whole numbers; {wrong} of {len(y)} are not.")
     x, y = x.detach().to("cpu", dtype), y.detach().cpu()
     if bad := int((~torch.isfinite(x)).flatten(1).any(1).sum()):
-        raise DataError(f"the inputs of {name} must be finite; {bad} of {len(x)} examples hold NaN or infinity.")
+        hold = agreeing(bad, "holds", "hold")
+        raise DataError(f"the inputs of {name} must be finite; {bad} of {len(x)} examples {hold} NaN or infinity.")
     return x, y.long()
 
 

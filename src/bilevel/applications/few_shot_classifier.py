@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -23,8 +24,8 @@ SMALL = 0.01
 BATCH = 2000
 """Images that are embedded at once."""
 Start = Literal["means", "random"]
-
-
+Tell = Callable[[int, int], None]
+"""tell(done, total): how many images are embedded."""
 BACKBONES = ("conv4", "resnet")
 
 
@@ -105,15 +106,26 @@ def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity
 
 @torch.no_grad()
 def embed(
-    representation: nn.Module, images: Tensor, *, batch: int = BATCH, precision: Precision | None = None
+    representation: nn.Module,
+    images: Tensor,
+    *,
+    batch: int = BATCH,
+    precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
 ) -> Tensor:
-    """The representation of images given as bytes, in evaluation mode, on the representation's device."""
+    """The representation of images given as bytes, in evaluation mode, on the representation's device.
+
+    `tell` is called before each batch: how many images are done, and how many there are.
+    """
     first = next(representation.parameters())
     training = representation.training
     representation.eval()
     try:
+        found = []
         with reduced(precision, first.device):
-            found = [representation(pixels(x.to(first.device), first.dtype)) for x in torch.split(images, batch)]
+            for i, x in enumerate(torch.split(images, batch)):
+                tell(i * batch, len(images))
+                found.append(representation(pixels(x.to(first.device), first.dtype)))
     finally:
         representation.train(training)
     return torch.cat([z.float() if z.dtype is torch.bfloat16 else z for z in found])

@@ -19,7 +19,7 @@ from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived, seeded
 from ..whole import write_whole
-from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, embed, support_loss
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, Tell, embed, support_loss
 from .few_shot_tasks import TaskSampler
 
 ADAPT_STEPS = 100
@@ -85,16 +85,18 @@ def adapt_and_evaluate(
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
     precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
 ) -> Evaluation:
     """Hold the representation, train a classifier on the support of each of `tasks` tasks, and try it on the queries.
 
-    The representation is in evaluation mode: what it says of an image depends on no other image.
+    The representation is in evaluation mode: what it says of an image depends on no other image. `tell` is called as
+    the images of the tasks are embedded, which takes most of the time: how many are done, and how many there are.
     """
     in_range("tasks", tasks, least=1, whole=True)
     in_range("steps", steps, least=0, whole=True)
     one_of("start", start, ("means", "random"))
     device = next(representation.parameters()).device
-    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision)
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, tell)
     labels = sampler.labels(device)[1]
     said = []
     with seeded(derived(seed, "classifiers"), device):
@@ -111,12 +113,17 @@ def adapt_and_evaluate(
 
 
 def embedded_tasks(
-    representation: nn.Module, sampler: TaskSampler, tasks: int, seed: int, precision: Precision | None = None
+    representation: nn.Module,
+    sampler: TaskSampler,
+    tasks: int,
+    seed: int,
+    precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tasks as the numbers of their images, the features of the images in them, and the tasks as rows of these."""
     index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
     used, place = torch.unique(index, return_inverse=True)
-    z = embed(representation, sampler.classes.images[used], precision=precision)
+    z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
     return index, z, place.to(z.device)
 
 
@@ -147,6 +154,7 @@ class Validation(Callback):
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]
+        self.spent = run.seconds - self.trained(run.seconds)
         self.next = (run.step // self.every + 1) * self.every
 
     def log(self, run: Run) -> bool:
@@ -154,10 +162,17 @@ class Validation(Callback):
             self.next = (run.step // self.every + 1) * self.every
             began = time.perf_counter()
             found = adapt_and_evaluate(self.representation, self.sampler, tasks=self.tasks, **self.options)
-            row = {"step": run.step, "seconds": run.seconds - self.spent, "accuracy": found.accuracy}
+            row = {"step": run.step, "seconds": self.trained(run.seconds), "accuracy": found.accuracy}
             self.rows.append(row | {"interval": found.interval})
             self.spent += time.perf_counter() - began
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self.file, json.dumps({"rows": self.rows, "spent": self.spent}) + "\n")
         return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def trained(self, seconds: float) -> float:
+        """Those of training alone, of the seconds of a run at its last step.
+
+        These do not include a measurement after that step, which is in `spent`.
+        """
+        return max(seconds - self.spent, self.rows[-1]["seconds"] if self.rows else 0.0)

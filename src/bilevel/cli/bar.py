@@ -1,14 +1,51 @@
-"""The progress bar of a command: how much is done, on standard error, and only where that is a terminal."""
+"""How far a command is, on standard error: a bar where that is a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..distributed import first_rank
 
+EVERY = 30.0
+"""Seconds from one line to the next."""
+
 
 def progress_bar() -> Progress:
+    """A bar; it shows nothing where standard error is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal or not first_rank())
+
+
+class Lines:
+    """Lines on standard error: the first at once, others where some time has passed since the one before."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def say(self, line: str) -> None:
+        if time.monotonic() - self._last >= EVERY:
+            self._last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields what is told how many `of` what there is are done; shows it in a bar, or in lines."""
+    lines = Lines()
+    with progress_bar() as bar:
+        task = bar.add_task(label)
+
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if bar.disable:
+                lines.say(f"{label}: {done:,} of {total:,} {of}")
+
+        yield tell

@@ -6,21 +6,14 @@ import ast
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import torch
 import typer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from ..applications.comparison import (
     METHODS,
@@ -40,11 +33,13 @@ from ..cells import Cell, Found, Settings, Store, run_cells
 from ..errors import OptionError
 from ..method import Method
 from ..options import did_you_mean
-from ..whole import whole as written_whole
 from ..workers import ONCE, one_thread
 from . import problem_file, python_file
+from .arguments import JsonOption
 from .bar import progress_bar
-from .folder import Folder, to_json
+from .compare_output import draw, show
+from .folder import Folder
+from .telling import tell
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
@@ -108,7 +103,7 @@ def command(
         "runs/compare"
     ),
     plot: Annotated[Path | None, typer.Option(help="The image. By default compare.png in --out.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run methods on one problem, from the same starts and with the same budget, and show how they end."""
     budget = _budget(gradients, evaluations, steps)
@@ -134,12 +129,8 @@ def command(
     }  # fmt: skip
     folder.write_json("result.json", result)
     if rows:
-        _draw(result, image)
-    if json:
-        typer.echo(to_json(result))
-    else:
-        _show(result)
-        typer.echo(f"plot: {image}")
+        draw(result, image)
+    tell(result, show, json=json, plot=image)
     if not complete:
         print(
             f"bilevel: Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "
@@ -273,100 +264,3 @@ def _rows(
 def _outcome(subject: Subject, method: Method, budget: Budget, seed: int, settings: Settings) -> Found | None:
     outcome = compare(subject, method, budget, seed=seed)
     return None if outcome is None else asdict(outcome)
-
-
-def _show(result: dict[str, Any]) -> None:
-    """One table, or two where one is too wide for the terminal, and what the columns do not say."""
-    console = Console()
-    unit = next(unit for unit in ("gradients", "evaluations", "steps") if result[unit] is not None)
-    title = f"{result['problem']}, {result['trials']} start(s), {result[unit]:,} {unit}; means over the starts"
-    known = result["measure"] == "error"
-    ends: dict[str, list[str]] = {"Error": [f"{row['error']:.1e}" for row in result["methods"]]} if known else {}
-    ends |= {
-        "f": [f"{row['upper']:.4g}" for row in result["methods"]],
-        "|grad_v g|": [f"{row['residual']:.1e}" for row in result["methods"]],
-        "Ended": [row["status"] for row in result["methods"]],
-    }
-    took = {
-        "Gradients": [f"{row['gradients']:,.0f}" for row in result["methods"]],
-        "Evaluations": [f"{row['evaluations']:,.0f}" for row in result["methods"]],
-        "Steps": [f"{row['steps']:,.0f}" for row in result["methods"]],
-        "Seconds": [f"{row['seconds']:.1f}" for row in result["methods"]],
-        "Memory": [_bytes(row["memory"]) for row in result["methods"]],
-    }
-    names = [row["method"] for row in result["methods"]]
-    whole = _table(title, names, ends | took)
-    wide = Measurement.get(console, console.options.update_width(10_000), whole).maximum
-    if not console.is_terminal:
-        console.width = max(console.width, wide)  # a pipe has no width
-    if wide <= console.width:
-        console.print(whole)
-    else:
-        console.print(_table(title, names, ends))
-        console.print(_table("", names, took))
-    for note in _notes(result, unit):
-        console.print(note, highlight=False, soft_wrap=not console.is_terminal)
-
-
-def _table(title: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
-    """Numbers stay whole; a long name goes on in the next line."""
-    table = Table(title=title or None)
-    table.add_column("Method", overflow="fold", min_width=max(map(len, METHODS)))
-    for head in columns:
-        table.add_column(head, justify="right", no_wrap=True)
-    for cells in zip(names, *columns.values(), strict=True):
-        table.add_row(*cells)
-    return table
-
-
-def _notes(result: dict[str, Any], unit: str) -> list[str]:
-    notes = [
-        "Gradients are evaluations of g and products with its second derivatives, counted, in one start; Memory is the "
-        "most that the tensors of one upper step took."
-    ]
-    if unit == "evaluations":
-        notes.append("The budget is of evaluations: products are not counted in it.")
-    if unit != "steps":
-        notes.append("What a step-wise method measures before its first step is in Evaluations, and not in the budget.")
-    rates = [f"{row['method']} {row['upper_rate']:.2g}" for row in result["methods"] if row["upper_rate"] is not None]
-    if rates:
-        notes.append(
-            f"Upper rates that let a coordinate of u travel by {WIDTH:g}, the width of the domain, within the steps: "
-            f"{', '.join(rates)}."
-        )
-    return notes
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
-
-
-def _draw(result: dict[str, Any], image: Path) -> None:
-    """Error, or f, of every method against gradients."""
-    style: dict[Any, Any] = {
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for row in result["methods"]:
-            x, y = zip(*row["curve"], strict=True)
-            axes.plot(x, y, label=row["method"], marker="o" if len(x) < 3 else None, ms=3)
-        if result["measure"] == "error":
-            axes.set_yscale("log")
-        axes.set(
-            xlabel="evaluations of g and products with its second derivatives",
-            ylabel=result["measure"],
-            title=result["problem"],
-        )
-        axes.legend(frameon=False)
-        with written_whole(image) as temporary:
-            figure.savefig(temporary, dpi=110, format=image.suffix[1:])

@@ -19,9 +19,12 @@ from ..methods.penalty import Penalty
 from ..report import Card, Report, convergence, render
 from ..report import Table as ReportTable
 from ..solution import COLUMNS
+from ..wording import counted
+from .arguments import JsonOption
 from .bar import progress_bar
-from .folder import Folder, to_json
+from .folder import Folder
 from .run_state import versions
+from .telling import tell
 
 GOAL = 1e-6
 GOAL_TEXT = "1e-6"
@@ -36,7 +39,7 @@ def command(
     out: Annotated[Path, typer.Option(help="The folder to write the run to.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="What the starts and the matrices are drawn from.")] = 0,
     starts: Annotated[int, typer.Option(min=1, help="Random starts for each problem.")] = 20,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Solve the paper's four synthetic problems from random starts and show how they converge."""
     folder = Folder(out)
@@ -54,11 +57,7 @@ def command(
     folder.write_csv("history.csv", ["problem", "start", "error", *COLUMNS], _history(results))
     folder.write_json("result.json", result)
     page = folder.write("report.html", render(_report(results, result, config)))
-    if json:
-        typer.echo(to_json(result))
-    else:
-        _show(result)
-        typer.echo(f"report: {page}")
+    tell(result, _show, json=json, report=page)
     if result["status"] != "converged":
         print(f"bilevel: {result['message']}", file=sys.stderr)
         raise typer.Exit(1)
@@ -135,7 +134,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    table = Table(title=f"Four synthetic problems, {result['starts']} starts each, solved to {GOAL_TEXT}")
+    table = Table(title=f"Four synthetic problems, {counted(result['starts'], 'start')} each, solved to {GOAL_TEXT}")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left")
     for row in _rows(result):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -27,12 +26,14 @@ from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
 from ..workers import one_thread
+from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import progress_bar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
-from .folder import Folder, to_json
+from .folder import Folder
 from .model import classifier_of
 from .run_state import begin, finished
+from .telling import tell
 
 SMALL = 500_000
 """Weights up to which one thread is as fast as several."""
@@ -47,14 +48,7 @@ class Noise(StrEnum):
 
 
 def command(
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or a folder of images "
-            "in class folders.",
-            show_default=False,
-        ),
-    ],
+    data: DataArgument,
     trusted: Annotated[
         str | None,
         typer.Option(help="A file or folder of the same form with right labels, or how many rows to draw as trusted."),
@@ -62,7 +56,7 @@ def command(
     test: Annotated[
         str | None, typer.Option(help="A file or folder of the same form to measure accuracies on.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="The column of the labels, in a table.")] = None,
+    label: LabelOption = None,
     noise: Annotated[
         float | None, typer.Option(help="Make this share of the labels wrong on purpose, to see how it does.")
     ] = None,
@@ -79,16 +73,16 @@ def command(
         Path | None,
         typer.Option(help="The folder of the run; with --apply, the cleaned data.", show_default="runs/denoise-DATA"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a run that was stopped.")] = False,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
     apply: Annotated[
         Path | None,
         typer.Option(
             help="Decisions exported from a report: write the data without the dropped and with the new labels."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Find the wrong labels of a data set with the help of a few right ones.
 
@@ -129,7 +123,7 @@ def command(
     if done is not None or checkpoint is None:
         if first:
             print("note: this run is finished already.", file=sys.stderr)
-            _tell(folder, done or {}, json)
+            tell(done or {}, show, json=json, report=folder.path / "report.html")
         return
     if noise is not None and first:
         prepared = replace(prepared, data=write_noisy(folder, prepared.data))
@@ -160,17 +154,7 @@ def command(
     source = data if noise is None else str(folder.path / NOISY)
     write(folder, prepared, cleaned, net, result, apply_command(source, label))
     shutil.rmtree(checkpoint, ignore_errors=True)
-    _tell(folder, result, json)
-
-
-def _tell(folder: Folder, result: Mapping[str, Any], json: bool) -> None:
-    for note in result["notes"]:
-        print(f"note: {note}", file=sys.stderr)
-    if json:
-        typer.echo(to_json(result))
-    else:
-        show(result)
-        typer.echo(f"report: {folder.path / 'report.html'}")
+    tell(result, show, json=json, report=folder.path / "report.html")
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
@@ -186,9 +170,7 @@ def _apply(data: str, decisions: Path, out: Path | None, label: str | None, json
         "command": "denoise --apply", "status": "done", "message": message, "out": str(done.out), "rows": done.rows,
         "dropped": done.dropped, "relabelled": done.relabelled, "unchanged": done.unchanged, "notes": list(done.notes),
     }  # fmt: skip
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
-    typer.echo(to_json(result) if json else f"{message}\ndata: {done.out}")
+    tell(result, lambda result: typer.echo(result["message"]), json=json, data=done.out)
 
 
 def _method(name: str) -> Method:

@@ -8,6 +8,7 @@ import torch
 
 from ..distributed import world
 from ..errors import OptionError
+from ..wording import counted
 
 
 def device_of(text: str) -> torch.device:
@@ -21,6 +22,6 @@ def device_of(text: str) -> torch.device:
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
         count = torch.cuda.device_count()
-        here = f"torch finds {count} CUDA GPUs here" if count else "torch finds no CUDA GPU here"
+        here = f"torch finds {counted(count, 'CUDA GPU')} here" if count else "torch finds no CUDA GPU here"
         raise OptionError(f"--device must be auto, cpu, cuda or cuda:0; {here}, got {text!r}.") from None
     return found

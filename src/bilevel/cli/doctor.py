@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..wording import counted
+
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
     """Show versions, devices, whether compiling and graph capture work here, data found, and free disk.
@@ -21,13 +23,16 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print it as one J
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The findings for people."""
+    from ..doctor import how_to_get
+
     absent = [name for name, version in found["versions"].items() if version is None]
     present = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
     shown = ["versions", *(f"  {version}" for version in present)]
     if absent:
         shown.append(f"  not installed: {', '.join(absent)}")
     system = found["system"]
-    shown += ["system", f"  {system['platform']}, {system['cores']} cores, torch uses {system['threads']} threads"]
+    cores = "an unknown number of cores" if system["cores"] is None else counted(system["cores"], "core")
+    shown += ["system", f"  {system['platform']}, {cores}, torch uses {counted(system['threads'], 'thread')}"]
     if system["memory_free"] is not None:
         shown.append(f"  {_size(system['memory_free'])} of memory free")
     shown.append("devices")
@@ -40,9 +45,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         engine = found["engines"][key]
         shown.append(f"  {name}: {'yes' if engine['works'] else 'no'}, {engine['note']}")
     shown.append("data")
-    shown += [
-        f"  {name}: {place or 'not here; it is downloaded at its first use'}" for name, place in found["data"].items()
-    ]
+    shown += [f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found["data"].items()]
     shown += ["environment", *(f"  {name}={value}" for name, value in found["environment"].items())]
     shown += ["disk", *(f"  {path}: {_size(free)} free" for path, free in found["disk_free"].items())]
     return shown

@@ -17,7 +17,6 @@ from ..applications.few_shot import (
     TaskSampler,
     Validation,
     adapt_and_evaluate,
-    backbone,
     default_method,
     feature_count,
     meta_train,
@@ -25,35 +24,31 @@ from ..applications.few_shot import (
 from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip
 from ..callbacks import Progress, Run
-from ..data.class_sets import NAMES, load_classes
 from ..data.image_classes import ClassSplits
 from ..errors import BilevelError, OptionError
-from ..options import did_you_mean
-from ..replay import seeded
 from ..solution import Status
 from . import python_file
+from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
+from .bar import Lines, stage
 from .device import device_of
-from .fewshot_output import (
-    EMBEDDINGS,
-    FILES,
-    WEIGHTS,
-    Images,
-    image_files,
-    load_weights,
-    show,
-    summary,
-    write,
-    write_embeddings,
-)
-from .folder import Folder, to_json
-from .run_state import begin, finished, kept
+from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
+from .fewshot_asked import lasting, load, network_of, samplers_of
+from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
+from .folder import Folder
+from .run_state import begin, finished
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
 
 
+TRAINING = ("train_ways", "network", "meta_batch", "steps", "rotations", "lists", "resume")
+"""What a finished run has by now."""
+TASKS = ("ways", "shots", "queries", "tasks", "seed")
+
+
 def command(
+    context: typer.Context,
     data: Annotated[
         str | None,
         typer.Argument(
@@ -90,17 +85,18 @@ def command(
         Path | None, typer.Option("--embed", help="A folder of new images: write their embeddings.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/fewshot-DATA")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a run that was stopped.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Learn one representation for many small tasks.
 
     The classes of DATA are split: the representation is learnt on tasks of some of them, and tried on tasks of others,
     each with a classifier of its own that sees a few images. The run folder has representation.safetensors,
     result.json and report.html. `--evaluate RUN` measures it again, on its own tasks or on those of other --ways,
-    --shots and --queries; with `--embed FOLDER` it embeds new images, for which DATA need not be there any more.
+    --shots, --queries, --tasks and --seed; with `--embed FOLDER` it embeds new images, for which DATA need not be there
+    any more.
     """
     where = device_of(device)
     new = None if images is None else image_files(images)
@@ -108,29 +104,33 @@ def command(
         if data is not None:
             raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
         if new is not None:
-            _embed_only(evaluate, new, where, out, json)
+            _refuse(context, (*TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
+            embed_only(evaluate, new, where, out, json)
         else:
-            given = {"ways": ways, "shots": shots, "queries": queries, "tasks": tasks, "seed": seed}
-            _again(evaluate, {name: value for name, value in given.items() if value is not None}, where, json)
+            _refuse(context, (*TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
+            evaluate_again(evaluate, {name: context.params[name] for name in _given(context, TASKS)}, where, json)
         return
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
     asked = {
-        "command": "fewshot", "data": _lasting(data), "ways": ways or WAYS,
+        "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
         "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
         "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
-    splits = _load(asked)
-    net = _network(network, splits.train.shape, where, seed)
-    feature_count(net, splits.train)
-    samplers = _samplers(splits, asked)
+    splits = load(asked)
+    net = network_of(network, splits.train.shape, where, seed)
+    try:
+        feature_count(net, splits.train)
+    except OptionError as error:
+        raise OptionError(f"--backbone: {error}") from error
+    samplers = samplers_of(splits, asked)
     folder = Folder(out or Path("runs") / f"fewshot-{Path(data).stem}")
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         load_weights(net, folder.path / WEIGHTS)
-        _tell(folder, _with_embeddings(done, net, new, folder), json)
+        report(folder, with_embeddings(done, net, new, folder), json)
         return
     checkpoint = begin(folder, asked, resume, FILES)
     try:
@@ -139,7 +139,20 @@ def command(
         shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise
     shutil.rmtree(checkpoint, ignore_errors=True)
-    _tell(folder, _with_embeddings(result, net, new, folder), json)
+    report(folder, with_embeddings(result, net, new, folder), json)
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Which of these parameters the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def _refuse(context: typer.Context, names: Sequence[str], what: str) -> None:
+    given = _given(context, names)
+    options = [param.opts[0] for param in context.command.params if param.name in given]
+    if options:
+        raise OptionError(f"{' and '.join(options)} must be left out with {what}.")
 
 
 def _run(
@@ -171,8 +184,10 @@ def _run(
             f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
         )
         raise typer.Exit(1)
-    found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed)
-    means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0)
+    with stage("evaluating", "images") as tell:
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
+    with stage("evaluating class means", "images") as tell:
+        means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0, tell=tell)
     rows = watch.rows if watch is not None else []
     notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
     if valid is None:
@@ -193,7 +208,7 @@ def _run(
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
         ("Steps", f"{result['steps']:,}"), ("Seed", str(seed)), ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip
-    write(folder, net, solution, rows, found, test, result, settings)
+    write(folder, Trained(net, solution, rows, found, test, result, settings))
     return result
 
 
@@ -206,127 +221,17 @@ class _Shown(Validation):
 
 
 class _Bar(Progress):
-    """The usual bar, with the last accuracy on meta-validation classes in its name."""
+    """The usual bar, with the last accuracy on meta-validation classes in its name; lines where is no terminal."""
 
     def __init__(self, watch: _Shown | None) -> None:
         super().__init__("learning")
-        self.watch = watch
+        self.watch, self.lines = watch, Lines()
 
     def log(self, run: Run) -> bool | None:
         stop = super().log(run)
-        if self._bar is not None and self.watch is not None:
-            self._bar.update(self._task, description=f"learning, validation {self.watch.last}")
+        label = "learning" if self.watch is None else f"learning, validation {self.watch.last}"
+        if self._bar is None:
+            self.lines.say(f"{label}: {run.step:,} of {run.max_steps:,} steps")
+        else:
+            self._bar.update(self._task, description=label)
         return stop
-
-
-# -- what was asked for ------------------------------------------------------------------------------------------------
-
-
-def _lasting(data: str) -> str:
-    """What names the data from any folder."""
-    return str(Path(data).absolute()) if data not in NAMES and Path(data).is_dir() else data
-
-
-def _load(asked: Mapping[str, Any]) -> ClassSplits:
-    splits = load_classes(asked["data"], lists=asked["lists"], seed=asked["seed"])
-    turned = asked["rotations"] if asked["rotations"] is not None else asked["data"] == "omniglot"
-    return splits.rotated() if turned else splits
-
-
-def _samplers(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSampler, TaskSampler | None, TaskSampler]:
-    """Those of training, validation (None where it has too few classes) and test."""
-    shots, queries, valid = asked["shots"], asked["queries"], splits.validation
-    train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
-    watched = None
-    if valid is not None and len(valid.names) >= asked["ways"]:
-        watched = TaskSampler(valid, asked["ways"], shots, queries)
-    return train, watched, TaskSampler(splits.test, asked["ways"], shots, queries)
-
-
-def _network(name: str, shape: Sequence[int], where: torch.device, seed: int) -> nn.Module:
-    if not python_file.is_file(name):
-        if name not in BACKBONES:
-            raise OptionError(
-                f"--backbone has no {name!r}.{did_you_mean(name, BACKBONES)} It is one of {', '.join(BACKBONES)}, or "
-                "path.py:make."
-            )
-        with seeded(seed):
-            return backbone(name, shape[0]).to(where)
-    path, make = python_file.load(name, "--backbone must be a kind or a Python file")
-    if not callable(make):
-        raise OptionError(f"--backbone must name a function make(shape), as in {path.name}:make.")
-    with seeded(seed):
-        try:
-            network = make(tuple(shape))
-        except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
-    if not isinstance(network, nn.Module):
-        raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
-    return network.to(where)
-
-
-# -- what is done with a run -------------------------------------------------------------------------------------------
-
-
-def _again(run: Path, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
-    """Evaluate a finished run on the tasks that it was made for, or as given."""
-    folder, asked, _ = _opened(run)
-    splits = _load(asked)  # by the seed of the run: another splits the classes otherwise
-    net = _network(asked["backbone"], splits.train.shape, where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
-    asked |= given
-    began = time.perf_counter()
-    test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
-    found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"])
-    result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
-    folder.write_json("evaluation.json", result)
-    _tell(folder, result, json, page=False)
-
-
-def _embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:
-    folder, asked, result = _opened(run)
-    net = _network(asked["backbone"], result["shape"], where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
-    target = out or folder.path / EMBEDDINGS
-    if target.suffix != ".npz":
-        raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
-    found = write_embeddings(net, images, result["shape"], asked["data"] == "omniglot", target)
-    _tell(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
-
-
-def _opened(run: Path) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
-    """The folder of a finished run, what was asked of it, and its result."""
-    if not run.is_dir():
-        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; there is no folder {run}.")
-    folder = Folder(run, "--evaluate")
-    asked, result = kept(folder, "config.json"), kept(folder, "result.json")
-    if asked.get("command") != "fewshot":
-        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} has none.")
-    if "shape" not in result:
-        raise OptionError(f"--evaluate must name the folder of a finished run; {run} has no result.json of one.")
-    return folder, asked, result
-
-
-def _with_embeddings(
-    result: Mapping[str, Any], net: nn.Module, images: Images | None, folder: Folder
-) -> Mapping[str, Any]:
-    """The result of a run, and where the embeddings of new images are, if there are any."""
-    if images is None:
-        return result
-    inverted = kept(folder, "config.json").get("data") == "omniglot"
-    found = write_embeddings(net, images, result["shape"], inverted, folder.path / EMBEDDINGS)
-    message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
-    return {**result, **found, "message": message, "notes": notes}
-
-
-def _tell(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool = True) -> None:
-    for note in result.get("notes", ()):
-        print(f"note: {note}", file=sys.stderr)
-    if json:
-        typer.echo(to_json(result))
-        return
-    show(result)
-    if page:
-        typer.echo(f"report: {folder.path / 'report.html'}")
-    if "embeddings" in result:
-        typer.echo(f"embeddings: {result['embeddings']}")

@@ -25,6 +25,7 @@ from ..report.few_shot_figures import accuracies, plane, task_picture
 from ..report.figures import losses
 from ..solution import Solution
 from ..whole import whole
+from ..wording import agreeing, counted
 from .folder import Folder
 
 WEIGHTS = "representation.safetensors"
@@ -46,23 +47,28 @@ def summary(asked: Mapping[str, Any], found: Evaluation, **more: Any) -> dict[st
     }  # fmt: skip
 
 
-def write(
-    folder: Folder,
-    network: nn.Module,
-    solution: Solution,
-    rows: Sequence[Mapping[str, float]],
-    found: Evaluation,
-    test: TaskSampler,
-    result: Mapping[str, Any],
-    settings: Sequence[tuple[str, str]],
-) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, as its files and its page show it."""
+
+    network: nn.Module
+    solution: Solution
+    rows: Sequence[Mapping[str, float]]
+    """Accuracies on meta-validation classes"""
+    found: Evaluation
+    test: TaskSampler
+    result: Mapping[str, Any]
+    settings: Sequence[tuple[str, str]]
+
+
+def write(folder: Folder, run: Trained) -> None:
     """Write all files, the result last."""
-    history = solution.history
+    history = run.solution.history
     folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
-    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), rows)
-    save_weights(network, folder.path / WEIGHTS, result)
-    folder.write("report.html", render(_report(network, solution, rows, found, test, result, settings)))
-    folder.write_json("result.json", result)
+    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), run.rows)
+    save_weights(run.network, folder.path / WEIGHTS, run.result)
+    folder.write("report.html", render(_report(run)))
+    folder.write_json("result.json", run.result)
 
 
 def save_weights(network: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
@@ -115,14 +121,15 @@ def write_embeddings(
         found.append(255 - pixels if inverted else pixels)
         names.append(name)
     if not found:
-        raise DataError(f"{images.folder}: none of the {len(images.files)} images can be decoded.")
+        raise DataError(f"{images.folder}: none of {counted(len(images.files), 'image')} can be decoded.")
     stack = torch.from_numpy(np.stack(found))
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
     Folder(out.parent)
     with whole(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
-    notes = [f"Left out {len(broken)} images that do not decode, such as {broken[0]}."] if broken else []
-    message = f"Embedded {len(names):,} images, {features.shape[1]} features each."
+    left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
+    notes = [f"Left out {left}, such as {broken[0]}."] if broken else []
+    message = f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each."
     return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
             "notes": notes}  # fmt: skip
 
@@ -130,22 +137,14 @@ def write_embeddings(
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _report(
-    network: nn.Module,
-    solution: Solution,
-    rows: Sequence[Mapping[str, float]],
-    found: Evaluation,
-    test: TaskSampler,
-    result: Mapping[str, Any],
-    settings: Sequence[tuple[str, str]],
-) -> Report:
-    history, tasks = solution.history, result["meta_batch"]
+def _report(run: Trained) -> Report:
+    found, result, history = run.found, run.result, run.solution.history
+    tasks = result["meta_batch"]
     curves = {"queries": [x / tasks for x in history["upper"]], "support": [x / tasks for x in history["lower"]]}
     cards = []
-    if rows:
-        cards.append(
-            Card("Accuracy on meta-validation classes", accuracies("accuracy", rows, label="Accuracy against step."))
-        )
+    if run.rows:
+        figure = accuracies("accuracy", run.rows, label="Accuracy against step.")
+        cards.append(Card("Accuracy on meta-validation classes", figure))
     cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
     order = torch.argsort(found.accuracies, stable=True).tolist()
     shown = {order[len(order) // 2]: "A task in the middle"}
@@ -154,8 +153,8 @@ def _report(
     for task, which in shown.items():
         title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
         note = "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong."
-        cards.append(Card(title, _task(found, test, task, title), note=note))
-    cards.append(_plane(network, test.classes))
+        cards.append(Card(title, _task(found, run.test, task, title), note=note))
+    cards.append(_plane(run.network, run.test.classes))
     reference = 1 / result["ways"]
     table = Table(
         "Accuracy on classes that were not seen in training.", ("", "Accuracy", "95% interval"),
@@ -166,7 +165,7 @@ def _report(
     )  # fmt: skip
     return Report(
         title=f"Few-shot learning on {result['data']}", outcome=result["message"], good=result["accuracy"] > reference,
-        table=table, cards=cards, settings=[*settings, ("bilevel", __version__), ("torch", torch.__version__)],
+        table=table, cards=cards, settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
         notes=result["notes"],
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from .. import __version__
 from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
+from .naming import Command
 
 INTERRUPTED = 130
 """What typer makes of Ctrl-C outside of a command's own handling."""
@@ -23,13 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("denoise")(denoise.command)
-app.command("poison")(poison.command)
-app.command("tune")(tune.command)
-app.command("fewshot")(fewshot.command)
-app.command("demo")(demo.command)
-app.command("compare")(compare.command)
-app.command("doctor")(doctor.command)
+app.command("denoise", cls=Command)(denoise.command)
+app.command("poison", cls=Command)(poison.command)
+app.command("tune", cls=Command)(tune.command)
+app.command("fewshot", cls=Command)(fewshot.command)
+app.command("demo", cls=Command)(demo.command)
+app.command("compare", cls=Command)(compare.command)
+app.command("doctor", cls=Command)(doctor.command)
 app.add_typer(reproduce.app, name="reproduce")
 
 

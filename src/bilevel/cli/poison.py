@@ -22,13 +22,15 @@ from ..data import Labelled, load
 from ..errors import BilevelError, CheckpointError, OptionError, WriteError
 from ..options import did_you_mean
 from ..workers import one_thread
+from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
 from .denoise import SMALL
 from .device import device_of
-from .folder import Folder, to_json
+from .folder import Folder
 from .model import classifier_of
 from .poison_audit import Audit, audit_of
 from .poison_output import FILES, show, summary, write
 from .run_state import begin, finished
+from .telling import tell
 
 LEVELS = 255
 """Steps of a pixel, in which an l-infinity bound on images is given."""
@@ -48,19 +50,15 @@ class Norm(StrEnum):
 
 
 def command(
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or a folder of images "
-            "in class folders.",
-            show_default=False,
-        ),
-    ],
+    data: DataArgument,
     attack: Annotated[Attack, typer.Option(help="What the attack is after.")] = Attack.untargeted,
     points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
     fraction: Annotated[
         float | None,
-        typer.Option(help="The same as a share of the training rows. Neither: 0.03, or one point of clean-label."),
+        typer.Option(
+            help="The same as a share of the training rows: of --rows, or of those that are left when the test and "
+            "validation parts are taken out. Neither: 0.03, or one point of clean-label."
+        ),
     ] = None,
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
     as_class: Annotated[
@@ -76,7 +74,7 @@ def command(
     ] = None,
     norm: Annotated[Norm | None, typer.Option(help="What --epsilon measures.", show_default="l2")] = None,
     test: Annotated[str | None, typer.Option(help="A file or folder of the same form, which no attack sees.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column of the labels, in a table.")] = None,
+    label: LabelOption = None,
     rows: Annotated[int | None, typer.Option(min=10, help="Draw this many rows for training; all by default.")] = None,
     model: Annotated[
         str, typer.Option(help=f"The victim: {', '.join(KINDS)}, or path.py:make with make(shape, classes).")
@@ -92,10 +90,10 @@ def command(
     ] = False,
     cost: Annotated[float, typer.Option(help="What --audit calls done: this many points of accuracy lost.")] = COST,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/poison-DATA")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a run that was stopped.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Find out what a few poisoned training examples can do to a classifier, on your own data.
 
@@ -124,7 +122,7 @@ def command(
     folder = Folder(out or Path("runs") / f"poison-{Path(data).stem}")
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
-        _tell(folder, done, json)
+        tell(done, show, json=json, report=folder.path / "report.html")
         return
     goal_of(ground, aim, seed)  # refuses, where it cannot be, before anything is written
     checkpoint = begin(folder, asked, resume, FILES)
@@ -150,7 +148,7 @@ def command(
     result = summary(ground, aim, outcome, audited, net.kind, asked, time.perf_counter() - began, where)
     write(folder, ground, aim, outcome, audited, result)
     shutil.rmtree(checkpoint, ignore_errors=True)
-    _tell(folder, result, json)
+    tell(result, show, json=json, report=folder.path / "report.html")
 
 
 def _run(
@@ -163,16 +161,6 @@ def _run(
         resume=resume, callbacks=[Progress("moving points")],
     )  # fmt: skip
     return ground, outcome, audit_of(ground, aim, bound, outcome, asked, checkpoint) if asked["audit"] else None
-
-
-def _tell(folder: Folder, result: Mapping[str, Any], json: bool) -> None:
-    for note in result["notes"]:
-        print(f"note: {note}", file=sys.stderr)
-    if json:
-        typer.echo(to_json(result))
-    else:
-        show(result)
-        typer.echo(f"report: {folder.path / 'report.html'}")
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------

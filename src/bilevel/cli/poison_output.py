@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..applications.cleaning import thumbnails
 from ..report import Table as ReportTable
 from ..report.poison import Point, PoisonPage, Target, render_poison
 from ..whole import whole
+from ..wording import agreeing, counted
 from .folder import Folder
 from .poison_audit import Audit
 
@@ -39,26 +41,25 @@ def summary(
     names = ground.data.classes
     clean, poisoned, flipped = outcome.clean, outcome.poisoned, outcome.flipped
     success, before = (outcome.success(ground, aim, which) for which in (poisoned, clean))
-    count = f"{aim.points} poison point{'s' * (aim.points != 1)} ({aim.points / ground.data.count:.2%} of the training)"
+    share = f"{aim.points / ground.data.count:.2%} of {ground.data.count:,} training rows"
+    count, verb = f"{counted(aim.points, 'poison point')} ({share})", partial(agreeing, aim.points)
     if aim.kind == "untargeted":
-        message = f"{count} bring the accuracy from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}."
+        shares = f"from {_share(clean.accuracy)} to {_share(poisoned.accuracy)}"
+        message = f"{count} {verb('brings', 'bring')} the accuracy {shares}."
         if poisoned.accuracy >= clean.accuracy:
-            shares = f"{_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with them"
-            message = f"{count} do not lower the accuracy: {shares}."
+            shares = f"{_share(clean.accuracy)} without, {_share(poisoned.accuracy)} with {verb('it', 'them')}"
+            message = f"{count} {verb('does', 'do')} not lower the accuracy: {shares}."
     elif aim.kind == "targeted":
         source, wanted = (names[c] for c in aim.pair)
         message = (
-            f"{count} have {_share(float(success or 0))} of class {source} taken for {wanted}, "
-            f"{_share(float(before or 0))} without them."
+            f"{count} {verb('has', 'have')} {_share(float(success or 0))} of class {source} taken for {wanted}, "
+            f"{_share(float(before or 0))} without {verb('it', 'them')}."
         )
     else:
-        said = "flip" if success else "do not flip"
+        said = verb("flips", "flip") if success else f"{verb('does', 'do')} not flip"
         message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}."
         if before:
             message = f"Test row {aim.target} is given class {names[wanted_of(ground, aim)]} without poison, too."
-    if aim.points == 1:
-        message = message.replace(") bring", ") brings").replace(") have", ") has").replace(") flip", ") flips")
-        message = message.replace(") do not", ") does not")
     if audit is not None:
         message += f" {audit.sentence}"
     settings = outcome.poison.settings
@@ -138,7 +139,7 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
         settings=[
             ("Rows", f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
              f"{len(ground.test[1]):,} for the test"),
-            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training"), ("Bound", bound),
+            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"), ("Bound", bound),
             ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
             ("Victim", result["model"]), ("Trained by", ", ".join(f"{k} {v}" for k, v in recipe.items())),
             ("Steps", f"{result['settings']['steps']:,}"), ("Seed", str(result["seed"])),

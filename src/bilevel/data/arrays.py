@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, reason
+from ..wording import agreeing, counted
 from .labelled import Labelled, Pair, row_keys
 from .labels import classes_of, indices, names_of
 from .scale import Scale
@@ -138,7 +139,8 @@ def checked_part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, n
     if x.dtype.kind == "f" and (bad := int((~np.isfinite(x)).sum())):
         rows = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
         raise DataError(
-            f"{where} has {bad} values that are NaN or infinite, in {len(rows)} rows; the first is row {rows[0]}."
+            f"{where} has {counted(bad, 'NaN or infinite value')}, in {counted(len(rows), 'row')}; the first is row "
+            f"{rows[0]}."
         )
     return x[:, None] if x.ndim == 1 else x, y
 
@@ -153,7 +155,8 @@ def _columns(x: np.ndarray, where: str) -> tuple[Transform, tuple[str, ...]]:
     constant = int((~scale.varies).sum())
     if constant == x.shape[1]:
         raise DataError(f"{where} has no column that varies.")
-    notes = (f"{constant} of {x.shape[1]} columns are constant and were left out.",) if constant else ()
+    left = agreeing(constant, "is constant and was left out", "are constant and were left out")
+    notes = (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
     return lambda part: torch.from_numpy(scale(part.astype(np.float64))), notes
 
 

@@ -29,10 +29,13 @@ OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
 OMNIGLOT_SIDE, OMNIGLOT_TRAIN, OMNIGLOT_SEED = 28, 1200, 0
 """The size of the images, and how many of the 1,623 characters are not for the test, in an order drawn by this seed."""
 SHEETS = tuple(f"train_{i}.webp" for i in range(3))
+CIFAR_LABELS, CIFAR_CLASSES = "labels.npz", "classes_and_splits.json"
 MINI_SIDE = 84
 LISTS = ("train.csv", "val.csv", "test.csv")
 ARCHIVE = "ravi_larochelle_splits.zip"
-NAMES = ("omniglot", "cifar-fs", "mini-imagenet")
+FOLDERS = {"omniglot": ("omniglot",), "cifar-fs": ("cifar100",), "mini-imagenet": ("mini-imagenet", "mini_imagenet")}
+"""The folders of `$BILEVEL_DATA` that a named set is looked for in."""
+NAMES = tuple(FOLDERS)
 PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 """What the folders of the three parts may be called."""
 
@@ -49,11 +52,11 @@ def load_classes(
     """
     in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
     if source == "omniglot":
-        return _omniglot(_folder("omniglot", "omniglot"), validation)
+        return _omniglot(_folder(source), validation)
     if source == "cifar-fs":
-        return _cifar_fs(_folder("cifar100", "cifar-fs"))
+        return _cifar_fs(_folder(source))
     if source == "mini-imagenet":
-        return _mini_imagenet(_folder("mini-imagenet", "mini-imagenet", "mini_imagenet"), lists)
+        return _mini_imagenet(_folder(source), lists)
     root = Path(source)
     if not root.is_dir():
         hint = did_you_mean(str(source).lower(), NAMES)
@@ -65,13 +68,27 @@ def load_classes(
     return _class_folders(root, lists, seed)
 
 
-def _folder(name: str, asked: str, *others: str) -> Path:
+def found_in(name: str) -> Path | None:
+    """The folder that has the files of a named set; None where one is missing. Of images one is looked for."""
+    try:
+        folder = _folder(name)
+        if name == "mini-imagenet":
+            file, label = _read_lists(folder)["train"][0]
+            return folder if any(path.is_file() for path in _places(folder, file, label)) else None
+    except DataError:
+        return None
+    files = OMNIGLOT if name == "omniglot" else (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES)
+    return folder if all((folder / file).is_file() for file in files) else None
+
+
+def _folder(name: str) -> Path:
     """The folder of a named set."""
     given = os.environ.get("BILEVEL_DATA")
-    for word in (name, *others):
+    for word in FOLDERS[name]:
         if given and (Path(given) / word).is_dir():
             return Path(given) / word
-    raise DataError(f"{asked} is not here: put it into $BILEVEL_DATA/{name} (see docs/few-shot.md for its files).")
+    where = FOLDERS[name][0]
+    raise DataError(f"{name} is not here: put it into $BILEVEL_DATA/{where} (see docs/few-shot.md for its files).")
 
 
 def _omniglot(folder: Path, validation: int) -> ClassSplits:
@@ -107,9 +124,9 @@ def _ink(file: IO[bytes]) -> np.ndarray:
 def _cifar_fs(folder: Path) -> ClassSplits:
     try:
         images = torch.from_numpy(np.concatenate([sheet(folder / name) for name in SHEETS]))
-        with np.load(folder / "labels.npz", allow_pickle=False) as labels:
+        with np.load(folder / CIFAR_LABELS, allow_pickle=False) as labels:
             y = torch.from_numpy(labels["fine"].astype(np.int64))
-        known = json.loads((folder / "classes_and_splits.json").read_text(encoding="utf-8"))
+        known = json.loads((folder / CIFAR_CLASSES).read_text(encoding="utf-8"))
     except Exception as error:  # decoders raise anything on a broken file
         raise DataError(f"The sheets of CIFAR-100 in {folder} cannot be read ({error}).") from None
     classes = ImageClasses.of(images, y, known["fine_label_names"])
@@ -131,8 +148,13 @@ def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
     return ClassSplits("mini-imagenet", parts["train"], parts["val"], parts["test"])
 
 
+def _places(folder: Path, file: str, label: str) -> tuple[Path, ...]:
+    """Where an image of the lists may be."""
+    return folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file
+
+
 def _photo(folder: Path, file: str, label: str) -> np.ndarray:
-    for path in (folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file):
+    for path in _places(folder, file, label):
         if path.is_file():
             try:
                 with warnings.catch_warnings(action="ignore"), Image.open(path) as image:

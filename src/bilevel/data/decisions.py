@@ -17,7 +17,15 @@ import numpy as np
 from ..errors import DataError, OptionError
 from .labelled import Labelled
 from .reading import form_of, load
-from .rewriting import Change, rewrite_csv, rewrite_folder, rewrite_npz, rewrite_parquet, whole, write_named
+from .rewriting import (
+    Change,
+    new_file_or_folder,
+    rewrite_csv,
+    rewrite_folder,
+    rewrite_npz,
+    rewrite_parquet,
+    write_named,
+)
 
 COLUMNS = ("index", "key", "decision", "label")
 DECISIONS = ("keep", "drop", "relabel")
@@ -53,7 +61,7 @@ def apply_decisions(
     data = load(source, label=label)
     change = read_decisions(Path(decisions_csv), data)
     notes: tuple[str, ...] = ()
-    with whole(target) as temporary:
+    with new_file_or_folder(target) as temporary:
         if form == "npz":
             notes = rewrite_npz(Path(source), temporary, change)
         elif form == "folder":

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..errors import DataError, OptionError
+from ..wording import agreeing, counted
 from .labelled import Labelled, Pair
 from .labels import LEAST_ROWS, indices
 
@@ -150,13 +151,15 @@ def _decode(
         kept.append((name, file))
         resized += fitted
     if not kept:
-        raise DataError(f"{root}: none of the {len(images)} images can be decoded.")
+        raise DataError(f"{root}: none of {counted(len(images), 'image')} can be decoded.")
     notes = []
     if broken:
-        notes.append(f"Left out {len(broken)} of {len(images)} images that do not decode: {_some(broken)}.")
+        lost = f"{len(broken)} of {len(images)} images that {agreeing(len(broken), 'does', 'do')} not decode"
+        notes.append(f"Left out {lost}: {_some(broken)}.")
     if resized:
         notes.append(
-            f"{resized} of {len(kept)} images were resized, and cut at the middle, to {size[0]}x{size[1]} pixels."
+            f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle, to "
+            f"{size[0]}x{size[1]} pixels."
         )
     stack = torch.from_numpy(np.stack(pixels)).float().div_(255)
     return (stack[:, None] if mode == "L" else stack.permute(0, 3, 1, 2).contiguous()), kept, notes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..wording import agreeing
 
 MANY = 20
 """More classes than this, and more than half as many as rows, are no classes."""
@@ -28,8 +29,9 @@ def names_of(values: Iterable[object], where: str) -> list[str]:
     if missing:
         first = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
         raise DataError(
-            f"{where}: {len(missing)} of {len(names)} labels are missing or not finite, in rows (from 0) {first}. "
-            "Fill or remove them."
+            f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "
+            f"finite, in {agreeing(len(missing), 'row', 'rows')} (from 0) {first}. Fill or remove "
+            f"{agreeing(len(missing), 'it', 'them')}."
         )
     return [name for name in names if name is not None]
 

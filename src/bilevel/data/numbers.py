@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError
+from ..wording import agreeing
 from .arrays import _columns, checked_part, feature_names, read_npz
 from .columns import Columns, UnusableError, typed_of
 from .labelled import Labelled, Pair
@@ -87,7 +88,10 @@ def _numbers(y: np.ndarray, where: str) -> Tensor:
         raise DataError(f"{where} must hold numbers to predict; its type is {y.dtype}.")
     y = y.astype(np.float64)
     if bad := int((~np.isfinite(y)).sum()):
-        raise DataError(f"{where}: {bad} of {len(y)} labels are missing or not finite. Fill or remove them.")
+        raise DataError(
+            f"{where}: {bad} of {len(y)} labels {agreeing(bad, 'is', 'are')} missing or not finite. Fill or remove "
+            f"{agreeing(bad, 'it', 'them')}."
+        )
     return torch.from_numpy(y)
 
 

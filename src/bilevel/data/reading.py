@@ -34,15 +34,16 @@ def load(
     form = form_of(source)
     if label is not None and form != "table":
         raise OptionError(f"label names a column of a table; {source} is none, so leave it out.")
-    further = {part: Path(file) for part, file in (("trusted", trusted), ("test", test)) if file is not None}
+    given = {part: file for part, file in (("trusted", trusted), ("test", test)) if file is not None}
     if form == "named":
-        if further:
-            part, file = next(iter(further.items()))
+        if given:
+            part, file = next(iter(given.items()))
             raise OptionError(f"{part} must be left out for a named set, whose rows can be split; got {str(file)!r}.")
         return load_named(str(source))
-    for part, file in further.items():
+    for part, file in given.items():
         if form_of(file) != form:
             raise OptionError(f"{part} must be of the same form as {source}; got {str(file)!r}.")
+    further = {part: Path(file) for part, file in given.items()}
     if form == "npz":
         return load_npz(Path(source), further)
     if form == "table":

@@ -36,8 +36,11 @@ class Change:
 
 
 @contextmanager
-def whole(out: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `out` when all went well, and is gone otherwise."""
+def new_file_or_folder(out: Path) -> Iterator[Path]:
+    """A name for a file or a folder, which becomes `out` when all went well, and is gone otherwise.
+
+    Nothing is written over: what is at `out` must be empty.
+    """
     if out.exists() and (any(out.iterdir()) if out.is_dir() else out.stat().st_size):
         raise OptionError(f"out must be new; {out} is there and has content.")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

@@ -50,16 +50,18 @@ def run_cell(settings: Settings) -> Found | None:
 def write(results: Sequence[tuple[Settings, Found]], folder: Path) -> dict[str, Any]:
     """Write the page into a folder; returns the summary."""
     known = {case.name: case for case in cases()}
-    rows = [(known[settings["case"]], found) for settings, found in results if settings["case"] in known]
+    present = [cell.settings for cell in cells()]  # not those of other settings that a folder may hold
+    rows = [(known[settings["case"]], found) for settings, found in results if settings in present]
     order = {name: i for i, name in enumerate(known)}
     rows.sort(key=lambda row: order[row[0].name])
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "classical.md", page(rows, len(known)))
     false = [case.name for case, found in rows if not found["solved"] and found["status"] == "CONVERGED"]
+    solved, slowest = sum(found["solved"] for _, found in rows), max((f["seconds"] for _, f in rows), default=0.0)
     return {
-        "cases": len(rows), "of": len(known), "papers": len({case.paper for case, _ in rows}),
-        "solved": sum(found["solved"] for _, found in rows), "converged_but_not_solved": false,
-        "slowest": max((found["seconds"] for _, found in rows), default=0.0),
+        "message": f"{solved} of {len(rows)} cases are solved; the slowest took {slowest} s.",
+        "cases": len(rows), "of": len(known), "papers": len({case.paper for case, _ in rows}), "solved": solved,
+        "converged_but_not_solved": false, "slowest": slowest,
     }  # fmt: skip
 
 

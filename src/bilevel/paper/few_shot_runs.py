@@ -164,11 +164,11 @@ def _bilevel(
     )  # fmt: skip
     if solution.interrupted:
         return None
-    seconds = solution.history["seconds"]
+    seconds = watch.trained(solution.history["seconds"][-1])
     return {
         "steps": solution.steps, "of": steps, "partial": solution.status is Status.STOPPED, "engine": solution.engine,
-        "status": solution.status.name.lower(), "curve": watch.rows, "seconds": round(seconds[-1] - watch.spent, 2),
-        "ms_per_step": round(1000 * (seconds[-1] - watch.spent) / max(1, solution.steps), 3),
+        "status": solution.status.name.lower(), "curve": watch.rows, "seconds": round(seconds, 2),
+        "ms_per_step": round(1000 * seconds / max(1, solution.steps), 3),
         "upper": solution.history["upper"][-1] / train.tasks, "lower": solution.history["lower"][-1] / train.tasks,
         "residual": solution.history["residual"][-1],
     }  # fmt: skip

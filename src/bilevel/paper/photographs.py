@@ -18,12 +18,18 @@ CLASSES = ("dog", "fish")
 ARCHIVE = Path("photos") / "photos256.zip"
 
 
+def archive_here() -> Path | None:
+    """The file of the photographs; None where it is not here."""
+    folder = os.environ.get("BILEVEL_DATA")
+    path = None if folder is None else Path(folder) / ARCHIVE
+    return path if path is not None and path.is_file() else None
+
+
 @cache
 def photos(part: str, side: int) -> tuple[Tensor, Tensor]:
     """Dogs (0) and fish (1) of a part, resized, in [-1, 1]."""
-    folder = os.environ.get("BILEVEL_DATA")
-    path = None if folder is None else Path(folder) / ARCHIVE
-    if path is None or not path.is_file():
+    path = archive_here()
+    if path is None:
         raise DataError(f"the photographs are not here: put {ARCHIVE.name} into $BILEVEL_DATA/{ARCHIVE.parent}.")
     inputs, labels = [], []
     with zipfile.ZipFile(path) as archive:

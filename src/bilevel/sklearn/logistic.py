@@ -10,7 +10,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from ..errors import DataError
-from .tuned import AUTO, Tuned
+from .tuned import Tuned
 
 
 class TunedLogisticRegression(Tuned, ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn: no types
@@ -23,23 +23,6 @@ class TunedLogisticRegression(Tuned, ClassifierMixin, BaseEstimator):  # type: i
     Parameters and attributes are those of `TunedRidge`; `valid_loss_` is the mean of -log(probability of the class).
     `coef_` has the shape (1, features) for two classes, and (classes, features) else. `classes_` are the classes.
     """
-
-    def __init__(
-        self,
-        *,
-        penalty: str = "per-feature",
-        folds: float = 5,
-        caution: float | str = AUTO,
-        steps: int = 100,
-        tol: float = 1e-4,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        self.penalty = penalty
-        self.folds = folds
-        self.caution = caution
-        self.steps = steps
-        self.tol = tol
-        self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> TunedLogisticRegression:
         """Tune the penalties and train on all rows."""

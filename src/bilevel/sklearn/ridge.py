@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import validate_data
 
-from .tuned import AUTO, Tuned
+from .tuned import Tuned
 
 
 class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -26,23 +26,6 @@ class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  #
     (halves of mean squared errors), `path_` the tuned objective after each step, `caution_` the caution used (None: a
     single penalty), `n_iter_` the number of steps.
     """
-
-    def __init__(
-        self,
-        *,
-        penalty: str = "per-feature",
-        folds: float = 5,
-        caution: float | str = AUTO,
-        steps: int = 100,
-        tol: float = 1e-4,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        self.penalty = penalty
-        self.folds = folds
-        self.caution = caution
-        self.steps = steps
-        self.tol = tol
-        self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> TunedRidge:
         """Tune the penalties and train on all rows."""

@@ -23,15 +23,26 @@ AUTO = "auto"
 class Tuned:
     """The part of an estimator that tunes the penalties of a linear model."""
 
-    penalty: str
-    caution: float | str
-    folds: float
-    steps: int
-    tol: float
-    random_state: Any
     n_features_in_: int
     coef_: np.ndarray
     intercept_: Any
+
+    def __init__(
+        self,
+        *,
+        penalty: str = "per-feature",
+        folds: float = 5,
+        caution: float | str = AUTO,
+        steps: int = 100,
+        tol: float = 1e-4,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.penalty = penalty
+        self.folds = folds
+        self.caution = caution
+        self.steps = steps
+        self.tol = tol
+        self.random_state = random_state
 
     def _tune(self, X: np.ndarray, y: np.ndarray, loss: Loss, classes: int) -> None:
         """Tune on what the folds hold out; sets all attributes but the coefficients' shape."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..arguments import JsonOption
 from .shared import (
-    JsonOption,
+    NoRunOption,
     OutOption,
     PageOption,
     QuickOption,
     RayOption,
     WorkersOption,
-    cells_folder,
-    end,
     folders_of,
-    run,
+    run_filed,
     where_of,
 )
 
@@ -25,20 +24,13 @@ def classical(
     quick: QuickOption = False,
     workers: WorkersOption = 2,
     ray: RayOption = None,
+    no_run: NoRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Classical small problems with constraints at both levels, beside their best known values."""
     from ...paper import classical as study
-    from ...paper.filed import FiledStore
 
-    folders = folders_of(out, page)
-    store = FiledStore(cells_folder(folders), folders[1].path / "classical.json")
-    cells = study.cells(quick=quick)
-    complete = run("classical", cells, folders, study.run_cell, where_of(workers, ray), store)
-    if complete is not None:
-        store.write()
-        summary = study.write([(c.settings, found) for c in cells if (found := store.get(c))], folders[1].path)
-        message = (
-            f"{summary['solved']} of {summary['cases']} cases are solved; the slowest took {summary['slowest']} s."
-        )
-        end("classical", message, summary, folders, json)
+    run_filed(
+        "classical", study.cells(quick=quick), study.run_cell, study.write, folders_of(out, page), no_run=no_run,
+        json=json, where=where_of(workers, ray),
+    )  # fmt: skip

@@ -12,10 +12,9 @@ import typer
 
 from ...cells import Cell
 from ...errors import OptionError
+from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
-    DeviceOption,
-    JsonOption,
     NoRunOption,
     OutOption,
     PageOption,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..arguments import JsonOption
 from .shared import (
-    JsonOption,
     MinutesOption,
     NoRunOption,
     OutOption,

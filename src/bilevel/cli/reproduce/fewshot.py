@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
-    DeviceOption,
-    JsonOption,
     MinutesOption,
     NoRunOption,
     OutOption,

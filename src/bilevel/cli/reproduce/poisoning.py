@@ -10,10 +10,9 @@ import typer
 
 from ...options import one_of
 from ...workers import Where
+from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
-    DeviceOption,
-    JsonOption,
     MinutesOption,
     NoRunOption,
     OutOption,

@@ -16,6 +16,7 @@ from ...cells import Cell, Found, Settings, Store, run_cells
 from ...errors import OptionError
 from ...options import one_of
 from ...paper.filed import FiledStore, Kept
+from ...wording import agreeing, counted
 from ...workers import Where
 from ..bar import progress_bar
 from ..folder import Folder, to_json
@@ -30,12 +31,10 @@ WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cell
 RayOption = Annotated[
     str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
 ]
-DeviceOption = Annotated[str, typer.Option(help="`auto` (a GPU where there is one), `cpu` or `cuda`.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Function = Callable[[Settings], Found | None]
 Write = Callable[[Sequence[tuple[Settings, Found]], Path], dict[str, Any]]
-"""Writes the page of these cells into a folder; returns the summary."""
+"""Writes the page of these cells into a folder; returns the summary, with its `message` where the study has one."""
 
 
 def words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
@@ -51,16 +50,9 @@ def folders_of(out: Path, page: Path | None) -> tuple[Folder, Folder]:
     return Folder(out), Folder(out if page is None else page, "--page")
 
 
-def run(
-    name: str,
-    cells: Sequence[Cell],
-    folders: tuple[Folder, Folder],
-    function: Function,
-    where: Where,
-    store: Store | None = None,
-) -> Store | None:
+def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], function: Function, where: Where) -> Store:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
-    store = Store(cells_folder(folders)) if store is None else store
+    store = Store(cells_folder(folders))
     done: list[str] = []
     with progress_bar() as bar:
         task = bar.add_task(name, total=len(cells))
@@ -71,11 +63,11 @@ def run(
 
         began = time.perf_counter()
         complete = run_cells(cells, store, function, where=where, tell=tell)
-    if complete:
-        folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
-        print(f"{len(cells)} cells, {time.perf_counter() - began:.0f} s", file=sys.stderr)
-        return store
-    return stopped(len(done), len(cells))
+    if not complete:
+        stopped(len(done), len(cells))
+    folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
+    print(f"{counted(len(cells), 'cell')}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return store
 
 
 def run_filed(
@@ -118,7 +110,11 @@ def run_filed(
         stopped(done, total)
     store.write()
     summary = write(store.all(), folders[1].path)
-    message = f"{done} cells were run in {time.monotonic() - began:.0f} s; the page shows {summary['cells']}."
+    message = summary.pop("message", None)
+    if message is None:
+        were = agreeing(done, "was", "were")
+        seconds = f"{time.monotonic() - began:.0f} s"
+        message = f"{counted(done, 'cell')} {were} run in {seconds}; the page shows {summary['cells']}."
     end(name, message, summary, folders, json)
 
 

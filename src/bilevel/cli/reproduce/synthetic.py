@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..arguments import JsonOption
 from .shared import (
-    JsonOption,
     OutOption,
     PageOption,
     QuickOption,
@@ -35,13 +35,12 @@ def synthetic(
     cells = study.cells(scale)
     folders = folders_of(out, page)
     store = run("synthetic", cells, folders, synthetic_runs.run, where_of(workers, ray))
-    if store is not None:
-        summary = synthetic_page.write(Results(scale, store), folders[1].path)
-        held = sum(claim["holds"] for claim in summary["claims"])
-        message = f"{held} of {len(summary['claims'])} claims of the paper hold."
-        if quick:
-            message = f"A quick run of {scale.steps} steps, which say nothing of the paper's claims."
-        end("synthetic", message, summary, folders, json)
+    summary = synthetic_page.write(Results(scale, store), folders[1].path)
+    held = sum(claim["holds"] for claim in summary["claims"])
+    message = f"{held} of {len(summary['claims'])} claims of the paper hold."
+    if quick:
+        message = f"A quick run of {scale.steps} steps, which say nothing of the paper's claims."
+    end("synthetic", message, summary, folders, json)
 
 
 def complexity(
@@ -58,9 +57,8 @@ def complexity(
     cells = study.cells(sizes)
     folders = folders_of(out, page)
     store = run("complexity", cells, folders, study.run, where_of(1, None))
-    if store is not None:
-        found = [(cell.settings, result) for cell in cells if (result := store.get(cell)) is not None]
-        summary = complexity_page.write(sizes, found, folders[1].path)
-        message = f"{summary['holds']} of {summary['decisive']} exponents agree with Table 1."
-        summary |= {"seconds": round(store.session.seconds, 3), "resumed": store.session.kept > 0}
-        end("complexity", message, summary, folders, json)
+    found = [(cell.settings, result) for cell in cells if (result := store.get(cell)) is not None]
+    summary = complexity_page.write(sizes, found, folders[1].path)
+    message = f"{summary['holds']} of {summary['decisive']} exponents agree with Table 1."
+    summary |= {"seconds": round(store.session.seconds, 3), "resumed": store.session.kept > 0}
+    end("complexity", message, summary, folders, json)

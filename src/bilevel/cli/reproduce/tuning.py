@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ...cells import Store
+from ..arguments import JsonOption
 from .shared import (
-    JsonOption,
     NoRunOption,
     OutOption,
     PageOption,

@@ -1,0 +1,80 @@
+"""What is done with the folder of a finished few-shot run: another evaluation, and embeddings of new images."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..applications.few_shot import TaskSampler, adapt_and_evaluate
+from ..errors import OptionError
+from .bar import stage
+from .fewshot_asked import load, network_of
+from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
+from .folder import Folder
+from .run_state import kept
+from .telling import tell
+
+
+def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
+    """Evaluate a finished run on the tasks that it was made for, or as given."""
+    folder, asked, _ = _opened(run)
+    splits = load(asked)  # by the seed of the run: another splits the classes otherwise
+    net = network_of(asked["backbone"], splits.train.shape, where, asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    asked |= given
+    began = time.perf_counter()
+    test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
+    with stage("evaluating", "images") as tell:
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], tell=tell)
+    result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
+    folder.write_json("evaluation.json", result)
+    report(folder, result, json, page=False)
+
+
+def embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:
+    folder, asked, result = _opened(run)
+    net = network_of(asked["backbone"], result["shape"], where, asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    target = out or folder.path / EMBEDDINGS
+    if target.suffix != ".npz":
+        raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
+    found = write_embeddings(net, images, result["shape"], asked["data"] == "omniglot", target)
+    report(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
+
+
+def _opened(run: Path) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
+    """The folder of a finished run, what was asked of it, and its result."""
+    if not run.is_dir():
+        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; there is no folder {run}.")
+    folder = Folder(run, "--evaluate")
+    asked, result = kept(folder, "config.json"), kept(folder, "result.json")
+    if asked.get("command") != "fewshot":
+        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} has none.")
+    if "shape" not in result:
+        raise OptionError(f"--evaluate must name the folder of a finished run; {run} has no result.json of one.")
+    return folder, asked, result
+
+
+def with_embeddings(
+    result: Mapping[str, Any], net: nn.Module, images: Images | None, folder: Folder
+) -> Mapping[str, Any]:
+    """The result of a run, and where the embeddings of new images are, if there are any."""
+    if images is None:
+        return result
+    inverted = kept(folder, "config.json").get("data") == "omniglot"
+    found = write_embeddings(net, images, result["shape"], inverted, folder.path / EMBEDDINGS)
+    message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
+    return {**result, **found, "message": message, "notes": notes}
+
+
+def report(folder: Folder, result: Mapping[str, Any], json: bool, *, page: bool = True) -> None:
+    """Tell the result of a run, and where its page and its embeddings are."""
+    files = {"report": folder.path / "report.html"} if page else {}
+    if "embeddings" in result:
+        files["embeddings"] = result["embeddings"]
+    tell(result, show, json=json, **files)

@@ -1,0 +1,62 @@
+"""What `bilevel fewshot` is asked for, as classes, tasks and a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..applications.few_shot import TaskSampler, backbone
+from ..applications.few_shot_classifier import BACKBONES
+from ..data.class_sets import NAMES, load_classes
+from ..data.image_classes import ClassSplits
+from ..errors import OptionError
+from ..options import did_you_mean
+from ..replay import seeded
+from . import python_file
+
+
+def lasting(data: str) -> str:
+    """What names the data from any folder."""
+    return str(Path(data).absolute()) if data not in NAMES and Path(data).is_dir() else data
+
+
+def load(asked: Mapping[str, Any]) -> ClassSplits:
+    splits = load_classes(asked["data"], lists=asked["lists"], seed=asked["seed"])
+    turned = asked["rotations"] if asked["rotations"] is not None else asked["data"] == "omniglot"
+    return splits.rotated() if turned else splits
+
+
+def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSampler, TaskSampler | None, TaskSampler]:
+    """Those of training, validation (None where it has too few classes) and test."""
+    shots, queries, valid = asked["shots"], asked["queries"], splits.validation
+    train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
+    watched = None
+    if valid is not None and len(valid.names) >= asked["ways"]:
+        watched = TaskSampler(valid, asked["ways"], shots, queries)
+    return train, watched, TaskSampler(splits.test, asked["ways"], shots, queries)
+
+
+def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) -> nn.Module:
+    if not python_file.is_file(name):
+        if name not in BACKBONES:
+            raise OptionError(
+                f"--backbone has no {name!r}.{did_you_mean(name, BACKBONES)} It is one of {', '.join(BACKBONES)}, or "
+                "path.py:make."
+            )
+        with seeded(seed):
+            return backbone(name, shape[0]).to(where)
+    path, make = python_file.load(name, "--backbone must be a kind or a Python file")
+    if not callable(make):
+        raise OptionError(f"--backbone must name a function make(shape), as in {path.name}:make.")
+    with seeded(seed):
+        try:
+            network = make(tuple(shape))
+        except Exception as error:
+            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
+    if not isinstance(network, nn.Module):
+        raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
+    return network.to(where)

@@ -59,7 +59,8 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
     import torch
 
     from bilevel.applications.caution import loss_of
-    from bilevel.applications.linear_tuning import HIGH, LOW, FoldedModel, held_out_loss, trained, tune_linear
+    from bilevel.applications.folded_model import FoldedModel
+    from bilevel.applications.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
     from bilevel.paper.tuning import BUDGETS, OURS
     from bilevel.paper.tuning_data import problem
 

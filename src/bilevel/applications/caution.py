@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear_tuning import LinearTuned, Rows, trained, tune_linear
+from .folded_model import Rows
+from .linear_tuning import LinearTuned, trained, tune_linear
 
 SHARE = 0.2
 CAUTIONS = (1.0, 0.0)

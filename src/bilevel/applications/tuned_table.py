@@ -25,7 +25,8 @@ from ..replay import seeded
 from .caution import loss_of, tune_cautiously
 from .folds import folds_of
 from .knobs import FeaturePenalty, Knob, WeightDecay, parameters_of
-from .linear_tuning import FoldedModel, Loss, Rows, held_out_loss, trained, tune_linear
+from .folded_model import FoldedModel, Loss, Rows
+from .linear_tuning import held_out_loss, trained, tune_linear
 from .tuning import train_with, tune
 from .tuning_loss import TrainingLoss
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..applications.linear_tuning import Rows
+from ..applications.folded_model import Rows
 from ..errors import DataError
 
 DATASETS = ("a9a", "digits", "text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
+from ..fingerprint import digest_of
 from ..lower_level import flatten
 from ..vectors import gradient
 from .nested import Map
@@ -44,10 +44,7 @@ class Rows:
 
     def digest(self) -> str:
         """What tells these rows from others."""
-        found = hashlib.sha256(f"{self.loss} {self.outputs} {tuple(self.x.shape)} {self.x.dtype}".encode())
-        for tensor in (self.x, self.y, self.fold):
-            found.update(tensor.cpu().contiguous().numpy().data)
-        return found.hexdigest()
+        return f"{self.loss} {self.outputs} {digest_of((self.x, self.y, self.fold))}"
 
     def chances(self, scores: Tensor) -> Tensor:
         """The probabilities of the classes that have a score."""
@@ -67,7 +64,7 @@ class FoldedModel:
     """The lower level: the weights of all folds, and a bias each that is not penalised, on centred inputs."""
 
     def __init__(self, rows: Rows, held_out: bool = True) -> None:
-        folds, like = rows.folds if held_out else 1, {"dtype": rows.x.dtype, "device": rows.x.device}
+        folds = rows.folds if held_out else 1
         inside = torch.ones(len(rows.y), 1, dtype=torch.bool, device=rows.x.device)
         if held_out:
             inside = rows.fold[:, None] != torch.arange(folds, device=rows.x.device)
@@ -80,8 +77,8 @@ class FoldedModel:
         self.inside = inside[used].to(rows.x.dtype) / self.counts
         self.out = (~inside[out]).to(rows.x.dtype) / max(1, int(out.sum()))
         self.v = {
-            "weight": torch.zeros(folds, rows.outputs, rows.x.shape[1], requires_grad=True, **like),
-            "bias": torch.zeros(folds, rows.outputs, requires_grad=True, **like),
+            "weight": rows.x.new_zeros(folds, rows.outputs, rows.x.shape[1], requires_grad=True),
+            "bias": rows.x.new_zeros(folds, rows.outputs, requires_grad=True),
         }
         self._bent: Tensor | None = None
         self._products = 0

@@ -16,7 +16,7 @@ bring it back. A small caution is therefore come to from 1 in stages, each of wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from .ranges import Range
 
 LOW, HIGH = 1e-5, 1e4
 """The range of the single penalty, in units of the features' curvature."""
-BELOW, ABOVE = 0.01, 1e4
+BELOW, ABOVE = 1e-3, 1e4
 """The range of each feature's penalty, in units of the single one."""
 WIDTH = 1.0
 """The deviation of the logarithms of the features' penalties that is expected."""
@@ -62,6 +62,8 @@ class LinearTuned:
     single_steps: int
     converged: bool
     interrupted: bool = False
+    stages: Sequence[tuple[float, Tensor]] = ()
+    """The cautions that the last one was come to by, itself included, and the penalties of each."""
 
 
 def tune_linear(
@@ -100,6 +102,7 @@ def tune_linear(
     single = unit * every.value(t.detach())
     alpha, path, times, count = single.expand(d).clone(), found.path, found.seconds, len(found.path)
     single_loss = loss = model.upper(model.v).item()
+    stages: list[tuple[float, Tensor]] = []
     if penalty == "per-feature" and d > 1:
         each, size = Range(BELOW, ABOVE), 2 * loss if rows.loss == "squared" else 1.0
         u = each.free(torch.ones_like(model.center)).requires_grad_()
@@ -116,11 +119,14 @@ def tune_linear(
             name = f"a penalty for each feature, caution {c:g}"
             found = stage(name, lambda t: single * each.value(t), u, price, rough * tolerance)
             path, times = path + found.path, times + [before + s for s in found.seconds]
-        alpha, loss = single * each.value(u.detach()), model.upper(model.v).item()
+            alpha = single * each.value(u.detach())
+            stages.append((c, alpha))
+        loss = model.upper(model.v).item()
     weight, bias = trained(rows, alpha)
     return LinearTuned(
         alpha=alpha, weight=weight, bias=bias, single=float(single), single_loss=single_loss, valid_loss=loss,
         path=path, seconds=times, single_steps=count, converged=found.converged, interrupted=found.interrupted,
+        stages=stages,
     )  # fmt: skip
 
 

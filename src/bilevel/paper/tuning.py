@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import models
 from ..applications.caution import loss_of
-from ..applications.knobs import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
 from ..applications.folded_model import FoldedModel, Rows
+from ..applications.knobs import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
 from ..applications.linear_tuning import HIGH, LOW, START, held_out_loss, trained, tune_linear
 from ..applications.ranges import Range
 from ..applications.tuning import train_with, tune

@@ -61,9 +61,10 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
     from bilevel.applications.caution import loss_of
     from bilevel.applications.folded_model import FoldedModel
     from bilevel.applications.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
-    from bilevel.paper.tuning import BUDGETS, OURS
+    from bilevel.paper.tuning import BUDGETS, OURS, load_late_modules
     from bilevel.paper.tuning_data import problem
 
+    load_late_modules()
     rows, test = problem(dataset, seed)
     d, began, trials = rows.x.shape[1], time.process_time(), None
     if way == "bilevel":

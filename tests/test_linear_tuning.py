@@ -15,20 +15,14 @@ from bilevel.applications.folded_model import FoldedModel, Rows
 from bilevel.applications.linear_tuning import held_out_loss, trained, tune_linear
 from bilevel.applications.nested import Nested, descend
 from bilevel.errors import CheckpointError
+from bilevel.paper.tuning_data import INFORMATIVE, sparse_regression
 from bilevel.problem import Problem
 
-INFORMATIVE, NOISE = 10, 90
 
-
-def sparse_rows(seed: int, rows: int = 200, test: int = 2000) -> tuple[Rows, Tensor, Tensor]:
+def sparse_rows(seed: int) -> tuple[Rows, Tensor, Tensor]:
     """10 informative and 90 noise features, five folds; and test rows."""
-    draw = np.random.default_rng(seed)
-    w = np.zeros(INFORMATIVE + NOISE)
-    w[:INFORMATIVE] = draw.normal(size=INFORMATIVE) + np.sign(draw.normal(size=INFORMATIVE))
-    x = draw.normal(size=(rows + test, len(w)))
-    y = x @ w + draw.normal(size=len(x))
-    x, y = torch.from_numpy(x), torch.from_numpy(y)
-    return Rows(x[:rows], y[:rows], torch.arange(rows) % 5, "squared"), x[rows:], y[rows:]
+    rows, test = sparse_regression(seed)
+    return rows, test.x, test.y
 
 
 def classes_of(seed: int, rows: int, classes: int, features: int = 6) -> tuple[Tensor, Tensor]:

@@ -106,32 +106,32 @@ def test_lower_level_of_a_split_has_the_training_rows_alone():
 
 
 @pytest.mark.parametrize("classes", [0, 3])
-@pytest.mark.parametrize("why", [KeyboardInterrupt, RuntimeError])
-def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("why", "at"), [(KeyboardInterrupt, 0.6), (RuntimeError, 0.6), (KeyboardInterrupt, 1.0)])
+def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, at, tmp_path, monkeypatch):
     monkeypatch.setattr("bilevel.applications.nested.SAVE_EVERY", 0.0)
     x, y = classes_of(6, 90, 3)
     rows = Rows(x, y if classes else y.double(), torch.arange(90) % 3, *(("logistic", 3) if classes else ("squared",)))
-    straight, left = tune_linear(rows, caution=0.1, steps=8), []
+    straight, left = tune_linear(rows, caution=0.1, tolerance=1e-3), []
+    steps = len(straight.path) - len(straight.stages) - 1
+    last = round(at * steps)
 
-    def until(last: int):
-        def watch(*told):
-            left.append(told)
-            if len(left) == last:
-                raise why
+    def watch(*told):
+        left.append(told)
+        if len(left) == last:
+            raise why
 
-        return watch
-
-    options = {"caution": 0.1, "steps": 8, "checkpoint": tmp_path}
+    options = {"caution": 0.1, "tolerance": 1e-3, "checkpoint": tmp_path}
     if why is KeyboardInterrupt:
-        assert tune_linear(rows, watch=until(6), **options).interrupted
+        assert tune_linear(rows, watch=watch, **options).interrupted
     else:
         with pytest.raises(why):
-            tune_linear(rows, watch=until(6), **options)
-    again = tune_linear(rows, watch=until(-1), **options)
+            tune_linear(rows, watch=watch, **options)
+    assert len(left) == last
+    again = tune_linear(rows, watch=watch, **options)
     assert torch.equal(again.alpha, straight.alpha)
     assert torch.equal(again.weight, straight.weight)
     assert again.path == straight.path
-    assert len(left) == len(set(left)) == len(straight.path) - len(straight.stages) - 1  # each step once
+    assert len(left) == len(set(left)) == steps  # each step once
     with pytest.raises(CheckpointError, match="is of another run: its rows differ"):
         tune_linear(Rows(x + 1, rows.y, rows.fold, rows.loss, rows.outputs), **options)
 

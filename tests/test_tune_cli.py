@@ -246,7 +246,7 @@ def test_penalties_that_fit_the_rows_they_are_tuned_on_come_with_a_caution_and_t
     assert found["valid_loss"] < found["best_single"]["valid_loss"]
     assert found["test_loss"] > found["best_single"]["test_loss"]
     assert found["worse_than_single"]
-    assert "better on the rows that penalties are chosen by, and worse on the test set" in found["message"]
+    assert "does better on the rows that it is made on, and worse on the test set" in found["message"]
     advice = "Tuning on more folds may help (--folds 10), or more caution (--caution 1), or --penalty single."
     assert advice in told.err
     assert advice in (tmp_path / "report.html").read_text()
@@ -259,8 +259,8 @@ def test_a_grid_that_does_better_on_the_held_out_rows_is_told(tmp_path, capsys):
     assert run(tmp_path / "d.npz", *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["valid_loss"] > 1.5 * found["best_single"]["valid_loss"]
-    assert found["message"].endswith("The tuned is worse on both.")
-    assert any("the tuning ended too early. More --steps may help." in note for note in found["notes"])
+    assert found["message"].endswith("The tuning does worse on both.")
+    assert any("the tuning ended short of it. More --steps may help." in note for note in found["notes"])
 
 
 def test_rows_that_ask_for_a_single_penalty_get_one_and_the_message_says_so(noise, tmp_path, capsys):

@@ -183,7 +183,7 @@ class Place:
         return state
 
 
-class Descent:
+class _Descent:
     """phi on its way down by L-BFGS: what it has come to, and how to go on from what was kept of it."""
 
     def __init__(self, nested: Nested, place: Place | None, clock: Callable[[], float], seconds: float | None) -> None:
@@ -214,19 +214,18 @@ class Descent:
 
     def note(self) -> None:
         """Remember where this step ended: a stop amid the next one goes back to it."""
-        self.state, self.v = self.search.state_dict(), flatten(self.nested.v.leaves)
+        nested = self.nested
+        self.state = {
+            "search": self.search.state_dict(), "v": flatten(nested.v.leaves), "path": list(self.path),
+            "seconds": list(self.times), "first": nested.first, "ended": self.ended, "converged": self.converged,
+            "evaluations": nested.evaluations, "newton_steps": nested.newton_steps,
+        }  # fmt: skip
 
     def save(self, every: float = 0.0) -> None:
         """Write what `note` remembers, where the last time is as many seconds ago."""
-        if self.place is None or time.monotonic() - self.saved < every:
-            return
-        nested = self.nested
-        store.save(self.place.folder, {
-            "task": dict(self.place.task), "search": self.state, "v": self.v, "path": self.path, "seconds": self.times,
-            "first": nested.first, "ended": self.ended, "converged": self.converged,
-            "evaluations": nested.evaluations, "newton_steps": nested.newton_steps,
-        })  # fmt: skip
-        self.saved = time.monotonic()
+        if self.place is not None and time.monotonic() - self.saved >= every:
+            store.save(self.place.folder, {"task": dict(self.place.task), **self.state})
+            self.saved = time.monotonic()
 
     def _restore(self, state: dict[str, Any]) -> None:
         nested, like = self.nested, flatten(self.nested.u.leaves)
@@ -260,10 +259,15 @@ def descend(
     and at the end, and gone on from where it holds a state.
     """
     nested = Nested(problem, u, v, curvature, first)
-    run = Descent(nested, place, clock, seconds)
-    search, path, interrupted = run.search, run.path, False
+    run = _Descent(nested, place, clock, seconds)
+    search, path, kept, interrupted = run.search, run.path, run.ended, False
     try:
-        while not run.ended and len(path) <= max_steps:
+        while not run.ended:
+            if len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1]):
+                run.converged = True
+                break
+            if len(path) > max_steps or (len(path) > 1 and run.late):
+                break
             if begin is not None:
                 begin()
             # What a step can save, to first order: less than rounding tells would be searched for in vain.
@@ -277,19 +281,21 @@ def descend(
             run.save(SAVE_EVERY)
             if watch is not None:
                 watch(len(path) - 1, search.value)
-            if len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1]):
-                run.converged = True
-                break
-            if run.late:
-                break
     except _LateError:
         pass
     except KeyboardInterrupt:
         interrupted = True
-    write(run.state["x"], nested.u.leaves)
-    if not run.ended:
-        if not interrupted:
+    write(run.state["search"]["x"], nested.u.leaves)
+    if not run.ended and not interrupted:
+        try:
             nested.solve_lower()
-            run.ended, run.v = True, flatten(nested.v.leaves)
+            run.ended = True
+            run.note()
+        except KeyboardInterrupt:
+            interrupted = True
+    if not kept:
         run.save()
-    return Descended(path, run.times, run.converged, interrupted, nested.evaluations, nested.newton_steps)
+    found = run.state
+    return Descended(
+        found["path"], found["seconds"], run.converged, interrupted, nested.evaluations, nested.newton_steps
+    )

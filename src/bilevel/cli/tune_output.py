@@ -56,19 +56,17 @@ def _beside(loss: float, other: float) -> int:
 
 
 def _verdict(valid: int, test: int) -> str:
-    if not valid and not test:
-        return "They are as good as each other."
+    words = {-1: "better", 0: "as well", 1: "worse"}
     if valid == test:
-        return f"The tuned {'is better' if test < 0 else 'is worse'} on both."
-    words = {-1: "better", 0: "as good", 1: "worse"}
-    return f"The tuned is {words[valid]} on the rows that penalties are chosen by, and {words[test]} on the test set."
+        return f"The tuning does {words[test]} on both."
+    return f"The tuning does {words[valid]} on the rows that it is made on, and {words[test]} on the test set."
 
 
 def _cautions(valid: int, test: int, count: int, asked: Mapping[str, Any], caution: float | None) -> list[str]:
     """What to make of a single penalty of the grid that does better than the tuned ones."""
     found, network = [], asked["model"] == "mlp"
     if valid > 0:
-        why = "a caution above 0 keeps penalties from fitting them" if caution else "the tuning ended too early"
+        why = "a caution above 0 keeps penalties from fitting them" if caution else "the tuning ended short of it"
         found.append(
             "A single penalty of the grid does better than the tuned ones on the rows that both are chosen by: "
             f"{why}. {'Less --caution, or more' if caution else 'More'} --steps may help."

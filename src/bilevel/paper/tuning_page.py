@@ -114,8 +114,9 @@ def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dic
         if way in means and rival:
             gap = means[way]["test_loss"] - min(rival)
             claims[f"{way}: test loss above the best single penalty's"] = gap
-            word = "above" if gap > 0 else "below"
-            lines.append(f"Test loss, {WAYS[way]}: {abs(gap):.5f} {word} that of the best single penalty.")
+            size = f"{abs(gap):.5f}"
+            where = "the same as" if not float(size) else f"{size} {'above' if gap > 0 else 'below'}"
+            lines.append(f"Test loss, {WAYS[way]}: {where} that of the best single penalty.")
     return "\n".join(f"- {line}" for line in lines), claims
 
 

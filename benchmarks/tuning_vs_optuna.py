@@ -49,7 +49,7 @@ def best_of(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = None if kept is None else f"sqlite:///{kept}"
     study = optuna.create_study(storage=storage, study_name="tuning", load_if_exists=True)
-    done = [trial for trial in study.trials if trial.state.is_finished()]
+    done = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
     study.sampler = optuna.samplers.TPESampler(seed=seed + 1000 * len(done))
     began = time.process_time()
 
@@ -139,8 +139,9 @@ def network(way: str, seed: int) -> dict[str, Any]:
         def suggest(name: str, knob: Any) -> float:
             return trial.suggest_float(name, knob.low, knob.high, log=knob.scale == "log")
 
+        fresh = trained(values_of(suggest))
         with torch.no_grad():
-            scores = trained(values_of(suggest))(valid[0])
+            scores = fresh(valid[0])
             return min(cross_entropy(scores / t, valid[1]).item() for t in temperatures)
 
     study = best_of(trial_loss, seed, trials=TRIALS, kept=RESULTS.with_name(f"optuna-network-{seed}.db"))

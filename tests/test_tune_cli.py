@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from bilevel.applications import tuned_table
 from bilevel.callbacks import Progress
 from bilevel.cli.bar import StageBar
 from bilevel.cli.main import main
@@ -200,8 +201,13 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, 
     again = []
     for owner, name in ((LBFGS, "iterate"), (Progress, "log")):  # each is called in every part of a tuning
         monkeypatch.setattr(owner, name, lambda *given: again.append(given))
+    tried = []
+    for name in ("held_out_loss", "train_with"):  # one of them is called for each penalty of the grid
+        plain_one = getattr(tuned_table, name)
+        monkeypatch.setattr(tuned_table, name, lambda *a, p=plain_one, **o: tried.append(a) or p(*a, **o))
     assert run(*options, tmp_path / "r", "--resume") == 0
     assert not again  # the tuning was finished: it is read, and no step is made again
+    assert len(tried) == (tuned_table.GRID if model == "logistic" else tuned_table.NETWORK_GRID) - 3 * (stage == "grid")
     monkeypatch.undo()
     assert run(*options, tmp_path / "straight") == 0
     assert_same(tmp_path)

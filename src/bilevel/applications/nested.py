@@ -215,7 +215,7 @@ class _Descent:
     def note(self) -> None:
         """Remember where this step ended: a stop amid the next one goes back to it."""
         nested = self.nested
-        self.state = {
+        self.state: dict[str, Any] = {
             "search": self.search.state_dict(), "v": flatten(nested.v.leaves), "path": list(self.path),
             "seconds": list(self.times), "first": nested.first, "ended": self.ended, "converged": self.converged,
             "evaluations": nested.evaluations, "newton_steps": nested.newton_steps,

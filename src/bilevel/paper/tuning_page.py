@@ -57,7 +57,7 @@ def _missing(found: Kept) -> list[str]:
 
 def _told(settings: Settings) -> bool:
     """Of the regression's seeds one stands for all."""
-    return settings["part"] != "ridge" or settings["seed"] == 0
+    return bool(settings["part"] != "ridge" or settings["seed"] == 0)
 
 
 def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:

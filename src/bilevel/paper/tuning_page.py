@@ -194,8 +194,8 @@ test loss on others. Where there are several seeds: the mean (least to most).
 How caution was made: the deviation of its prior, 1, was chosen by the test losses of a9a and digits with seed 0, a seed
 of the tables below. The test losses of caution 1 with seed 0 are therefore no independent measure of it. The low end of
 the range per feature was chosen by the validation losses of a9a with seeds 0 and 1 and of digits with seed 0; that a
-small caution is come to in stages, by the validation losses of six seeds of the regression, whose test errors were seen,
-too. Optuna is on a page of its own, [tuning-vs-optuna.md](tuning-vs-optuna.md)."""
+small caution is come to in stages, by the validation losses of six seeds of the regression, whose test errors were
+seen, too. Optuna is on a page of its own, [tuning-vs-optuna.md](tuning-vs-optuna.md)."""
 
 NETWORK = """## A small network on MNIST
 

@@ -37,20 +37,34 @@ def setup() -> None:
 
 
 def best_of(
-    objective: Callable[[Any], float], seed: int, *, seconds: float | None = None, trials: int | None = None
-) -> Any:
-    """Optuna's study with TPE, until the CPU seconds or the trials are spent."""
+    objective: Callable[[Any], float], seed: int, *, seconds: float | None = None, trials: int | None = None,
+    kept: Path | None = None,
+) -> Any:  # fmt: skip
+    """Optuna's study with TPE, until the CPU seconds or the trials are spent.
+
+    Its trials go to the file `kept`, and a study that was stopped goes on from there, with draws of its own.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    storage = None if kept is None else f"sqlite:///{kept}"
+    study = optuna.create_study(storage=storage, study_name="tuning", load_if_exists=True)
+    done = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    study.sampler = optuna.samplers.TPESampler(seed=seed + 1000 * len(done))
     began = time.process_time()
+
+    def timed(trial: Any) -> float:
+        before = time.process_time()
+        value = objective(trial)
+        trial.set_user_attr("seconds", time.process_time() - before)
+        return value
 
     def stop(study: Any, trial: Any) -> None:
         if seconds is not None and time.process_time() - began >= seconds:
             study.stop()
 
-    study.optimize(objective, n_trials=trials, callbacks=[stop])
+    if trials is None or len(done) < trials:
+        study.optimize(timed, n_trials=None if trials is None else trials - len(done), callbacks=[stop])
     return study
 
 
@@ -59,10 +73,12 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
     import torch
 
     from bilevel.applications.caution import loss_of
-    from bilevel.applications.linear_tuning import HIGH, LOW, FoldedModel, held_out_loss, trained, tune_linear
-    from bilevel.paper.tuning import BUDGETS, OURS
+    from bilevel.applications.folded_model import FoldedModel
+    from bilevel.applications.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
+    from bilevel.paper.tuning import BUDGETS, OURS, load_late_modules
     from bilevel.paper.tuning_data import problem
 
+    load_late_modules()
     rows, test = problem(dataset, seed)
     d, began, trials = rows.x.shape[1], time.process_time(), None
     if way == "bilevel":
@@ -123,12 +139,13 @@ def network(way: str, seed: int) -> dict[str, Any]:
         def suggest(name: str, knob: Any) -> float:
             return trial.suggest_float(name, knob.low, knob.high, log=knob.scale == "log")
 
+        fresh = trained(values_of(suggest))
         with torch.no_grad():
-            scores = trained(values_of(suggest))(valid[0])
+            scores = fresh(valid[0])
             return min(cross_entropy(scores / t, valid[1]).item() for t in temperatures)
 
-    study = best_of(trial_loss, seed, trials=TRIALS)
-    seconds = time.process_time() - began
+    study = best_of(trial_loss, seed, trials=TRIALS, kept=RESULTS.with_name(f"optuna-network-{seed}.db"))
+    seconds = sum(trial.user_attrs.get("seconds", 0.0) for trial in study.trials)
     best = trained(values_of(lambda name, _: study.best_params[name]))
     return {"test_accuracy": accuracy(best, test), "seconds": seconds, "trials": TRIALS}
 

@@ -57,6 +57,13 @@ def test_rows_of_a_problem_are_those_of_its_parts(quick):
     assert rows.outputs == 10
 
 
+def test_the_ridge_cell_measures_penalties_and_test_errors():
+    found = tuning.run({"part": "ridge", "seed": 1})
+    assert found is not None
+    assert found["ratio"] >= 100
+    assert 1 < found["test_error"] < found["best_single_error"] < 4
+
+
 @needs("mnist")
 def test_the_scale_cell_measures_both_sides():
     found = tuning.run({"part": "scale", "hidden": 6, "steps": 12})
@@ -73,17 +80,28 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
 
     found = [
         cell("per-feature", 0, 0.1, 0.3), cell("single", 0, 0.2, 0.25), cell("per-feature", 1, 0.4, 0.2),
-        cell("single", 1, 0.3, 0.3), cell("per-feature", 2, 9.0, 9.0),
+        cell("single", 1, 0.3, 0.3), cell("per-feature", 2, 9.0, 9.0), cell("folds", 0, 0.2, 0.2),
+        cell("folds", 1, 0.2, 0.3), cell("folds, single", 0, 0.3, 0.25), cell("folds, single", 1, 0.3, 0.25),
     ]  # fmt: skip
     said = tuning_page.write(found, tmp_path)
     page = (tmp_path / "tuning.md").read_text()
     assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in page
     assert "Per feature has it on 1 of 2 seeds." in page
-    assert "More CPU seconds than the budget: per feature; single, by gradient." in page
+    assert "More CPU seconds than the budget: per feature; single, by gradient; per feature, 5 folds, caution 1" in page
+    assert "Test loss, per feature: 0.02500 below that of the best single penalty." in page
+    assert "5 folds, caution 1: the same as that of the best single penalty." in page
     gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
     assert gap == pytest.approx(0.25 - 0.275)
-    for told in ("test losses of a9a and digits with seed 0", "19 of 20"):
-        assert told in page
+    assert "test losses of a9a and digits with seed 0" in page
+    regression = [
+        ({"part": "ridge", "seed": seed}, {"ratio": ratio, "test_error": error, "best_single_error": 2.0})
+        for seed, (ratio, error) in enumerate([(50.0, 1.5), (2e5, 1.25), (300.0, 2.5)])
+    ]
+    tuning_page.write(regression, tmp_path)
+    page = (tmp_path / "tuning.md").read_text()
+    assert "| per feature | 1.750 (1.250 to 2.500) |" in page
+    assert "at least 100 times with 2 of 3 seeds" in page
+    assert "below that of the best single penalty with 2 of 3" in page
     tuning_page.write(
         [({"part": "network", "way": "by hand", "seed": 0}, {"test_accuracy": 0.5, "seconds": 1.0})], tmp_path
     )

@@ -17,9 +17,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from bilevel.applications import tuned_table
+from bilevel.callbacks import Progress
+from bilevel.cli.bar import StageBar
 from bilevel.cli.main import main
 from bilevel.data import load_numbers
 from bilevel.errors import DataError
+from bilevel.lbfgs import LBFGS
 from bilevel.models import mlp
 
 
@@ -95,7 +99,8 @@ def test_classes_of_an_npz_file_with_each_model_and_penalty(model, penalty, coun
     assert found["test_accuracy"] > 0.7
     assert len(found["grid"]) >= 5
     if model == "logistic":
-        assert rows_of(tmp_path / "r" / "penalties.csv")[0]["name"] == "column 0"
+        rows = rows_of(tmp_path / "r" / "penalties.csv")
+        assert max(rows, key=lambda row: float(row["weight"]))["name"] == "column 0"
 
 
 def test_numbers_are_predicted_by_a_network_too(table, tmp_path, capsys):
@@ -121,6 +126,7 @@ def test_numbers_are_predicted_by_a_network_too(table, tmp_path, capsys):
         (("digits", "--model", "ridge"), "classes as labels"),
         (("digits", "--numbers"), "--numbers is for"),
         (("digits", "--model", "mlp", "--caution", "1"), "--caution is for linear"),
+        (("digits", "--device", "cuda:77"), "--device must be"),
     ],
 )
 def test_wrong_use_is_told_in_a_sentence(arguments, message, table, tmp_path, capsys):
@@ -137,17 +143,137 @@ def test_numbers_that_are_missing_or_all_the_same_are_refused(tmp_path):
             load_numbers(tmp_path / "d.npz")
 
 
-def test_ctrl_c_ends_with_one_sentence(tmp_path):
+def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happened(tmp_path, capsys):
     draw = np.random.default_rng(0)
-    np.savez(tmp_path / "d.npz", x=draw.normal(size=(3000, 200)), y=draw.integers(0, 10, 3000))
-    command = [sys.executable, "-m", "bilevel", "tune", str(tmp_path / "d.npz"), "--out", str(tmp_path / "r")]
+    np.savez(tmp_path / "d.npz", x=draw.normal(size=(400, 40)), y=draw.integers(0, 4, 400))
+    options = [str(tmp_path / "d.npz"), "--caution", "0.1", "--steps", "12", "--out"]
+    command = [sys.executable, "-m", "bilevel", "tune", *options, str(tmp_path / "r")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    while not (tmp_path / "r" / "config.json").exists():
+    while not list((tmp_path / "r").glob("checkpoint/tuning/one-penalty/*")):
         assert process.poll() is None
-        time.sleep(0.1)
-    time.sleep(1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Stopped by Ctrl-C. Nothing but config.json was written." in err
+    assert "Stopped by Ctrl-C. The same command with --resume goes on from" in err
     assert "Traceback" not in err
+    assert not (tmp_path / "r" / "result.json").exists()
+    assert run(*options, tmp_path / "r") == 2
+    assert "--resume goes on from it" in capsys.readouterr().err
+    assert run(*options, tmp_path / "r", "--resume") == run(*options, tmp_path / "straight") == 0
+    assert_same(tmp_path)
+    assert not (tmp_path / "r" / "checkpoint").exists()
+    capsys.readouterr()
+    assert run(*options, tmp_path / "r", "--resume", "--json") == 0
+    assert "finished already" in capsys.readouterr().err
+
+
+def assert_same(folder: Path) -> None:
+    """The run that was stopped and the straight one have the same files, but for the seconds."""
+    for name in ("penalties.csv", "history.csv"):
+        assert (folder / "r" / name).read_bytes() == (folder / "straight" / name).read_bytes()
+    weights = [load_file(folder / name / "model.safetensors") for name in ("r", "straight")]
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[1])
+    ends = [json.loads((folder / name / "result.json").read_text()) for name in ("r", "straight")]
+    assert all(end.pop("seconds") > 0 for end in ends)
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("model", "stage"), [("logistic", "grid"), ("mlp", "training"), ("mlp", "grid")])
+def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, stage, tmp_path, monkeypatch):
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(100, 4))
+    np.savez(tmp_path / "d.npz", x=x, y=(x[:, 0] + 0.5 * draw.normal(size=100) > 0).astype(int))
+    heard = []
+    plain = StageBar.tell
+
+    def tell(self, name, done, total):
+        plain(self, name, done, total)
+        if stage in name:
+            heard.append(done)
+            if len(heard) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(StageBar, "tell", tell)
+    options = (tmp_path / "d.npz", "--model", model, "--caution", 1, "--steps", 30, "--out")
+    options = options if model == "logistic" else (*options[:3], *options[5:])
+    assert run(*options, tmp_path / "r") == 1
+    again = []
+    for owner, name in ((LBFGS, "iterate"), (Progress, "log")):  # each is called in every part of a tuning
+        monkeypatch.setattr(owner, name, lambda *given: again.append(given))
+    tried = []
+    for name in ("held_out_loss", "train_with"):  # one of them is called for each penalty of the grid
+        plain_one = getattr(tuned_table, name)
+        monkeypatch.setattr(tuned_table, name, lambda *a, p=plain_one, **o: tried.append(a) or p(*a, **o))
+    assert run(*options, tmp_path / "r", "--resume") == 0
+    assert not again  # the tuning was finished: it is read, and no step is made again
+    assert len(tried) == (tuned_table.GRID if model == "logistic" else tuned_table.NETWORK_GRID) - 3 * (stage == "grid")
+    monkeypatch.undo()
+    assert run(*options, tmp_path / "straight") == 0
+    assert_same(tmp_path)
+
+
+def test_data_that_changed_between_two_runs_is_refused(tmp_path, monkeypatch, capsys):
+    draw = np.random.default_rng(2)
+    x, y = draw.normal(size=(60, 3)), draw.normal(size=60)
+    np.savez(tmp_path / "d.npz", x=x, y=y)
+    options = (tmp_path / "d.npz", "--model", "ridge", "--steps", 5, "--out", tmp_path / "r")
+    with monkeypatch.context() as patch:
+        patch.setattr(StageBar, "tell", stopped)
+        assert run(*options) == 1
+    x[0, 0] += 1e-3
+    np.savez(tmp_path / "d.npz", x=x, y=y)
+    assert run(*options, "--resume") == 1
+    err = capsys.readouterr().err
+    assert "is of another run: its rows differ" in err
+    assert "left as it is" in err
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+# -- what the result says of a single penalty that does better ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> Path:
+    """Labels that have nothing to do with the inputs: whatever is tuned fits the rows that it is tuned on."""
+    draw = np.random.default_rng(3)
+    path = tmp_path_factory.mktemp("noise") / "noise.npz"
+    np.savez(path, x=draw.normal(size=(120, 30)), y=draw.integers(0, 2, 120))
+    return path
+
+
+def test_penalties_that_fit_the_rows_they_are_tuned_on_come_with_a_caution_and_the_remedy(noise, tmp_path, capsys):
+    assert run(noise, "--caution", 0, "--out", tmp_path, "--json") == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert found["valid_loss"] < found["best_single"]["valid_loss"]
+    assert found["test_loss"] > found["best_single"]["test_loss"]
+    assert found["worse_than_single"]
+    assert "does better on the rows that it is made on, and worse on the test set" in found["message"]
+    advice = "Tuning on more folds may help (--folds 10), or more caution (--caution 1), or --penalty single."
+    assert advice in told.err
+    assert advice in (tmp_path / "report.html").read_text()
+
+
+def test_a_grid_that_does_better_on_the_held_out_rows_is_told(tmp_path, capsys):
+    x = np.random.default_rng(4).normal(size=(200, 2))
+    np.savez(tmp_path / "d.npz", x=x, y=(x[:, 0] > 0).astype(int))  # separable: the least penalty is best
+    options = ("--penalty", "single", "--steps", 1, "--json", "--out", tmp_path)
+    assert run(tmp_path / "d.npz", *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["valid_loss"] > 1.5 * found["best_single"]["valid_loss"]
+    assert found["message"].endswith("The tuning does worse on both.")
+    assert any("the tuning ended short of it. More --steps may help." in note for note in found["notes"])
+
+
+def test_rows_that_ask_for_a_single_penalty_get_one_and_the_message_says_so(noise, tmp_path, capsys):
+    assert run(noise, "--out", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["caution"] is None
+    assert found["penalties"] == 1
+    assert found["message"].startswith("Tuned 1 penalty:")
+    assert len({row["penalty"] for row in rows_of(tmp_path / "penalties.csv")}) == 1
+    assert any("the single one is what is given here" in note for note in found["notes"])

@@ -27,6 +27,8 @@ from bilevel.applications.ranges import Range
 from bilevel.applications.tuning import tune
 from bilevel.applications.tuning_loss import TrainingLoss
 from bilevel.augmentation import add_noise
+from bilevel.callbacks import Callback
+from bilevel.errors import CheckpointError
 from bilevel.models import mlp
 
 DOUBLE = torch.float64
@@ -57,6 +59,32 @@ def test_a_range_is_kept_for_any_free_number_and_gives_back_what_it_was_given(gi
     assert bool((value.diff() > 0).all())
     inside = given.value(torch.linspace(-5, 5, 11, dtype=DOUBLE))
     torch.testing.assert_close(given.value(given.free(inside)), inside)
+
+
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_values_follow_the_formula_and_have_two_derivatives(scale):
+    given = Range(1e-3, 10.0, scale)
+    t = torch.linspace(-6, 6, 9, dtype=DOUBLE, requires_grad=True)
+    ends = torch.tensor([1e-3, 10.0], dtype=DOUBLE)
+    low, high = ends.log() if scale == "log" else ends
+    natural = (low + high) / 2 + (high - low) / 2 * torch.tanh(t / 2.5)
+    torch.testing.assert_close(given.value(t), natural.exp() if scale == "log" else natural)
+    assert torch.autograd.gradcheck(given.value, t)
+    assert torch.autograd.gradgradcheck(given.value, t)
+
+
+def test_a_validation_loss_that_reads_no_values_makes_none(monkeypatch):
+    calls = []
+    plain = Range.value
+    monkeypatch.setattr(Range, "value", lambda *given: calls.append(given) or plain(*given))
+    x, y = regression()
+    model, batch = nn.Linear(20, 1).double(), (x, y)
+    u = {"decay": torch.zeros(1, dtype=DOUBLE)}
+    problem = TrainingLoss({"decay": WeightDecay()}, None).problem()
+    problem.upper(u, model, batch)
+    assert not calls
+    problem.lower(u, model, batch)
+    assert len(calls) == 1
 
 
 def test_a_value_at_the_end_of_its_range_can_still_move():
@@ -227,6 +255,41 @@ def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
 
 
 # -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "at"), [("convex", "tuning"), ("minibatch", "tuning"), ("minibatch", "training")])
+def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monkeypatch):
+    monkeypatch.setattr("bilevel.applications.nested.SAVE_EVERY", 0.0)
+    x, y = regression()
+    first = nn.Linear(20, 1).double()
+
+    class Stop(Callback):
+        def log(self, run):
+            if stopping and at == "tuning" and run.step >= 20:
+                raise KeyboardInterrupt
+
+    def watch(stage, done, total):
+        if stopping and stage == at and done == 4:
+            raise KeyboardInterrupt
+
+    def tuned(**options):
+        options |= {"callbacks": [Stop()]} if mode == "minibatch" else {}
+        model, hyper = copy.deepcopy(first), {"penalty": FeaturePenalty()}
+        return tune(model, (x[:80], y[:80]), (x[80:], y[80:]), hyper, mode=mode, steps=40, watch=watch, **options)
+
+    stopping = False
+    straight = tuned()
+    stopping = True
+    with pytest.raises(KeyboardInterrupt):
+        tuned(checkpoint=tmp_path)
+    stopping = False
+    again = tuned(checkpoint=tmp_path)
+    assert torch.equal(again.values["penalty"], straight.values["penalty"])
+    assert torch.equal(again.model.weight, straight.model.weight)
+    assert again.curve == straight.curve
+    with pytest.raises(CheckpointError, match="is of another run: its examples differ"):
+        tune(first, (x[:80], y[:80] + 1), (x[80:], y[80:]), {"penalty": FeaturePenalty()}, mode=mode,
+             checkpoint=tmp_path)  # fmt: skip
 
 
 def test_misuse_is_refused_with_a_sentence_that_names_it():

@@ -181,7 +181,7 @@ class Derivatives(Evaluations):
         With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
         """
         if not self.v.projected:
-            return None, [n + spread(prices.gamma, x) * x for n, x in zip(prices.nu, slope, strict=True)]
+            return None, [(spread(prices.gamma, x) * x).add_(n) for n, x in zip(prices.nu, slope, strict=True)]
         points = [(v - s).detach().requires_grad_() for v, s in zip(self.v.leaves, slope, strict=True)]
         with torch.enable_grad():
             moved = self.v.project_leaves(points)

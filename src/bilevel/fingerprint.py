@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import CheckpointError
@@ -45,6 +46,15 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
                 f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
                 "It is left as it is; pass the same arguments to resume it, or another folder to start anew."
             )
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A digest of every number of these tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _name(function: Any) -> str:

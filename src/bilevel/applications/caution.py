@@ -2,42 +2,49 @@
 
 Where few features matter, penalties that are free to go anywhere do best; where all of them matter a little, they fit
 the held-out rows, and a single penalty does better on others. Which of these a data set is, its rows tell: a fifth of
-them is set apart, the penalties are tuned on the rest with caution 1 and with none, and the way with the least loss on
-the fifth is taken. Where no fold has five rows (of a class), none can be spared, and the caution is 1.
+them is set apart, the penalties are tuned on the rest with a caution that falls from 1 to none in stages, and what the
+stage with the least loss on the fifth had is taken. Where no fold has five rows (of a class), none can be spared, and
+the caution is 1.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .linear_tuning import LinearTuned, Rows, trained, tune_linear
+from .folded_model import Rows
+from .linear_tuning import LinearTuned, trained, tune_linear
 
 SHARE = 0.2
-CAUTIONS = (1.0, 0.0)
+USUAL = 1.0
+"""The caution where no rows can decide."""
 
 
-def tune_cautiously(rows: Rows, *, seed: int = 0, **options: Any) -> tuple[LinearTuned, float | None]:
+def tune_cautiously(
+    rows: Rows, *, seed: int = 0, checkpoint: Path | None = None, **options: Any
+) -> tuple[LinearTuned, float | None]:
     """Penalties tuned with the caution that the rows ask for, and that caution; None where a single penalty is best."""
-    apart = _apart(rows, seed)
-    if not bool(apart.any()):
-        return tune_linear(rows, caution=CAUTIONS[0], **options), CAUTIONS[0]
-    rest, others = rows.select(~apart), rows.select(apart)
-    losses: dict[float | None, float] = {}
-    for caution in CAUTIONS:
-        found = tune_linear(rest, caution=caution, **options)
+
+    def tuned(rows: Rows, name: str, **ways: Any) -> LinearTuned:
+        found = tune_linear(rows, checkpoint=checkpoint and checkpoint / name, **ways, **options)
         if found.interrupted:
             raise KeyboardInterrupt
-        if not losses:
-            single = torch.full_like(found.alpha, found.single)
-            losses[None] = loss_of(others, *trained(rest, single))
-        losses[caution] = loss_of(others, found.weight, found.bias)
+        return found
+
+    apart = _apart(rows, seed)
+    if not bool(apart.any()):
+        return tuned(rows, "all", caution=USUAL), USUAL
+    rest, others = rows.select(~apart), rows.select(apart)
+    found = tuned(rest, "rest", caution=0.0)
+    ways = [(None, torch.full_like(found.alpha, found.single)), *found.stages]
+    losses = {caution: loss_of(others, *trained(rest, alpha)) for caution, alpha in ways}
     best = min(losses, key=lambda caution: losses[caution])
     if best is None:
-        return tune_linear(rows, penalty="single", **options), None
-    return tune_linear(rows, caution=best, **options), best
+        return tuned(rows, "all", penalty="single"), None
+    return tuned(rows, "all", caution=best), best
 
 
 def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
@@ -50,8 +57,8 @@ def _apart(rows: Rows, seed: int) -> Tensor:
     """A mask of a fifth of the rows, of each fold its share, and of a class never the last ones."""
     draws = torch.rand(len(rows.y), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     apart = torch.zeros(len(rows.y), dtype=torch.bool)
-    groups = rows.fold.long() * (rows.outputs + 1) + (rows.y.long() if rows.loss == "logistic" else 0)
+    groups = rows.fold.cpu().long() * (rows.outputs + 1) + (rows.y.cpu().long() if rows.loss == "logistic" else 0)
     for group in torch.unique(groups):
         members = (groups == group).nonzero().squeeze(1)
         apart[members[draws[members].argsort()][: int(SHARE * len(members))]] = True
-    return apart
+    return apart.to(rows.x.device)

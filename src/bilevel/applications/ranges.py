@@ -50,8 +50,10 @@ class Range:
     def value(self, t: Tensor) -> Tensor:
         """The value that a free t stands for."""
         middle, half = self._ends
-        natural = middle + half * torch.tanh(t / REACH)
-        return natural.exp() if self.scale == "log" else natural
+        # 1 + tanh(t / REACH) = 2 sigmoid(2 t / REACH), which takes a fraction of the time of tanh on a CPU.
+        # In place, as no derivative needs what is overwritten: new memory costs a million values more than the numbers.
+        natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
+        return natural.exp_() if self.scale == "log" else natural
 
     def free(self, value: Tensor) -> Tensor:
         """The t of a value; one at an end of the range, or beyond it, is moved a little inside."""

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,13 +20,17 @@ from torch import Tensor, nn
 
 from .. import models
 from ..callbacks import Callback
+from ..cells import Cell, Settings, Store
 from ..data import Labelled, Pair
 from ..errors import OptionError
+from ..fingerprint import digest_of
 from ..replay import seeded
+from ..training import accuracy
 from .caution import loss_of, tune_cautiously
+from .folded_model import FoldedModel, Loss, Rows
 from .folds import folds_of
 from .knobs import FeaturePenalty, Knob, WeightDecay, parameters_of
-from .linear_tuning import FoldedModel, Loss, Rows, held_out_loss, trained, tune_linear
+from .linear_tuning import held_out_loss, trained, tune_linear
 from .tuning import train_with, tune
 from .tuning_loss import TrainingLoss
 
@@ -79,10 +84,12 @@ class TunedTable:
 def tune_table(
     data: Labelled, model: Kind, penalty: Penalty, *, folds: int = 5, caution: float | None = None,
     steps: int | None = None, seed: int = 0, callbacks: Sequence[Callback] = (), tell: Tell = lambda *_: None,
+    device: torch.device | str = "cpu", checkpoint: Path | None = None,
 ) -> TunedTable:  # fmt: skip
     """Tune, train on all rows but the test ones, and try a grid of single penalties.
 
-    `folds` and `caution` are for linear models; None lets the rows decide the caution.
+    `folds` and `caution` are for linear models; None lets the rows decide the caution. A `checkpoint` folder is written
+    to, and gone on from where it holds a state.
     """
     if model != "mlp" and penalty == "per-layer":
         raise OptionError(f"penalty='per-layer' is for model='mlp'; {model} has one layer. Use 'per-feature'.")
@@ -94,9 +101,10 @@ def tune_table(
     if data.test is None:
         data = _with_test(data, seed)
         notes.append(f"A fifth of the rows, {len(data.part('test')[1]):,}, is held out to measure the test loss.")
+    device = torch.device(device)
     if model == "mlp":
-        return _network(data, penalty, steps, seed, notes, callbacks, tell)
-    return _linear(data, model, penalty, folds, caution, steps or 100, seed, notes, tell)
+        return _network(data, penalty, steps, seed, notes, callbacks, tell, device, checkpoint)
+    return _linear(data, model, penalty, folds, caution, steps or 100, seed, notes, tell, device, checkpoint)
 
 
 def feature_names(data: Labelled) -> tuple[str, ...]:
@@ -121,7 +129,7 @@ def _with_test(data: Labelled, seed: int) -> Labelled:
 
 def _linear(
     data: Labelled, model: Kind, penalty: Penalty, folds: int, caution: float | None, steps: int, seed: int,
-    notes: list[str], tell: Tell,
+    notes: list[str], tell: Tell, device: torch.device, checkpoint: Path | None,
 ) -> TunedTable:  # fmt: skip
     began = time.perf_counter()
     loss: Loss = "squared" if model == "ridge" else "logistic"
@@ -130,7 +138,7 @@ def _linear(
 
     def rows_of(pair: Pair, fold: Tensor) -> Rows:
         y = (pair[1].double() - center) / spread if outputs == 1 else pair[1]
-        return Rows(pair[0].double(), y, fold, loss, outputs)
+        return Rows(pair[0].to(device, torch.float64), y.to(device), fold.to(device), loss, outputs)
 
     rows, test = rows_of((data.x, data.y), folds_of(data.y.numpy(), len(data.classes), folds, seed)), data.part("test")
     others = rows_of(test, torch.full((len(test[1]),), -1))
@@ -139,40 +147,63 @@ def _linear(
         tell(f"tuning {stage}", done, steps)
 
     used: float | None = caution
+    place = checkpoint and checkpoint / "tuning"
     if penalty == "single":
-        found = tune_linear(rows, penalty="single", steps=steps, watch=watch)
+        found = tune_linear(rows, penalty="single", steps=steps, watch=watch, checkpoint=place)
     elif caution is None:
-        found, used = tune_cautiously(rows, seed=seed, steps=steps, watch=watch)
+        found, used = tune_cautiously(rows, seed=seed, steps=steps, watch=watch, checkpoint=place)
         if used is None:
-            notes.append("A single penalty does better on rows that the tuning did not see, and is what is given here.")
+            notes.append(
+                f"Penalties that differ did worse than a single one, tuned on {folds} folds, on rows that neither saw: "
+                "the single one is what is given here. --caution 1 or 0 gives one for each feature all the same."
+            )
     else:
-        found = tune_linear(rows, caution=caution, steps=steps, watch=watch)
+        found = tune_linear(rows, caution=caution, steps=steps, watch=watch, checkpoint=place)
     if found.interrupted:
         raise KeyboardInterrupt
     unit = float(FoldedModel(rows).curvature.mean()) * data.count
-    grid = []
-    for k, alpha in enumerate(unit * np.logspace(-DECADES, DECADES, GRID)):
+
+    def losses(alpha: float) -> tuple[float, float]:
         each = torch.full_like(found.alpha, alpha)
-        held = held_out_loss(rows, each)
-        grid.append(Point(float(alpha), spread**2 * held, spread**2 * loss_of(others, *trained(rows, each))))
-        tell("trying a grid", k + 1, GRID)
-    accuracy = None
+        return spread**2 * held_out_loss(rows, each), spread**2 * loss_of(others, *trained(rows, each))
+
+    what = {} if checkpoint is None else {"rows": rows.digest(), "test": others.digest()}
+    grid = _tried(unit * np.logspace(-DECADES, DECADES, GRID), losses, tell, checkpoint, what)
+    correct = None
     if model == "logistic":
-        scores = others.x @ found.weight.T + found.bias
+        scores = (others.x @ found.weight.T + found.bias).cpu()
         said = (scores[:, 0] > 0).long() if outputs == 1 else scores.argmax(1)
-        accuracy = float((said == test[1]).double().mean())
-    state = {"weight": spread * found.weight, "bias": center + spread * found.bias}
+        correct = float((said == test[1]).double().mean())
+    state = {"weight": spread * found.weight.cpu(), "bias": center + spread * found.bias.cpu()}
     return TunedTable(
-        names=data.features, penalties=found.alpha, sizes=state["weight"].norm(dim=0),
+        names=data.features, penalties=found.alpha.cpu(), sizes=state["weight"].norm(dim=0),
         valid_loss=spread**2 * found.valid_loss, test_loss=spread**2 * loss_of(others, found.weight, found.bias),
-        test_accuracy=accuracy, curve=[spread**2 * value for value in found.path], grid=grid, state=state,
+        test_accuracy=correct, curve=[spread**2 * value for value in found.path], grid=grid, state=state,
         caution=used if penalty != "single" else None, seconds=time.perf_counter() - began, notes=tuple(notes),
     )  # fmt: skip
 
 
+def _tried(
+    penalties: np.ndarray, losses: Callable[[float], tuple[float, float]], tell: Tell, checkpoint: Path | None,
+    what: Settings,
+) -> list[Point]:  # fmt: skip
+    """The validation and test losses of single penalties, each kept as soon as it is there."""
+    store, grid = None if checkpoint is None else Store(checkpoint / "grid"), []
+    for k, penalty in enumerate(map(float, penalties)):
+        cell = Cell({"penalty": penalty, **what}, 0)
+        kept = None if store is None else store.get(cell)
+        if kept is None:
+            kept = dict(zip(("valid_loss", "test_loss"), losses(penalty), strict=True))
+            if store is not None:
+                store.put(cell, kept)
+        grid.append(Point(penalty, kept["valid_loss"], kept["test_loss"]))
+        tell("trying a grid", k + 1, len(penalties))
+    return grid
+
+
 def _network(
     data: Labelled, penalty: Penalty, steps: int | None, seed: int, notes: list[str], callbacks: Sequence[Callback],
-    tell: Tell,
+    tell: Tell, device: torch.device, checkpoint: Path | None,
 ) -> TunedTable:  # fmt: skip
     began = time.perf_counter()
     classes = len(data.classes) or None
@@ -186,27 +217,28 @@ def _network(
     test_x, test_y = data.part("test")
     test = test_x, test_y if classes else ((test_y - center) / spread).to(dtype)
     with seeded(seed):
-        network = models.mlp(data.x.shape[1], (128,), classes or 1)
+        network = models.mlp(data.x.shape[1], (128,), classes or 1).to(device)
     first = copy.deepcopy(network)
     knob: Knob = FeaturePenalty(high=10.0) if penalty == "per-feature" else WeightDecay(
         per="layer" if penalty == "per-layer" else "model"
     )  # fmt: skip
     found = tune(
         network, train, valid, {"penalty": knob}, steps=steps, seed=seed, callbacks=callbacks, mode="minibatch",
-        watch=tell,
+        watch=tell, checkpoint=checkpoint,
     )  # fmt: skip
     single = WeightDecay()
-    objective, grid = TrainingLoss({"penalty": single}, classes), []
-    used = found.settings
-    for k, decay in enumerate(np.logspace(np.log10(single.low), np.log10(single.high), NETWORK_GRID)):
-        rival = copy.deepcopy(first)
-        value = {"penalty": torch.tensor([decay], dtype=dtype)}
+    objective, used = TrainingLoss({"penalty": single}, classes), found.settings
+
+    def losses(decay: float) -> tuple[float, float]:
+        rival, value = copy.deepcopy(first), {"penalty": torch.tensor([decay], dtype=dtype)}
         train_with(objective, value, rival, train, steps=used["final_steps"], batch=used["batch"], rate=used["rate"],
-                   seed=seed + 1)  # fmt: skip
-        grid.append(
-            Point(float(decay), *(spread**2 * objective.measured(value, rival, part) for part in (valid, test)))
-        )
-        tell("trying a grid", k + 1, NETWORK_GRID)
+                   seed=seed + 1, checkpoint=checkpoint and checkpoint / f"grid-{decay:.0e}")  # fmt: skip
+        on_valid, on_test = (spread**2 * objective.measured(value, rival, part) for part in (valid, test))
+        return on_valid, on_test
+
+    what = {} if checkpoint is None else {"rate": used["rate"], "examples": digest_of([*train, *valid, *test])}
+    penalties = np.logspace(np.log10(single.low), np.log10(single.high), NETWORK_GRID)
+    grid = _tried(penalties, losses, tell, checkpoint, what)
     parameters = parameters_of(network)
     if isinstance(knob, WeightDecay):
         names = tuple(f"layer {name}" if penalty == "per-layer" else "all weights" for name in knob.groups(parameters))
@@ -215,21 +247,18 @@ def _network(
     else:
         names = data.features
         sizes = next(p for p in parameters.values() if p.ndim == 2).detach().norm(dim=0)
-    accuracy = None
-    if classes:
-        with torch.no_grad():
-            accuracy = float((network(test[0]).argmax(1) == test[1]).double().mean())
+    correct = accuracy(network, test) if classes else None
     test_loss = spread**2 * objective.measured({}, network, test)
     last = [layer for layer in network.modules() if isinstance(layer, nn.Linear)][-1]
     with torch.no_grad():  # the model that is handed out predicts in the units of the table
         last.weight *= spread
         last.bias.mul_(spread).add_(center)
     return TunedTable(
-        names=names, penalties=found.values["penalty"], sizes=sizes, valid_loss=spread**2 * found.valid_loss,
-        test_loss=test_loss, test_accuracy=accuracy, curve=[spread**2 * value for value in found.curve], grid=grid,
+        names=names, penalties=found.values["penalty"], sizes=sizes.cpu(), valid_loss=spread**2 * found.valid_loss,
+        test_loss=test_loss, test_accuracy=correct, curve=[spread**2 * value for value in found.curve], grid=grid,
         state=_plain(network), caution=None, seconds=time.perf_counter() - began, notes=tuple(notes),
     )  # fmt: skip
 
 
 def _plain(network: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in network.state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}

@@ -10,9 +10,11 @@ size is tuned without minibatches: its training is convex, and is kept at its mi
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -23,14 +25,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..callbacks import Callback
 from ..errors import DataError, OptionError, ProblemError
+from ..fingerprint import compare, digest_of
 from ..method import Method
 from ..methods.penalty import Penalty
 from ..options import in_range, one_of
 from ..solution import Solution, Status
 from ..solve import solve
 from ..training import fit
+from ..whole import write_whole
 from .knobs import Knob, LabelSmoothing, LossMix, Sizes, parameters_of, starts, values
-from .nested import descend
+from .nested import Place, descend
 from .tuning_loss import OwnLoss, TrainingLoss
 
 Examples = Sequence[Tensor | ArrayLike]
@@ -78,6 +82,7 @@ def tune(
     watch: Callable[[str, int, int], object] | None = None,
     engine: str = "auto",
     log_every: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Tuned:
     """Tune the hyper-parameters on `valid`, and train `model` in place on `train` with them.
 
@@ -87,7 +92,8 @@ def tune(
     layer on data of moderate size, and `minibatch` else. `method`, `batch`, `rate`, `callbacks`, `engine` and
     `log_every` are for `minibatch`, the last two as in `solve`: `rate` is that of the final training, None the one that
     the penalty method chose. `steps` are those of the tuning, None 1,000, and 60 in `convex`; `final_steps` None as
-    many. `watch` is told the stage, the steps done in it, and their number.
+    many. `watch` is told the stage, the steps done in it, and their number. A `checkpoint` folder is written to, and
+    gone on from where it holds a state.
     """
     began = time.perf_counter()
     like = next(model.parameters())
@@ -102,6 +108,8 @@ def tune(
         mode = "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
     if mode == "convex" and method is not None:
         raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
+    folder = None if checkpoint is None else Path(checkpoint)
+    task = {} if folder is None else _task(folder, {"examples": digest_of([*columns, *kept]), "mode": mode})
     u = starts(hyper, sizes, like)
     settings = {"batch": batch, "seed": seed, "hyper_parameters": sum(t.numel() for t in u.values())}
     if mode == "convex":
@@ -110,6 +118,7 @@ def tune(
         found = descend(
             problem, u, model, max_steps=count, tolerance=1e-6,
             watch=watch and (lambda done, value: watch("tuning", done, count)),
+            place=None if folder is None else Place(folder / "tuning", task),
         )  # fmt: skip
         if found.interrupted:
             raise KeyboardInterrupt
@@ -126,7 +135,8 @@ def tune(
     )
     solution = solve(
         objective.problem(), method or Penalty(), u, v, data, max_steps=count, seed=seed, hypergradient=False,
-        callbacks=callbacks, engine=engine, log_every=log_every,
+        callbacks=callbacks, engine=engine, log_every=log_every, checkpoint=folder and folder / "tuning",
+        resume=folder is not None,
     )  # fmt: skip
     if solution.interrupted:
         raise KeyboardInterrupt
@@ -141,7 +151,7 @@ def tune(
         rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
     train_with(
         objective, tuned, model, columns, steps=total, batch=size, rate=rate, seed=seed + 1,
-        watch=watch and (lambda done: watch("training", done, total)),
+        watch=watch and (lambda done: watch("training", done, total)), checkpoint=folder and folder / "training",
     )  # fmt: skip
     return Tuned(
         tuned, model, solution.history["upper"], objective.measured(tuned, model, kept), mode,
@@ -151,9 +161,9 @@ def tune(
 
 def train_with(
     objective: TrainingLoss, tuned: Mapping[str, Tensor], model: nn.Module, columns: Sequence[Tensor], *, steps: int,
-    batch: int, rate: float, seed: int, watch: Callable[[int], object] | None = None,
+    batch: int, rate: float, seed: int, watch: Callable[[int], object] | None = None, checkpoint: Path | None = None,
 ) -> None:  # fmt: skip
-    """Train the model in place with hyper-parameters of these values."""
+    """Train the model in place with hyper-parameters of these values; `checkpoint` is that of `fit`."""
     device = next(model.parameters()).device
     held = {name: value.to(device) for name, value in tuned.items()}
     rest = [column.to(device) for column in columns[1:]]
@@ -163,8 +173,22 @@ def train_with(
 
     fit(
         model, columns[0], torch.arange(len(columns[0])), steps=steps, batch=batch, rate=rate, seed=seed, watch=watch,
-        loss=loss,
+        loss=loss, checkpoint=checkpoint,
     )  # fmt: skip
+
+
+def _task(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """What makes a tuning this one, as the folder has it; one that is of another is refused."""
+    place = folder / "task.json"
+    if place.exists():
+        try:
+            before = json.loads(place.read_text(encoding="utf-8"))
+        except ValueError:
+            before = None
+        compare(before if isinstance(before, dict) else {}, task, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(place, json.dumps(task) + "\n")
+    return task
 
 
 def _detached(hyper: Mapping[str, Knob], u: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -75,7 +75,9 @@ class TrainingLoss:
         """On minibatches; with `train` and `valid`, on all of these examples."""
 
         def upper(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
-            return self.validation(values(self.hyper, u), v, batch if valid is None else valid)
+            # A million values take as long as a pass through the model: they are made where a loss reads them.
+            value = {} if self.valid is None else values(self.hyper, u)
+            return self.validation(value, v, batch if valid is None else valid)
 
         def lower(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
             return self(values(self.hyper, u), v, batch if train is None else train)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ..distributed import first_rank
 
@@ -49,3 +49,26 @@ def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
                 lines.say(f"{label}: {done:,} of {total:,} {of}")
 
         yield tell
+
+
+class StageBar:
+    """One bar for all stages of a command, each under its own name."""
+
+    def __init__(self) -> None:
+        self.bar, self.stage = progress_bar(), ""
+        self.task: TaskID | None = None
+
+    def tell(self, stage: str, done: int, total: int) -> None:
+        if self.task is None:
+            self.task = self.bar.add_task(stage, total=total)
+        if stage != self.stage:
+            self.stage = stage
+            self.bar.start()
+            self.bar.reset(self.task, total=total, description=stage)
+        if done % max(1, total // 100) == 0 or done == total:
+            self.bar.update(self.task, completed=done)
+        if done == total:  # what comes next may show a bar of its own
+            self.bar.stop()
+
+    def stop(self) -> None:
+        self.bar.stop()

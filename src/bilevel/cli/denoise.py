@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import progress_bar
+from .bar import StageBar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
 from .folder import Folder
@@ -195,32 +195,11 @@ def _trusted(text: str | None) -> tuple[int | None, str | None]:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Bar:
-    """One bar for all stages beside the bilevel run, each under its own name."""
-
-    bar: Any
-    task: Any = None
-    stage: str = ""
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        if stage != self.stage:
-            self.stage = stage
-            if self.task is None:
-                self.task = self.bar.add_task(stage, total=total)
-            self.bar.start()
-            self.bar.reset(self.task, total=total, description=stage)
-        if done % 20 == 0 or done == total:
-            self.bar.update(self.task, completed=done)
-        if done == total:  # the bilevel run shows a bar of its own
-            self.bar.stop()
-
-
 def _run(
     prepared: Prepared, net: Classifier, method: Method, steps: int | None, baselines: bool, seed: int,
     checkpoint: Path, resume: bool,
 ) -> Cleaned:  # fmt: skip
-    bar = _Bar(progress_bar())
+    bar = StageBar()
     weights = sum(p.numel() for p in net.network.parameters())
     small = next(net.network.parameters()).device.type == "cpu" and weights < SMALL
     try:
@@ -230,4 +209,4 @@ def _run(
             checkpoint=checkpoint, resume=resume, callbacks=[Progress("learning importances")], tell=bar.tell,
             )  # fmt: skip
     finally:
-        bar.bar.stop()
+        bar.stop()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from ..applications.tuned_table import TunedTable, tune_table
 from ..callbacks import Progress
 from ..data import Labelled, load, load_numbers
-from ..errors import OptionError
+from ..errors import BilevelError, CheckpointError, OptionError, WriteError
 from ..workers import one_thread
-from .bar import progress_bar
-from .folder import Folder, to_json
-from .run_state import write_config
+from .arguments import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
+from .bar import StageBar
+from .device import device_of
+from .folder import Folder
+from .run_state import begin, finished
+from .telling import tell
 from .tune_output import FILES, show, summary, write
 
 SMALL = 5_000_000
@@ -37,20 +43,13 @@ class Penalty(StrEnum):
 
 
 def command(
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or a folder of images "
-            "in class folders.",
-            show_default=False,
-        ),
-    ],
+    data: DataArgument,
     model: Annotated[Model, typer.Option(help="What is tuned; ridge and mlp also predict numbers.")] = Model.logistic,
     penalty: Annotated[Penalty, typer.Option(help="What has a penalty of its own.")] = Penalty.per_feature,
     test: Annotated[
         str | None, typer.Option(help="A file or folder of the same form to measure the test loss on.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="The column of the labels, in a table.")] = None,
+    label: LabelOption = None,
     numbers: Annotated[bool, typer.Option("--numbers", help="With mlp: the labels are numbers to predict.")] = False,
     folds: Annotated[int, typer.Option(min=2, help="Folds that linear models are tuned on, all at once.")] = 5,
     caution: Annotated[
@@ -61,8 +60,12 @@ def command(
         int | None, typer.Option(min=1, help="Most steps of the tuning; by default 100, and 1,000 of an mlp.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/tune-DATA")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="What everything random is drawn from.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one, but for linear models.")
+    ] = "auto",
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Tune the penalties of a model by gradient, on rows that are held out.
 
@@ -81,40 +84,43 @@ def command(
         loaded = load_numbers(data, label=label, test=test)
     else:
         loaded = load(data, label=label, test=test)
+    where = device_of("cpu" if device == "auto" and model is not Model.mlp else device)
     folder = Folder(out or Path("runs") / f"tune-{Path(data).stem}")
-    for name in FILES:  # of an earlier run: a folder holds the files of one
-        (folder.path / name).unlink(missing_ok=True)
-    write_config(folder, asked)
+    if resume and (done := finished(folder, asked)) is not None:
+        print("note: this run is finished already.", file=sys.stderr)
+        tell(done, show, json=json, report=folder.path / "report.html")
+        return
+    checkpoint = begin(folder, asked, resume, FILES)
     try:
-        found = _run(loaded, asked)
+        found = _run(loaded, asked, where, checkpoint)
     except KeyboardInterrupt:
-        print("bilevel: Stopped by Ctrl-C. Nothing but config.json was written.", file=sys.stderr)
+        print(
+            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
+        )
         raise typer.Exit(1) from None
-    result = summary(loaded, found, asked)
-    page = write(folder, loaded, found, result)
-    for note in result["notes"]:
-        print(f"note: {note}", file=sys.stderr)
-    if json:
-        typer.echo(to_json(result))
-    else:
-        show(result)
-        typer.echo(f"report: {page}")
+    except (CheckpointError, WriteError):
+        print(
+            f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",
+            file=sys.stderr,
+        )
+        raise
+    except BilevelError:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+        raise
+    result = summary(loaded, found, asked, where)
+    write(folder, loaded, found, result)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    tell(result, show, json=json, report=folder.path / "report.html")
 
 
-def _run(data: Labelled, asked: dict[str, Any]) -> TunedTable:
-    bar, tasks = progress_bar(), {}
-
-    def tell(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            bar.start()
-            tasks[stage] = bar.add_task(stage, total=total)
-        bar.update(tasks[stage], completed=done)
-
+def _run(data: Labelled, asked: Mapping[str, Any], where: torch.device, checkpoint: Path) -> TunedTable:
+    bar = StageBar()
     try:
-        with one_thread() if data.x.numel() < SMALL else nullcontext():
+        with one_thread() if where.type == "cpu" and data.x.numel() < SMALL else nullcontext():
             return tune_table(
                 data, asked["model"], asked["penalty"], folds=asked["folds"], caution=asked["caution"],
-                steps=asked["steps"], seed=asked["seed"], callbacks=[Progress("tuning")], tell=tell,
+                steps=asked["steps"], seed=asked["seed"], callbacks=[Progress("tuning")], tell=bar.tell, device=where,
+                checkpoint=checkpoint,
             )  # fmt: skip
     finally:
         bar.stop()

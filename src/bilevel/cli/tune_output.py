@@ -24,31 +24,63 @@ from .folder import Folder
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")
+SAME = 1e-3
+"""The share of a loss by which two may differ and be called the same."""
 
 
-def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any]) -> dict[str, Any]:
+def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     best = found.best
-    count = 1 if asked["penalty"] == "single" else len(found.names)
-    better = found.valid_loss < best.valid_loss
+    alike = asked["penalty"] == "single" or (asked["model"] != "mlp" and found.caution is None)
+    count = 1 if alike else len(found.names)
     what = "1 penalty" if count == 1 else f"{count:,} penalties"
+    valid, test = _beside(found.valid_loss, best.valid_loss), _beside(found.test_loss, best.test_loss)
     message = (
-        f"Tuned {what}: the validation loss is {found.valid_loss:.4g}, and {best.valid_loss:.4g} with the best of "
-        f"{len(found.grid)} single penalties; the test loss is {found.test_loss:.4g}, and {best.test_loss:.4g} with it."
+        f"Tuned {what}: the validation loss is {found.valid_loss:.4g}, the test loss {found.test_loss:.4g}; with the "
+        f"best of {len(found.grid)} single penalties, by the validation loss, {best.valid_loss:.4g} and "
+        f"{best.test_loss:.4g}. {_verdict(valid, test)}"
     )
-    notes = list(found.notes)
-    if better and found.test_loss > best.test_loss:
-        notes.append(
-            "The tuned penalties do better on the held-out rows, and worse on the test set: they fit the former. "
-            "More caution or more folds may help, or a single penalty."
-        )
     return {
         "command": "tune", "method": "convex" if asked["model"] != "mlp" else "penalty", "status": "done",
         "message": message, "seed": asked["seed"], "seconds": round(found.seconds, 3), "model": asked["model"],
         "penalty": asked["penalty"], "penalties": count, "valid_loss": found.valid_loss, "test_loss": found.test_loss,
-        "test_accuracy": found.test_accuracy, "caution": found.caution,
-        "grid": [vars(point) for point in found.grid], "best_single": vars(best), "rows": data.count,
-        "steps": len(found.curve), "notes": notes,
+        "test_accuracy": found.test_accuracy, "caution": found.caution, "device": str(device),
+        "grid": [vars(point) for point in found.grid], "best_single": vars(best), "worse_than_single": test > 0,
+        "rows": data.count, "steps": len(found.curve),
+        "notes": [*found.notes, *_cautions(valid, test, count, asked, found.caution)],
     }  # fmt: skip
+
+
+def _beside(loss: float, other: float) -> int:
+    """-1 where the loss is below the other, 1 where it is above, and 0 where they are as good as the same."""
+    return 0 if abs(loss - other) <= SAME * abs(other) else -1 if loss < other else 1
+
+
+def _verdict(valid: int, test: int) -> str:
+    words = {-1: "better", 0: "as well", 1: "worse"}
+    if valid == test:
+        return f"The tuning does {words[test]} on both."
+    return f"The tuning does {words[valid]} on the rows that it is made on, and {words[test]} on the test set."
+
+
+def _cautions(valid: int, test: int, count: int, asked: Mapping[str, Any], caution: float | None) -> list[str]:
+    """What to make of a single penalty of the grid that does better than the tuned ones."""
+    found, network = [], asked["model"] == "mlp"
+    if valid > 0:
+        why = "a caution above 0 keeps penalties from fitting them" if caution else "the tuning ended short of it"
+        found.append(
+            "A single penalty of the grid does better than the tuned ones on the rows that both are chosen by: "
+            f"{why}. {'Less --caution, or more' if caution else 'More'} --steps may help."
+        )
+    if test > 0 and count > 1:
+        remedy = (
+            "Fewer penalties may help (--penalty single), or more rows; a linear model is tuned on several folds."
+            if network
+            else f"Tuning on more folds may help (--folds {2 * asked['folds']}), or more caution (--caution "
+            f"{max(1, 10 * (caution or 0)):g}), or --penalty single."
+        )
+        fit = " Penalties can fit the held-out rows that they are tuned on." if valid <= 0 else ""
+        found.append(f"On the test set a single penalty of the grid does better than the tuned ones.{fit} {remedy}")
+    return found
 
 
 def write(folder: Folder, data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Path:
@@ -100,7 +132,7 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
             "The path of the validation loss",
             losses("path", {"validation loss": found.curve}, label="Validation loss against step."),
             note="" if result["model"] == "mlp" else "A single penalty is tuned first, then those of the features. "
-            "With caution above 0, the path has its price in it.",
+            "A caution below 1 is come to from 1 in stages; with caution above 0, the path has its price in it.",
         ),
         Card(
             "What a grid would have given",
@@ -111,13 +143,14 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
     accuracy = result["test_accuracy"]
     return Report(
         title=f"Penalties of {data.name}", outcome=result["message"],
-        good=result["test_loss"] <= result["best_single"]["test_loss"],
+        good=not result["worse_than_single"],
         table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)), cards=cards,
         settings=[
             ("Rows", f"{result['rows']:,}"), ("Model", result["model"]), ("Penalty", result["penalty"]),
             ("Penalties", f"{result['penalties']:,}"), ("Seed", str(result["seed"])),
             *([("Test accuracy", f"{100 * accuracy:.1f}%")] if accuracy is not None else []),
-            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+            ("Device", result["device"]), ("Seconds", f"{result['seconds']:.1f}"),
+            ("bilevel", __version__), ("torch", torch.__version__),
         ],
         notes=result["notes"],
     )  # fmt: skip

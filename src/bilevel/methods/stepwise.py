@@ -141,7 +141,7 @@ class Stepwise(Steps):
         upper_factor = self._factor(self.upper_power, left)
         gradients = self._gradients(draw, moving, with_u=moving)
         gradients.rows = self.derivatives.all_rows(gradients.rows)
-        lowered = [x + spread(schedule.lam, s) * s for x, s in zip(gradients.v, gradients.slope, strict=True)]
+        lowered = [(spread(schedule.lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         if moving:

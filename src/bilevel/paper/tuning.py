@@ -1,4 +1,4 @@
-"""The tuning study: penalties of logistic regression beside other ways to choose them, a network, and a million.
+"""The tuning study: penalties of linear models beside other ways to choose them, a network, and a million.
 
 Every way ends with penalties; their validation and test losses are those of the model trained on the training rows with
 them, to the minimum. All ways but the grid stop at the budget of their data set.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..applications.caution import loss_of
+from ..applications.caution import loss_of, tune_cautiously
+from ..applications.folded_model import FoldedModel, Rows
 from ..applications.knobs import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
-from ..applications.linear_tuning import HIGH, LOW, START, FoldedModel, Rows, held_out_loss, trained, tune_linear
+from ..applications.linear_tuning import HIGH, LOW, START, held_out_loss, trained, tune_linear
 from ..applications.ranges import Range
 from ..applications.tuning import train_with, tune
 from ..applications.tuning_loss import Batch, TrainingLoss
@@ -32,9 +34,9 @@ from ..problem import Problem
 from ..replay import seeded
 from ..solve import solve
 from ..training import accuracy
-from .tuning_data import DATASETS, problem
+from .tuning_data import DATASETS, INFORMATIVE, problem, sparse_regression
 
-PARTS = ("linear", "network", "scale")
+PARTS = ("linear", "ridge", "network", "scale")
 WAYS = {
     "per-feature": "per feature",
     "per-feature, caution 1": "per feature, caution 1",
@@ -43,6 +45,7 @@ WAYS = {
     "implicit": "per feature, ApproxGrad",
     "unrolled": "per feature, ReverseMode",
     "folds": "per feature, 5 folds, caution 1",
+    "folds, auto": "per feature, 5 folds, caution by the rows",
     "folds, single": "single, 5 folds",
 }
 BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
@@ -50,6 +53,8 @@ BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
 OURS = 0.85
 """The share of a budget after which `tune_linear` begins no evaluation: its last one and the training come after."""
 FOLDS = 5
+RIDGE_SEEDS, RIDGE_GRID = 20, 25
+"""Seeds of the regression, whatever the others have, and single penalties that it is compared with."""
 TRIAL_STEPS = 6
 """Of a first run that tells how many steps a budget has."""
 METHODS: dict[str, Method] = {
@@ -71,6 +76,8 @@ def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seed
             {"part": "linear", "dataset": name, "way": way, "seed": seed}
             for seed in range(seeds) for name in datasets for way in WAYS
         ]  # fmt: skip
+    if "ridge" in parts:
+        found += [{"part": "ridge", "seed": seed} for seed in range(RIDGE_SEEDS)]
     if "network" in parts:
         found += [
             {"part": "network", "way": way, "steps": NETWORK_STEPS, "seed": seed}
@@ -86,6 +93,8 @@ def run(settings: Settings) -> Found | None:
     try:
         if settings["part"] == "linear":
             return _linear(settings["dataset"], settings["way"], settings["seed"])
+        if settings["part"] == "ridge":
+            return _ridge(settings["seed"])
         if settings["part"] == "network":
             return _network(settings["way"], settings["steps"], settings["seed"])
         return _scale(settings["hidden"], settings["steps"])
@@ -96,11 +105,18 @@ def run(settings: Settings) -> Found | None:
 # -- linear models -----------------------------------------------------------------------------------------------------
 
 
+def load_late_modules() -> None:
+    """Load what torch and scikit-learn load at first use, so that it counts for no way."""
+    import sklearn.linear_model  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+
 def _linear(dataset: str, way: str, seed: int) -> Found:
     rows, test = problem(dataset, seed)
+    load_late_modules()
     budget, began = BUDGETS[dataset], time.process_time()
     if way.startswith("folds"):
-        return _folded(rows, test, "single" if way.endswith("single") else "per-feature", seed, budget)
+        return _folded(rows, test, way, seed, budget)
     if way.startswith("per-feature"):
         caution = 1.0 if way.endswith("1") else 0.0
         alpha = tune_linear(rows, caution=caution, tolerance=1e-6, seconds=OURS * budget, clock=time.process_time).alpha
@@ -120,15 +136,34 @@ def _linear(dataset: str, way: str, seed: int) -> Found:
     }  # fmt: skip
 
 
-def _folded(rows: Rows, test: Rows, penalty: Any, seed: int, budget: float) -> Found:
+def _folded(rows: Rows, test: Rows, way: str, seed: int, budget: float) -> Found:
     """Tuned on folds of the training and validation rows together, and trained on all of them."""
     fold = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows.y)) % FOLDS)
     began = time.process_time()
-    given = Rows(rows.x, rows.y, fold, rows.loss, rows.outputs)
-    found = tune_linear(given, penalty=penalty, tolerance=1e-6, seconds=OURS * budget, clock=time.process_time)
+    given, caution = replace(rows, fold=fold), None
+    options: dict[str, Any] = {"tolerance": 1e-6, "seconds": OURS * budget, "clock": time.process_time}
+    if way.endswith("auto"):  # two tunings: of a part of the rows, to decide, and of all
+        found, caution = tune_cautiously(given, seed=seed, **options | {"seconds": OURS * budget / 2})
+    else:
+        found = tune_linear(given, penalty="single" if way.endswith("single") else "per-feature", **options)
     return {
         "valid_loss": found.valid_loss, "test_loss": loss_of(test, found.weight, found.bias),
         "seconds": round(time.process_time() - began, 2), "features": rows.x.shape[1],
+        **({"caution": caution} if way.endswith("auto") else {}),
+    }  # fmt: skip
+
+
+def _ridge(seed: int) -> Found:
+    """A penalty for each feature where few matter, beside the best single one by the test rows themselves."""
+    rows, test = sparse_regression(seed)
+    found = tune_linear(rows, caution=0.0)
+    singles = [
+        loss_of(test, *trained(rows, torch.full_like(found.alpha, alpha))) for alpha in np.logspace(-1, 4, RIDGE_GRID)
+    ]
+    return {
+        "ratio": float(found.alpha[INFORMATIVE:].median() / found.alpha[:INFORMATIVE].median()),
+        "test_error": 2 * loss_of(test, found.weight, found.bias), "best_single_error": 2 * min(singles),
+        "valid_loss": found.valid_loss,
     }  # fmt: skip
 
 
@@ -215,16 +250,9 @@ def _network(way: str, steps: int, seed: int) -> Found:
     hyper, began = network_knobs(), time.process_time()
     if way == "tuned":
         found = tune(
-            network,
-            train,
-            valid,
-            hyper,
-            valid_loss=tempered,
-            steps=steps,
-            final_steps=steps,
-            rate=NETWORK_RATE,
+            network, train, valid, hyper, valid_loss=tempered, steps=steps, final_steps=steps, rate=NETWORK_RATE,
             seed=seed,
-        )
+        )  # fmt: skip
         value = {name: tensor.tolist() for name, tensor in found.values.items()}
     else:
         decay, smoothing = FIXED[way]

@@ -1,4 +1,4 @@
-"""The three classification problems of the tuning study: training, validation and test rows."""
+"""The problems of the tuning study: training, validation and test rows of three classifications and a regression."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..applications.linear_tuning import Rows
+from ..applications.folded_model import Rows
 from ..errors import DataError
 
 DATASETS = ("a9a", "digits", "text")
 SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
 """Training and validation rows; all others are the test's."""
 WORDS, TEXTS = 20_000, 4000
+INFORMATIVE, NOISE = 10, 90
+"""Features of the regression."""
+REGRESSION_ROWS, REGRESSION_TEST, REGRESSION_FOLDS = 200, 2000, 5
 
 
 def problem(name: str, seed: int) -> tuple[Rows, Rows]:
@@ -31,6 +34,18 @@ def problem(name: str, seed: int) -> tuple[Rows, Rows]:
     rest = order[train + valid :] if test is None else np.arange(test, len(y))
     fold = np.r_[np.full(train, -1), np.zeros(valid, dtype=int)]
     return _rows(x[first], y[first], fold), _rows(x[rest], y[rest], np.full(len(rest), -1))
+
+
+def sparse_regression(seed: int) -> tuple[Rows, Rows]:
+    """Rows in five folds, and test rows, of a linear target of few of the features and noise of deviation 1."""
+    draw = np.random.default_rng(seed)
+    w = np.zeros(INFORMATIVE + NOISE)
+    w[:INFORMATIVE] = draw.normal(size=INFORMATIVE) + np.sign(draw.normal(size=INFORMATIVE))
+    x = draw.normal(size=(REGRESSION_ROWS + REGRESSION_TEST, len(w)))
+    y = x @ w + draw.normal(size=len(x))
+    fold = np.r_[np.arange(REGRESSION_ROWS) % REGRESSION_FOLDS, np.full(REGRESSION_TEST, -1)]
+    rows = Rows(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(fold), "squared")
+    return rows.select(rows.fold >= 0), rows.select(rows.fold < 0)
 
 
 def _rows(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> Rows:

@@ -12,8 +12,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..applications.caution import tune_cautiously
+from ..applications.folded_model import Loss, Rows
 from ..applications.folds import folds_of
-from ..applications.linear_tuning import Loss, Rows, tune_linear
+from ..applications.linear_tuning import tune_linear
 from ..options import in_range, one_of
 from .denoising import _plain
 

@@ -25,7 +25,9 @@ from .shared import (
 
 
 def tuning(
-    parts: Annotated[str | None, typer.Option(help="linear, network, scale, with commas. By default all.")] = None,
+    parts: Annotated[
+        str | None, typer.Option(help="linear, ridge, network, scale, with commas. By default all.")
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="a9a, digits, text, with commas. By default all.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,
     workers: WorkersOption = 1,
@@ -35,7 +37,7 @@ def tuning(
     no_run: NoRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Tuning: penalties of logistic regression beside other ways, a network, a million hyper-parameters (Eq. 2)."""
+    """Tuning: penalties of linear models beside other ways, a network, a million hyper-parameters (Eq. 2)."""
     from ...paper import tuning as study
     from ...paper import tuning_data, tuning_page
 

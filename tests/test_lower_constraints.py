@@ -11,7 +11,7 @@ import torch
 from common import leaf
 from torch import Tensor
 
-from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
+from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
 from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
 from bilevel.kkt import KKT
@@ -126,10 +126,14 @@ def test_quadratic_programs_at_both_levels_end_at_their_solution_with_multiplier
 
 @pytest.mark.slow
 def test_a_hundred_quadratic_programs_all_end_at_their_solution():
-    kinds = []
+    kinds, missed = [], []
     for seed in range(200):
-        if len(kinds) < 100 and (found := solve_program(seed, starts=4)) is not None:
-            kinds.append(found)
+        try:
+            if len(kinds) + len(missed) < 100 and (found := solve_program(seed, starts=8)) is not None:
+                kinds.append(found)
+        except AssertionError:
+            missed.append(seed)
+    assert missed == []
     assert len(kinds) == 100
     assert sum("b" in kind for kind in kinds) >= 10  # without strict complementarity
 
@@ -516,10 +520,10 @@ def test_check_tries_lower_constraints(quadratic):
         check(problem, *quadratic.start())
 
 
-def test_stochastic_mode_refuses_lower_constraints(quadratic):
+def test_other_methods_refuse_lower_constraints(quadratic):
     problem = Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v)
-    with pytest.raises(OptionError, match="lower_inequalities need objectives without data"):
-        solve(problem, Penalty(), *quadratic.start(), quadratic.data(), max_steps=1, seed=0)
+    with pytest.raises(OptionError, match="lower_inequalities need Penalty"):
+        solve(problem, Alternating(), *quadratic.start(), quadratic.data(), max_steps=1, seed=0)
 
 
 def test_lower_constraints_are_refused_beside_a_projection_and_trials(quadratic):

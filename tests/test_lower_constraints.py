@@ -14,12 +14,15 @@ from torch import Tensor
 from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
 from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
+from bilevel.check import variables
 from bilevel.kkt import KKT
 from bilevel.lower_constrained import resolve
 from bilevel.methods.constrained import Constrained
 from bilevel.methods.lagrangian import Lagrangian
 from bilevel.prices import Prices
 from bilevel.problem import Variable
+from bilevel.solution import Candidate, Certificate
+from bilevel.starts import drawn, ranked
 
 P, Q = 2, 3
 
@@ -441,6 +444,49 @@ def test_pessimistic_reading_ends_where_the_worst_lower_solution_is_least():
     assert {round(c.v[0].item()) for c in solution.candidates} == {1, -1}
 
 
+def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
+    """An end that is outside by 1e-7 has an f that is less by about as much: that is no merit."""
+
+    def end(f: float, worst: float, status: Status) -> Candidate:
+        return Candidate([leaf(f)], [leaf(0.0)], f, 0.0, status, Certificate(worst, 0.0, 0.0, 0.0, 1.0, 1.0), {}, 0)
+
+    rough, exact = end(-1.000001, 1e-6, Status.MAX_STEPS), end(-1.0, 1e-9, Status.CONVERGED)
+    assert ranked([rough, exact])[0] is exact
+    assert ranked([end(-1.01, 1e-6, Status.MAX_STEPS), exact])[1] is exact
+
+
+def corner() -> Problem:
+    """v = 1 for every u < 1, and f falls towards u = 0, where it is 1/2; at u = 1 every v solves the lower problem, and f
+    is 0 at (1, 0) (Lucchetti, Mignanego and Pieri, 1987)."""
+    return Problem(
+        lambda u, v, _: torch.sum((1 - u) / 2 + u * v),
+        lambda u, v, _: torch.sum((u - 1) * v),
+        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -v]),
+        project_upper=Box(0.0, 1.0),
+    )
+
+
+def test_starts_find_a_solution_on_a_bound_that_no_neighbour_shows():
+    u, v = leaf(0.5), leaf(0.5)
+    solution = solve(corner(), Penalty(), u, v, max_steps=500, seed=0, starts=8)
+    assert solution.status is Status.CONVERGED
+    assert (u.item(), v.item()) == pytest.approx((1.0, 0.0), abs=1e-6)
+    assert any(c.upper == pytest.approx(0.5, abs=1e-6) for c in solution.candidates)
+
+
+def test_every_other_start_is_the_farthest_from_those_before_it():
+    problem = Problem(
+        lambda u, v, _: torch.sum((u - 0.5) ** 2), lambda u, v, _: torch.sum((v - u) ** 2),
+        project_upper=Box(0.0, 1.0),
+    )  # fmt: skip
+    both = variables(problem, leaf(0.4, 0.4), leaf(0.0, 0.0))
+    first, far, second, *_ = drawn(problem, *both, 7, torch.Generator().manual_seed(0))
+    assert first.upper <= second.upper  # the best of those that are left
+    corners = max((first.u[0] - x).norm() for x in torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).double())
+    assert (far.u[0] - first.u[0]).norm() > 0.7 * corners
+    assert torch.equal(both[0].leaves[0].detach(), leaf(0.4, 0.4).detach())
+
+
 def test_first_start_is_the_run_without_starts():
     alone, several = (leaf(0.7), leaf(0.8)), (leaf(0.7), leaf(0.8))
     solve(two_minimisers(), Penalty(), *alone, max_steps=500, seed=0)
@@ -532,9 +578,7 @@ def test_lower_constraints_are_refused_beside_a_projection_and_trials(quadratic)
             Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v, **options)
 
 
-def test_starts_and_the_pessimistic_reading_need_a_problem_without_data(quadratic):
-    with pytest.raises(OptionError, match="starts needs a problem without data"):
-        solve(quadratic.problem, Penalty(), *quadratic.start(), quadratic.data(), max_steps=1, seed=0, starts=2)
+def test_pessimistic_reading_needs_a_problem_without_data(quadratic):
     pessimistic = Penalty(reading="pessimistic")
     with pytest.raises(OptionError, match="reading='pessimistic' cannot be used with data"):
         solve(quadratic.problem, pessimistic, *quadratic.start(), quadratic.data(), max_steps=1, seed=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import leaf
 from test_fairness import draw
-from test_lower_constraints import P, Q, Program, StopAt, circle, program
+from test_lower_constraints import P, Program, Q, StopAt, circle, program
 from torch import nn
 
 from bilevel import OptionError, Penalty, Problem, ProblemError, solve
@@ -46,7 +46,9 @@ def noisy(p: Program) -> tuple[Problem, tuple[list, list]]:
 
 
 def zeros() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(P, dtype=torch.float64, requires_grad=True), torch.zeros(Q, dtype=torch.float64, requires_grad=True)
+    return torch.zeros(P, dtype=torch.float64, requires_grad=True), torch.zeros(
+        Q, dtype=torch.float64, requires_grad=True
+    )
 
 
 @pytest.mark.parametrize(("seed", "kinds"), [(5, "aia"), (9, "aii")])
@@ -119,7 +121,9 @@ def test_v_descends_the_augmented_lagrangian_with_multipliers_held():
     alpha, beta = kkt.alpha[0].detach(), kkt.beta[0].detach()
     rho_c, rho_d = (RHO * kkt.bend / sizes[0] ** 2 for sizes in (kkt.sizes_c, kkt.sizes_d))
     c, d = problem.lower_inequalities[0](u, v, None), problem.lower_equalities[0](u, v, None)
-    written = problem.lower(u, v, None) + torch.sum((alpha + rho_c * c).clamp(min=0) ** 2 / rho_c - alpha**2 / rho_c) / 2
+    written = (
+        problem.lower(u, v, None) + torch.sum((alpha + rho_c * c).clamp(min=0) ** 2 / rho_c - alpha**2 / rho_c) / 2
+    )
     written = written + torch.sum(beta * d + rho_d / 2 * d * d)
     (slope,) = torch.autograd.grad(written, v)
     torch.testing.assert_close(found, gradients.v[0] + 0.7 * slope, rtol=1e-12, atol=1e-12)
@@ -209,7 +213,7 @@ def test_resumed_run_on_minibatches_with_lower_constraints_has_the_same_bits(tmp
 def test_lower_constraint_that_uses_the_batch_is_refused_with_a_sentence():
     problem, data = noisy(program(1))
     uses = replace(problem, lower_inequalities=lambda u, v, batch: v - batch.mean())
-    with pytest.raises(ProblemError, match="a lower constraint failed .* batch None"):
+    with pytest.raises(ProblemError, match=r"a lower constraint failed .* batch None"):
         solve(uses, Penalty(), *zeros(), data, max_steps=1, seed=0)
 
 

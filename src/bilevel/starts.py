@@ -41,9 +41,11 @@ ROUGH = 1e-4
 """The tolerance of the lower solutions at points that are only looked at."""
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
+NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
+"""With data, an end counts as feasible below the first, and as a lower solution where its residual is no more than so
+many times the least of all: noise leaves none at zero."""
 SAME = 1e-4
 """Ends whose u and v differ by less, relative to their size, are one candidate."""
-TIE = 1e-7
 FIRST, LATER = 500, 300
 AGREE = 3
 ALIKE = 1e-5
@@ -60,7 +62,9 @@ class Scatter:
         self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
         inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
         seed = int(torch.randint(2**31, (), generator=generator).item())
-        self.sobol = SobolEngine(inside, scramble=True, seed=seed) if 0 < inside <= SobolEngine.MAXDIM else None
+        self.sobol = None
+        if 0 < inside <= SobolEngine.MAXDIM:
+            self.sobol = SobolEngine(inside, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
         self.scales = [1 + leaf.detach().square().mean().sqrt() for leaf, _ in self.leaves]
 
     @torch.no_grad()
@@ -86,8 +90,8 @@ class Scatter:
             scale if bounds is None else (bounds[1] - bounds[0]).clamp(min=TINY) / 2
             for (_, bounds), scale in zip(self.leaves, self.scales, strict=True)
         ]
-        parts = [(leaf.detach() / unit).reshape(-1).double() for (leaf, _), unit in zip(self.leaves, units, strict=True)]
-        return torch.cat([part.cpu() for part in parts])
+        parts = [leaf.detach() / unit for (leaf, _), unit in zip(self.leaves, units, strict=True)]
+        return torch.cat([part.reshape(-1).double().cpu() for part in parts])
 
 
 def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -234,21 +238,26 @@ def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f; near ties by accuracy."""
+    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy."""
+
+    def residual(c: Candidate) -> float:
+        return c.certificate.lower_residual / c.certificate.lower_scale
+
+    with_data = any(c.certificate.batches for c in candidates)
+    near = NEAR_WITH_DATA if with_data else NEAR
+    met = [residual(c) for c in candidates if c.certificate.infeasibility <= near and math.isfinite(residual(c))]
+    low = max(NEAR, SPREAD * min(met, default=0.0)) if with_data else NEAR
 
     def key(c: Candidate) -> tuple[bool, bool, float]:
-        certificate = c.certificate
-        feasible = certificate.infeasibility <= NEAR
-        solved = (
-            certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
-        )
-        return not feasible, not solved, c.upper
+        feasible = c.certificate.infeasibility <= near
+        solved = residual(c) <= low and c.certificate.lower_minimiser is not False
+        return not feasible, not solved, c.upper if math.isfinite(c.upper) else math.inf
 
     order = sorted(candidates, key=key)
     first = order[0]
     tied = [
         c for c in order
-        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= TIE * (1 + abs(first.upper))
+        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
     ]  # fmt: skip
     best = min(tied, key=lambda c: c.certificate.worst)
     return [best, *(c for c in order if c is not best)]

@@ -6,8 +6,8 @@ With L = g + <alpha, c> + <beta, d>, s = grad_v L, and d = 0 and phi_t(alpha, -c
     A = g + rho/2 |max(0, c + alpha/rho)|^2 - |alpha|^2 / (2 rho) + <beta, d> + rho/2 |d|^2
 
 A is the augmented Lagrangian of the lower level; alpha and beta are held fixed in it, and where the conditions hold its
-slope is s = 0, so that it moves nothing but keeps v at a minimum. In the warm-up v descends f + lam A with alpha = 0 and
-beta = 0; at its end they are set to what A says, alpha = max(0, rho c) and beta = rho d. t falls to 0.7 of itself at
+slope is s = 0, so that it moves nothing but keeps v at a minimum. In the warm-up v descends f + lam A with alpha and
+beta zero; at its end they are set to what A says, alpha = max(0, rho c) and beta = rho d. t falls to 0.7 of itself at
 each advance of the schedule.
 
 The constraints are functions of u and v alone: with data their batch is None.

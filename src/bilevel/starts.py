@@ -6,8 +6,8 @@ deviation of 1 + the root mean square of the tensor, and projected. Four times a
 each the lower problem is solved, which shows f: of two starts, one is the best of those that are left (the most
 feasible, then the least f), the other the one whose u is farthest from those of all starts before it.
 
-A start that is not over after `FIRST` steps, or `LATER` once another one ended as a solution, is set aside; where none
-did, the best of those set aside is run to its end. Where `AGREE` of them ended at one f, and none at a smaller one, the
+A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
+have ended without one; where none did, the best of those set aside is run to its end. Where `AGREE` of them ended at one f, and none at a smaller one, the
 rest are left out.
 """
 
@@ -46,7 +46,7 @@ NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
 many times the least of all: noise leaves none at zero."""
 SAME = 1e-4
 """Ends whose u and v differ by less, relative to their size, are one candidate."""
-FIRST, LATER = 500, 300
+FIRST, LATER, FEW = 500, 300, 4
 AGREE = 3
 ALIKE = 1e-5
 """How much two values of f may differ, relative to 1 + |f|, to count as one."""
@@ -186,11 +186,11 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
     found: dict[int, tuple[Solution, Candidate]] = {}
 
-    def run(k: int, steps: int, name: str) -> bool:
+    def run(k: int, most: int, name: str) -> bool:
         """Run a start; whether others are still worth one."""
         for variable, value in zip(both, points[k], strict=True):
             place(value, variable)
-        limited: Runs = replace(order, max_steps=steps)  # type: ignore[type-var]
+        limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
         solution = limited.run(None if folder is None else folder / name, seed + k, k)
         found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
         return not solution.interrupted and not agreed([c for _, c in found.values()])
@@ -198,7 +198,10 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
-    more = all(run(k, min(LATER if solved() else FIRST, order.max_steps), f"start-{k}") for k in range(len(points)))
+    def steps(k: int) -> int:
+        return min(LATER if k >= FEW or solved() else FIRST, order.max_steps)
+
+    more = all(run(k, steps(k), f"start-{k}") for k in range(len(points)))
     if more and not solved():
         aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
         if aside:

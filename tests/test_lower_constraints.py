@@ -11,7 +11,7 @@ import torch
 from common import leaf
 from torch import Tensor
 
-from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
+from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
 from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
 from bilevel.check import variables
@@ -444,6 +444,46 @@ def test_pessimistic_reading_ends_where_the_worst_lower_solution_is_least():
     assert {round(c.v[0].item()) for c in solution.candidates} == {1, -1}
 
 
+def test_pessimistic_reading_counts_minimisers_that_tie_on_the_boundary():
+    """g = -v^2 on [-1, 1] is least at both ends, for every u: max f = 1 + 2 |u| + u^2 + 0.2 u is least at u = 0."""
+    problem = Problem(
+        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
+        lambda u, v, _: -torch.sum(v * v) + 0 * u.sum(),
+        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -1 - v]),
+    )
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0)
+    assert u.item() == pytest.approx(0.0, abs=1e-5)
+    assert sorted(c.v[0].item() for c in solution.candidates) == pytest.approx([-1.0, 1.0], abs=1e-5)
+    assert [c.upper for c in solution.candidates] == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+def test_pessimistic_reading_leaves_out_a_minimum_that_does_not_tie():
+    """Near v = -1 g has a minimum, too, but a larger one: it is no lower solution, however large f is there."""
+    problem = Problem(
+        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
+        lambda u, v, _: torch.sum((v * v - 1) ** 2 / 4 - 0.1 * v) + 0 * u.sum(),
+    )
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0)
+    (only,) = solution.candidates
+    w = 1.0466805318046  # of v^3 - v = 0.1
+    assert (u.item(), only.v[0].item()) == pytest.approx((w - 0.1, w), abs=1e-5)
+
+
+def test_pessimistic_reading_with_starts_keeps_the_least_worst_case():
+    """f has two valleys in u, and v = 1 and v = -1 tie: max f is (u^2 - 1)^2 + 0.3 u + 0.1 |u|."""
+    problem = Problem(
+        lambda u, v, _: torch.sum((u * u - 1) ** 2 + 0.3 * u + 0.1 * u * v),
+        lambda u, v, _: torch.sum((v * v - 1) ** 2) / 4 + 0 * u.sum(),
+    )
+    u, v = leaf(0.9), leaf(0.8)
+    solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0, starts=4)
+    # 4 u^3 - 4 u + 0.3 - 0.1 = 0 left of zero, where the worst v is -1.
+    assert u.item() == pytest.approx(-1.0241, abs=1e-3)
+    assert v.item() == pytest.approx(-1.0, abs=1e-5)
+
+
 def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
     """An end that is outside by 1e-7 has an f that is less by about as much: that is no merit."""
 
@@ -456,8 +496,8 @@ def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
 
 
 def corner() -> Problem:
-    """v = 1 for every u < 1, and f falls towards u = 0, where it is 1/2; at u = 1 every v solves the lower problem, and f
-    is 0 at (1, 0) (Lucchetti, Mignanego and Pieri, 1987)."""
+    """v = 1 for every u < 1, and f falls to 1/2 at u = 0. At u = 1 every v solves the lower problem; (1, 0) has f = 0
+    (Lucchetti, Mignanego and Pieri, 1987)."""
     return Problem(
         lambda u, v, _: torch.sum((1 - u) / 2 + u * v),
         lambda u, v, _: torch.sum((u - 1) * v),
@@ -514,6 +554,20 @@ def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_
     assert len([name for name in names if name.endswith("to-its-end")]) == 1
 
 
+def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
+    monkeypatch.setattr("bilevel.starts.FIRST", 4)
+    monkeypatch.setattr("bilevel.starts.LATER", 2)
+    ends = []
+
+    class Heard(Callback):
+        def end(self, solution):
+            ends.append(solution.steps)
+
+    solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=9, seed=0, starts=6, callbacks=[Heard()])
+    assert ends[:6] == [4, 4, 4, 4, 2, 2]
+    assert ends[6:] == [9]
+
+
 def test_starts_resume_from_the_folders_of_their_runs(tmp_path):
     with pytest.raises(OptionError, match="seed must be given"):
         solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=500, starts=2, checkpoint=tmp_path)
@@ -564,12 +618,6 @@ def test_check_tries_lower_constraints(quadratic):
     problem = Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v / 0)
     with pytest.raises(ProblemError, match="lower constraint 0 must be finite"):
         check(problem, *quadratic.start())
-
-
-def test_other_methods_refuse_lower_constraints(quadratic):
-    problem = Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v)
-    with pytest.raises(OptionError, match="lower_inequalities need Penalty"):
-        solve(problem, Alternating(), *quadratic.start(), quadratic.data(), max_steps=1, seed=0)
 
 
 def test_lower_constraints_are_refused_beside_a_projection_and_trials(quadratic):

@@ -7,8 +7,8 @@ each the lower problem is solved, which shows f: of two starts, one is the best 
 feasible, then the least f), the other the one whose u is farthest from those of all starts before it.
 
 A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
-have ended without one; where none did, the best of those set aside is run to its end. Where `AGREE` of them ended at one f, and none at a smaller one, the
-rest are left out.
+have ended without one; where none did, the best of those set aside is run to its end. Where `AGREE` of them ended at
+one f, and none at a smaller one, the rest are left out.
 """
 
 from __future__ import annotations

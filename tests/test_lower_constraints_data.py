@@ -217,6 +217,24 @@ def test_lower_constraint_that_uses_the_batch_is_refused_with_a_sentence():
         solve(uses, Penalty(), *zeros(), data, max_steps=1, seed=0)
 
 
+def test_lower_constraints_never_see_a_batch():
+    problem, data = noisy(program(9))
+    seen = []
+
+    def noting(function):
+        def constraint(u, v, batch):
+            seen.append(batch)
+            return function(u, v, batch)
+
+        return constraint
+
+    below = [[noting(h) for h in functions] for functions in (problem.lower_inequalities, problem.lower_equalities)]
+    told = replace(problem, lower_inequalities=below[0], lower_equalities=below[1])
+    solve(told, Penalty(**OPTIONS), *zeros(), data, max_steps=3, seed=0)
+    assert seen
+    assert all(batch is None for batch in seen)
+
+
 def test_prepare_and_start_lower_are_refused_beside_lower_constraints_on_minibatches():
     problem, data = noisy(program(1))
     plain = replace(problem, upper=lambda u, v, _: v @ v, lower=lambda u, v, _: v @ v)

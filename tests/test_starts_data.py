@@ -150,6 +150,27 @@ def test_certificate_of_a_trial_is_that_of_the_problem_alone():
     assert solution.certificate.batches == 8
 
 
+def test_each_trial_has_the_multipliers_of_its_own_end():
+    heard = []
+
+    class Joint(Callback):
+        def end(self, solution):
+            heard.append(solution)
+
+    u, v = leaf(0.7), leaf(0.8)
+    options = {"max_steps": 50, "seed": 0, "starts": 6, "callbacks": [Joint()]}
+    solution = solve(two_minimisers(), Penalty(**OPTIONS), u, v, batches(), **options)
+    (joint,) = heard[0].multipliers["nu"]
+    assert joint.shape == (6, 1)
+    assert len(solution.candidates) > 1
+    for c in solution.candidates:
+        assert torch.equal(c.multipliers["nu"][0], joint[c.start])
+        # grad_v F = f_v + g_vv nu at the end, on average over the batches, whose mean is zero.
+        x, y = c.u[0].item(), c.v[0].item()
+        slope = -2 * (x - y) + (3 * y * y - 1) * joint[c.start].item()
+        assert c.certificate.stationarity_v == pytest.approx(abs(slope), abs=1e-9)
+
+
 def test_starting_points_keep_the_first_and_the_sizes_of_each_tensor_of_v():
     torch.manual_seed(0)
     net = nn.Linear(200, 50).double()

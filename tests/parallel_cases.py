@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,21 @@ def constrained() -> Problem:
     )
 
 
+def bounded_below(problem: Callable[..., Problem]) -> Callable[[], Problem]:
+    """Constraints on the weights at the lower level, one of which u moves where it is a tensor."""
+
+    def least(u: Any, v: nn.Module, batch: None) -> Tensor:
+        return (u[0] if isinstance(u, Tensor) else 0.0) - 1 - next(v.parameters())
+
+    def made() -> Problem:
+        return replace(
+            problem(), lower_inequalities=[least, lambda u, v, batch: next(v.parameters()).sum() - 0.1],
+            lower_equalities=[lambda u, v, batch: list(v.parameters())[-1].sum() - 0.05],
+        )  # fmt: skip
+
+    return made
+
+
 def prepared() -> Problem:
     """u scales the inputs, once for both levels."""
 
@@ -126,6 +142,8 @@ CASES: dict[str, Case] = {
     "penalty, difference": (Penalty(curvature="difference", lower_steps=1, **BOTH), ridge, decays, {}),
     "penalty, accumulate": (STEPWISE, ridge, decays, {"accumulate": 2}),
     "penalty, constraints": (STEPWISE, constrained, decays, {}),
+    "penalty, lower constraints": (STEPWISE, bounded_below(ridge), decays, {}),
+    "penalty, lower constraints, rows": (Penalty(), bounded_below(importance), weights, {"accumulate": 2}),
     "penalty, projection": (STEPWISE, lambda: ridge(project_lower=Box(-0.3, 0.3)), decays, {}),
     "penalty, prepare": (STEPWISE, prepared, decays, {}),
     "penalty, rows": (Penalty(lower_steps=1), importance, weights, {}),

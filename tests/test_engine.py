@@ -133,6 +133,24 @@ def test_constraints_projections_and_other_cotangent(engine, device):
 
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
+def test_lower_constraints_take_the_path_of_eager(engine, device):
+    """The multipliers and their moments live on between steps, too."""
+    problem = Problem(
+        upper, lower,
+        lower_inequalities=lambda u, v, _: v[0].weight.square().sum() - 1.0,
+        lower_equalities=lambda u, v, _: v[0].bias.sum() - 0.1,
+    )  # fmt: skip
+    options = {"warm_up": 0.3, "advances": 3, "lower_steps": 1}
+    found = run(engine, device, problem, **options)
+    assert found[0].engine == engine
+    expected = run("eager", device, problem, **options)
+    same(found, expected)
+    for name, values in expected[0].multipliers.items():
+        for x, y in zip(values, found[0].multipliers[name], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 @pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
 def test_batch_that_comes_twice_in_an_iteration_is_two_inputs_of_its_record(engine, device, whole, monkeypatch):
     monkeypatch.setattr("bilevel.engine.WHOLE", whole)

@@ -11,6 +11,7 @@ from torch import nn
 
 import bilevel
 from bilevel import (
+    Alternating,
     OptionError,
     Penalty,
     Problem,
@@ -21,10 +22,10 @@ from bilevel import (
 
 
 @pytest.mark.parametrize("name", ["lower_equalities", "lower_inequalities"])
-def test_lower_constraints_are_refused_in_stochastic_mode_with_a_clear_sentence(quadratic, name):
+def test_other_methods_refuse_lower_constraints_with_a_clear_sentence(quadratic, name):
     problem = Problem(quadratic.upper, quadratic.lower, **{name: [lambda u, v, batch: v]})
-    with pytest.raises(OptionError, match=f"{name}.* Use project_lower"):
-        solve(problem, Penalty(mode="stochastic"), *quadratic.start(), max_steps=1, seed=0)
+    with pytest.raises(OptionError, match=f"{name}.* need Penalty.*project_lower"):
+        solve(problem, Alternating(), *quadratic.start(), max_steps=1, seed=0)
 
 
 @pytest.mark.parametrize("name", ["upper", "lower"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class BatchScales:
     """The same of g."""
     most: float = LOWER_RATES[1]
     """The largest default lower rate."""
+    sizes_h: list[float] = field(default_factory=list)
+    """|h| of each constraint, of which `sizes` has the least."""
 
     def lower_rate(self, lam: float | None) -> float:
         """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
@@ -104,6 +106,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
         f=f_size,
         g=g_size,
         most=_largest_rate(d),
+        sizes_h=sizes,
     )
 
 

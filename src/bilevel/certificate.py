@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .autodiff import Derivatives
 from .batches import Pair
-from .method import State
-from .prices import violation
+from .prices import Prices, violation
 from .problem import Problem
 from .replay import keeping, random_state, set_random_state
 from .solution import Certificate
@@ -26,8 +26,19 @@ SMALL = 1000
 CG_ITERATIONS = 200
 
 
+class Ended(Protocol):
+    """What a certificate asks of a run: a part of its `State`."""
+
+    @property
+    def derivatives(self) -> Derivatives: ...
+    def prices(self) -> Prices: ...
+    def lam(self) -> Tensor: ...
+    def scales(self) -> tuple[float, float, float]: ...
+    def episode(self) -> list[Pair] | None: ...
+
+
 def certify(
-    state: State, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
+    state: Ended, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
     d = state.derivatives
@@ -44,7 +55,7 @@ def certify(
 
 
 def _measure(
-    state: State, sources: Sources, minimiser: bool | None, hypergradient: bool | None
+    state: Ended, sources: Sources, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     d, problem = state.derivatives, state.derivatives.problem
     upper, lower, full = _batches(state, sources, problem)
@@ -98,7 +109,7 @@ def _damping(lam: Tensor, gamma: Tensor) -> float:
     return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
-def adjoint(state: State, sources: Sources) -> list[Tensor]:
+def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
     """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
     d = state.derivatives
     count = len(d.v.leaves)
@@ -143,7 +154,7 @@ _Maker = Callable[[bool], list[Pair]]
 """The batch (True: with the graph of `prepare`), as a list of one pair. Made anew for each backward."""
 
 
-def _batches(state: State, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
+def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
     """What to average the upper and the lower objective over."""
 
     def maker(pair: Pair) -> _Maker:

@@ -130,8 +130,10 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
             g = d.lower(pair[1])
         with _explained(d, "a constraint", pair[0]):
             h = d.constraints(pair[0])
-        with _explained(d, "a lower constraint", pair[1]):
-            below = d.lower_constraints(pair[1])
+        # Of the batch they know nothing: with data they are part of every lower problem alike.
+        own = None if d.problem.prepare is None else pair[1]
+        with _explained(d, "a lower constraint", own):
+            below = d.lower_constraints(own)
         with _explained(d, "upper", pair[0]):
             f = d.upper(pair[0])
         named = [(f"constraint {i}", x) for i, x in enumerate(h)]

@@ -36,14 +36,15 @@ TINY = 1e-12
 
 
 class Extended(Variable):
-    """u together with the scaled multipliers of the lower level. `value` is the user's u."""
+    """u together with the scaled multipliers of the lower level, or these alone. `value` is the user's u."""
 
-    def __init__(self, u: Variable, more: Sequence[Tensor]) -> None:
+    def __init__(self, u: Variable, more: Sequence[Tensor], *, alone: bool = False) -> None:
         self.value, self.name, self.modules = u.value, u.name, u.modules
-        self._dense_rows, self.rows, self.row_names, self.shards = [], [], [], []
-        self.names = [*u.names, *(f"lower multiplier {i}" for i in range(len(more)))]
-        self.leaves = [*u.leaves, *more]
-        self._projection = u._projection
+        self._dense_rows, self.shards = [], []
+        self.rows, self.row_names = ([], []) if alone else (list(u.rows), list(u.row_names))
+        self.names = [*(() if alone else u.names), *(f"lower multiplier {i}" for i in range(len(more)))]
+        self.leaves = [*(() if alone else u.leaves), *more]
+        self._projection = {} if alone else u._projection
 
 
 class KKT:
@@ -52,7 +53,7 @@ class KKT:
     def __init__(self, problem: Problem, u: Variable, v: Variable, batch: Any) -> None:
         self.source, self.v, self.plain_u = problem, v, u
         with torch.no_grad():
-            _, c, d = self.parts(batch)
+            c, d = self.constraints(batch)
         self.a, self.b = (
             [torch.zeros(x.shape, dtype=v.dtype, device=v.device, requires_grad=True) for x in values]
             for values in (c, d)
@@ -67,15 +68,19 @@ class KKT:
         self._better: list[Any] = []
         self._moved: list[list[Tensor]] = []
         self.u = Extended(u, [*self.a, *self.b])
+        self.alone = Extended(u, [*self.a, *self.b], alone=True)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def parts(self, batch: Any, v: Any = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """g, c and d at the present u and v, or at another v."""
-        p, at = self.source, self.v.value if v is None else v
-        u = self.plain_u.value
+        g = self.source.lower(self.plain_u.value, self.v.value if v is None else v, batch).reshape(())
+        return (g, *self.constraints(batch, v))
+
+    def constraints(self, batch: Any, v: Any = None) -> tuple[list[Tensor], list[Tensor]]:
+        """c and d at the present u and v, or at another v."""
+        p, u, at = self.source, self.plain_u.value, self.v.value if v is None else v
         return (
-            p.lower(u, at, batch).reshape(()),
             [function(u, at, batch) for function in p.lower_inequalities],
             [function(u, at, batch) for function in p.lower_equalities],
         )
@@ -98,13 +103,16 @@ class KKT:
 
     def measure(self, batch: Any, curvature: float) -> None:
         """Take the units from the present point: |g_vv| is given, |J| of each constraint measured."""
-        g, c, d = self.parts(batch)
-        slope = norm(gradient(g, self.v.leaves)).item()
+        slope = norm(gradient(self.parts(batch)[0], self.v.leaves)).item()
         self.bend = max(curvature, slope / (1 + norm(self.v.leaves).item()), TINY)
         nearby = self._secant(batch)
         if self.bend < 1e-3 * nearby:  # g is flat just here
             self.bend = nearby
-        _, c, d = self.parts(batch)
+        self.measure_rows(batch)
+
+    def measure_rows(self, batch: Any) -> None:
+        """|J| of each number of each constraint at the present point."""
+        c, d = self.constraints(batch)
         self.sizes_c = [self._row_sizes(x) for x in c]
         self.sizes_d = [self._row_sizes(x) for x in d]
 
@@ -270,7 +278,7 @@ class KKT:
     @torch.no_grad()
     def measures(self, batch: Any) -> dict[str, Any]:
         """The fields of a certificate that are about lower constraints."""
-        _, c, d = self.parts(batch)
+        c, d = self.constraints(batch)
         slacks = [-x / size for x, size in zip(c, self.sizes_c, strict=True)]
         both = [torch.minimum(a, b).abs().amax().item() for a, b in zip(self.a, slacks, strict=True)]
         outside = [(-b).amax().clamp(min=0).item() for b in slacks]

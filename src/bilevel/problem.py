@@ -26,9 +26,9 @@ class Problem:
     """A bilevel problem: two objectives, and optionally constraints, projections and episodes.
 
     `upper` (f) and `lower` (g) return one number each. Constraint functions return a tensor of any shape and receive
-    the upper batch; `inequalities` mean <= 0. Those of the lower level are part of v's own problem, and for problems
-    without data. A projection maps a tensor to the nearest point of a convex set; it is
-    applied to each tensor of the variable, or, given as a dict, to the tensors it names.
+    the upper batch; `inequalities` mean <= 0. Those of the lower level are part of v's own problem, and with data
+    functions of u and v alone: their batch is None. A projection maps a tensor to the nearest point of a convex set; it
+    is applied to each tensor of the variable, or, given as a dict, to the tensors it names.
 
     `prepare(u, batches)` returns what depends on u alone for a pair (upper batch, lower batch); `upper`, `lower` and
     the constraints then receive that in place of their batch. `start_lower(v, prepared)` puts v in place at its start

@@ -206,8 +206,9 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
     if solution is None:
         raise OptionError("reading='pessimistic' needs a lower problem with a solution; none was found.")
     ends = []
+    values = [copied(variable) for variable in made.variables]  # the first is v, which the others are put into
     for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
-        place([x.detach() for x in made.variables[k].tensors().values()], v)
+        place(values[k], v)
         ends.append(candidate(solution, Derivatives(problem, u, v), start))
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .autodiff import Derivatives
+from .batches import Pair
 from .double_backward import missing_double_backward
 from .vectors import gradient, norm
 
@@ -30,9 +31,9 @@ class Scales:
     """|J_h| of each constraint; a lower bound, exact for a constraint of one number"""
 
 
-def lower_curvature(d: Derivatives, generator: torch.Generator) -> float:
-    """|g_vv| at the present u and v."""
-    still = d.prepare([(None, None)], graph=False)
+def lower_curvature(d: Derivatives, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
+    """|g_vv| at the present u and v, on these batches where there are data."""
+    still = d.prepare([(None, None)], graph=False) if batches is None else batches
     return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
 
 

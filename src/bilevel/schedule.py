@@ -9,7 +9,7 @@ With G = (grad_u F, grad_v (F + lam g)) after an upper step, the schedule advanc
 and an advance does
 
     nu += gamma r;   mu += gamma_h h (equalities);   mu = max(0, mu + gamma_h h) (inequalities)
-    gamma *= c_gamma;   gamma_h *= c_gamma;   lam *= c_lam;   epsilon *= c_epsilon
+    gamma *= c_gamma;   gamma_h *= c_gamma;   lam *= c_lam;   epsilon *= c_epsilon;   t *= c_t (`shrinking`)
 
 Everything is a tensor on the device of v, and no decision is read on the host. Without an epsilon the host knows when
 it is time, and the multipliers are touched only then. Over trials, each price is a vector, and each trial advances by
@@ -42,12 +42,15 @@ class Schedule:
         averaged: bool,
         equalities: int,
         like: Sequence[Tensor] = (),
+        shrinking: Sequence[tuple[Tensor, float]] = (),
     ) -> None:
         self.prices, self.lam = prices, lam
         self.tolerant = epsilon is not None
         self.epsilon = torch.zeros_like(lam) if epsilon is None else epsilon
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
         self.every, self.smoothing, self.multipliers, self.equalities = every, smoothing, multipliers, equalities
+        self.shrinking = list(shrinking)
+        """What else an advance multiplies, and by what; the owner keeps it."""
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros_like(lam, dtype=torch.int64)
@@ -119,6 +122,7 @@ class Schedule:
             *((c, self.gamma_factor) for c in prices.gamma_h),
             (self.lam, self.lam_factor),
             (self.epsilon, self.epsilon_factor),
+            *self.shrinking,
         ):
             value.mul_(torch.where(fire, torch.full_like(value, factor), torch.ones_like(value)))
         self.since.mul_(~fire)

@@ -129,7 +129,7 @@ class Certificate:
     """1 + |v|, against which these two are judged."""
     lower_gap: float | None = None
     """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
-    points; None without lower constraints, or where it was not tried."""
+    points; None without lower constraints, or where it was not tried: with data it is not."""
     lower_starts: int = 0
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.

@@ -29,6 +29,7 @@ from .shares import Sharing
 from .solution import Solution
 from .sources import Sources
 from .starts import several
+from .starts_data import several_with_data
 
 
 def solve(
@@ -64,9 +65,10 @@ def solve(
     exact hypergradient, which it does by itself only where v is small. `seed=None` takes a seed from torch's global
     generator.
 
-    `starts=k`, for problems without data, runs from k points one after another (see `bilevel.starts`, also for those
-    that are cut short), and keeps the best end: feasible, then a lower solution, then by f. `Solution.candidates`
-    lists the distinct ends. Callbacks hear one run after another; a checkpoint has a folder for each.
+    `starts=k` runs from k points and keeps the best end: feasible, then a lower solution, then by f.
+    `Solution.candidates` lists the distinct ends. Without data they run one after another (see `bilevel.starts`, also
+    for those that are cut short); with data at once, as trials of one run, where that is exact, and else one after
+    another (see `bilevel.starts_data`). Callbacks hear one run after another; a checkpoint has a folder for each.
 
     Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
     (docs/distributed.md). The first rank alone writes files and calls callbacks; every engine is `eager` there.
@@ -92,14 +94,11 @@ def solve(
     )  # fmt: skip
     if starts == 1:
         return order.run(folder, seed)
-    if data is not None or problem.trials is not None:
-        raise OptionError(
-            f"starts needs a problem without data and without trials, whose runs come one after another; got "
-            f"starts={starts}. With data, make the starts trials of one problem: Problem(..., trials={starts})."
-        )
+    if problem.trials is not None:
+        raise OptionError(f"starts must be 1 with trials, each of which starts where it is; got starts={starts}.")
     if folder is not None and seed is None:
         raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
-    return several(order, folder, seed, starts)
+    return (several if data is None else several_with_data)(order, folder, seed, starts)
 
 
 @dataclass(frozen=True)

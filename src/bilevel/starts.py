@@ -1,13 +1,14 @@
 """Several starting points: where they lie, and which of their ends is the best.
 
-The first is the point that was passed. The others are drawn: uniform in a `Box` with finite bounds on both sides;
-elsewhere normal around the first, with a deviation of 1 + the root mean square of the tensor, and projected. Four times
-as many as are needed are drawn, and at each the lower problem is solved, which shows f: of two starts, one is the best
-of those that are left (the most feasible, then the least f), the other the next one drawn.
+The first is the point that was passed. The others are drawn: in a `Box` with finite bounds on both sides, points of a
+Sobol sequence, stretched so that every sixth coordinate lies on a bound; elsewhere normal around the first, with a
+deviation of 1 + the root mean square of the tensor, and projected. Four times as many as are needed are drawn, and at
+each the lower problem is solved, which shows f: of two starts, one is the best of those that are left (the most
+feasible, then the least f), the other the one whose u is farthest from those of all starts before it.
 
-A start that is not over after `FIRST` steps, or `LATER` once another one ended as a solution, is set aside; where none
-did, the best of those set aside is run to its end. Where `AGREE` of them ended at one f, and none at a smaller one, the
-rest are left out.
+A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
+have ended without one; where none did, the best of those set aside is run to its end. Where `AGREE` of them ended at
+one f, and none at a smaller one, the rest are left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
 from .autodiff import Derivatives
 from .kkt import KKT
@@ -32,35 +34,72 @@ from .scales import lower_curvature
 from .solution import Candidate, Solution, Status
 
 POOL = 4
+STRETCH = 1.2
+"""How much wider than the bounds the draws are before they are put into them."""
+TINY = 1e-12
 ROUGH = 1e-4
 """The tolerance of the lower solutions at points that are only looked at."""
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
+NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
+"""With data, an end counts as feasible below the first, and as a lower solution where its residual is no more than so
+many times the least of all: noise leaves none at zero."""
 SAME = 1e-4
 """Ends whose u and v differ by less, relative to their size, are one candidate."""
-TIE = 1e-7
-FIRST, LATER = 500, 300
+FIRST, LATER, FEW = 500, 300, 4
 AGREE = 3
 ALIKE = 1e-5
 """How much two values of f may differ, relative to 1 + |f|, to count as one."""
 
 
-@torch.no_grad()
-def scatter(variable: Variable, generator: torch.Generator) -> None:
-    """Move a variable to another starting point."""
-    named = list(zip(variable.names, variable.leaves, strict=True))
-    named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
-    for name, leaf in named:
-        bounds = variable.projection(name)
-        if isinstance(bounds, Box) and bounds.low is not None and bounds.high is not None:
-            low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (bounds.low, bounds.high))
-            if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-                share = torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
-                leaf.copy_(low + share * (high - low))
+class Scatter:
+    """Moves a variable to other starting points, drawn around the present one or from its bounds."""
+
+    def __init__(self, variable: Variable, generator: torch.Generator) -> None:
+        self.variable, self.generator = variable, generator
+        named = list(zip(variable.names, variable.leaves, strict=True))
+        named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
+        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
+        inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
+        seed = int(torch.randint(2**31, (), generator=generator).item())
+        self.sobol = None
+        if 0 < inside <= SobolEngine.MAXDIM:
+            self.sobol = SobolEngine(inside, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+        self.scales = [1 + leaf.detach().square().mean().sqrt() for leaf, _ in self.leaves]
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Add a draw to the present point, or put one from the bounds in its place."""
+        inside = None if self.sobol is None else self.sobol.draw(1, dtype=torch.float64).reshape(-1)
+        for (leaf, bounds), scale in zip(self.leaves, self.scales, strict=True):
+            if bounds is None:
+                leaf.add_(scale * torch.randn(leaf.shape, generator=self.generator, dtype=leaf.dtype).to(leaf.device))
                 continue
-        deviation = 1 + leaf.square().mean().sqrt()
-        leaf.add_(deviation * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device))
-    variable.project(rows=True)
+            if inside is None:
+                share = torch.rand(leaf.shape, generator=self.generator, dtype=torch.float64)
+            else:
+                share, inside = inside[: leaf.numel()].reshape(leaf.shape), inside[leaf.numel() :]
+            share = ((share - 0.5) * STRETCH + 0.5).clamp(0, 1).to(leaf)
+            leaf.copy_(bounds[0] + share * (bounds[1] - bounds[0]))
+        self.variable.project(rows=True)
+
+    @torch.no_grad()
+    def place(self) -> Tensor:
+        """The present point as one vector, in units of what a draw moves it by."""
+        units = [
+            scale if bounds is None else (bounds[1] - bounds[0]).clamp(min=TINY) / 2
+            for (_, bounds), scale in zip(self.leaves, self.scales, strict=True)
+        ]
+        parts = [leaf.detach() / unit for (leaf, _), unit in zip(self.leaves, units, strict=True)]
+        return torch.cat([part.reshape(-1).double().cpu() for part in parts])
+
+
+def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The bounds of a Box that are finite on both sides."""
+    if not isinstance(projection, Box) or projection.low is None or projection.high is None:
+        return None
+    low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (projection.low, projection.high))
+    return (low, high) if bool(torch.isfinite(low).all() and torch.isfinite(high).all()) else None
 
 
 @dataclass(eq=False)
@@ -69,6 +108,8 @@ class Draw:
 
     u: list[Tensor]
     v: list[Tensor]
+    place: Tensor
+    """u, in units of what a draw moves it by."""
     upper: float
     violation: float
 
@@ -76,27 +117,34 @@ class Draw:
 def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
     """`count` starting points around the present one, which stays."""
     first = copied(u), copied(v)
-    pool = []
+    around = Scatter(u, generator), Scatter(v, generator)
+    places, pool = [around[0].place()], []
     try:
         for _ in range(POOL * count):
             for variable, value in zip((u, v), first, strict=True):
                 place(value, variable)
-                scatter(variable, generator)
-            if (draw := _solved(problem, u, v)) is not None:
+            for scatter in around:
+                scatter.move()
+            if (draw := _solved(problem, u, v, around[0].place())) is not None:
                 pool.append(draw)
     finally:
         for variable, value in zip((u, v), first, strict=True):
             place(value, variable)
-    ranks = sorted(pool, key=lambda d: (round(d.violation, 3), d.upper))
+    pool.sort(key=lambda d: (round(d.violation, 3), d.upper))
     out: list[Draw] = []
     while pool and len(out) < count:
-        out.append(ranks[0] if len(out) % 2 == 0 else pool[0])
-        ranks.remove(out[-1])
+        out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
         pool.remove(out[-1])
+        places.append(out[-1].place)
     return out
 
 
-def _solved(problem: Problem, u: Variable, v: Variable) -> Draw | None:
+def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
+    """The distance to the nearest of the others."""
+    return float(torch.stack([(place - other).norm() for other in others]).amin())
+
+
+def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
     """The present point with v at a lower solution; None where the objectives are not finite there."""
     d = Derivatives(problem, u, v)
     if problem.constrained_below:
@@ -110,7 +158,9 @@ def _solved(problem: Problem, u: Variable, v: Variable) -> Draw | None:
         batch = d.prepare([(None, None)], graph=False)[0][0]
         f, h = d.upper(batch).item(), d.constraints(batch)
         outside = violation(h, len(problem.equalities)).item() if h else 0.0
-    return Draw(copied(u), copied(v), f, outside) if math.isfinite(f) and math.isfinite(outside) else None
+    if not (math.isfinite(f) and math.isfinite(outside)):
+        return None
+    return Draw(copied(u), copied(v), where, f, outside)
 
 
 class Runs(Protocol):
@@ -136,11 +186,11 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
     found: dict[int, tuple[Solution, Candidate]] = {}
 
-    def run(k: int, steps: int, name: str) -> bool:
+    def run(k: int, most: int, name: str) -> bool:
         """Run a start; whether others are still worth one."""
         for variable, value in zip(both, points[k], strict=True):
             place(value, variable)
-        limited: Runs = replace(order, max_steps=steps)  # type: ignore[type-var]
+        limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
         solution = limited.run(None if folder is None else folder / name, seed + k, k)
         found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
         return not solution.interrupted and not agreed([c for _, c in found.values()])
@@ -148,7 +198,10 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
-    more = all(run(k, min(LATER if solved() else FIRST, order.max_steps), f"start-{k}") for k in range(len(points)))
+    def steps(k: int) -> int:
+        return min(LATER if k >= FEW or solved() else FIRST, order.max_steps)
+
+    more = all(run(k, steps(k), f"start-{k}") for k in range(len(points)))
     if more and not solved():
         aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
         if aside:
@@ -188,21 +241,26 @@ def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f; near ties by accuracy."""
+    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy."""
+
+    def residual(c: Candidate) -> float:
+        return c.certificate.lower_residual / c.certificate.lower_scale
+
+    with_data = any(c.certificate.batches for c in candidates)
+    near = NEAR_WITH_DATA if with_data else NEAR
+    met = [residual(c) for c in candidates if c.certificate.infeasibility <= near and math.isfinite(residual(c))]
+    low = max(NEAR, SPREAD * min(met, default=0.0)) if with_data else NEAR
 
     def key(c: Candidate) -> tuple[bool, bool, float]:
-        certificate = c.certificate
-        feasible = certificate.infeasibility <= NEAR
-        solved = (
-            certificate.lower_residual / certificate.lower_scale <= NEAR and certificate.lower_minimiser is not False
-        )
-        return not feasible, not solved, c.upper
+        feasible = c.certificate.infeasibility <= near
+        solved = residual(c) <= low and c.certificate.lower_minimiser is not False
+        return not feasible, not solved, c.upper if math.isfinite(c.upper) else math.inf
 
     order = sorted(candidates, key=key)
     first = order[0]
     tied = [
         c for c in order
-        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= TIE * (1 + abs(first.upper))
+        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
     ]  # fmt: skip
     best = min(tied, key=lambda c: c.certificate.worst)
     return [best, *(c for c in order if c is not best)]

@@ -64,9 +64,8 @@ class Steps(ABC):
         self.problem, self.u, self.v = setting.problem, setting.u, setting.v
         if self.problem.constrained_below:
             raise OptionError(
-                "lower_equalities and lower_inequalities need objectives without data and Penalty() in deterministic "
-                "mode. Use project_lower where v lives in a set with a known projection (Box, Ball, Simplex), or add "
-                "the constraint to lower as a penalty."
+                "lower_equalities and lower_inequalities need Penalty(), which prices the KKT conditions of the lower "
+                "level. Use it, or project_lower where v lives in a set with a known projection (Box, Ball, Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
             raise OptionError("u cannot hold Rows where the problem has prepare. Use a tensor with a row an example.")

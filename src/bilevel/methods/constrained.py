@@ -51,7 +51,7 @@ class Constrained(Lagrangian):
     """A run with lower constraints. Each gradient of F evaluates f and g once, and each lower inequality twice."""
 
     patience = 8
-    shortest = 1e-6
+    shortest = 1e-4
 
     def __init__(self, options: Penalty, setting: Setting) -> None:
         setting.u.make_dense()

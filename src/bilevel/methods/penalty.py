@@ -19,6 +19,7 @@ from ..errors import OptionError
 from ..method import Setting, State
 from ..options import described, factory, in_range, one_of, true_or_false
 from .constrained import Constrained
+from .constrained_steps import ConstrainedSteps
 from .lagrangian import Lagrangian
 from .stepwise import Stepwise
 
@@ -213,7 +214,7 @@ class Penalty:
         filled = self.filled(mode, own)
         if self.curvature == "gram":
             _refuse_gram(filled, setting)
-        return Stepwise(filled, setting)
+        return (ConstrainedSteps if setting.problem.constrained_below else Stepwise)(filled, setting)
 
     def describe(self) -> dict[str, str]:
         """The options that were given, as text: what a checkpoint is compared by."""

@@ -79,7 +79,7 @@ class Stepwise(Steps):
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
-            like=[*self.u.leaves, *self.v.leaves],
+            like=[*self.u.leaves, *self.v.leaves], shrinking=self._shrinking(),
         )  # fmt: skip
         self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
@@ -141,11 +141,10 @@ class Stepwise(Steps):
         upper_factor = self._factor(self.upper_power, left)
         gradients = self._gradients(draw, moving, with_u=moving)
         gradients.rows = self.derivatives.all_rows(gradients.rows)
-        lowered = [(spread(schedule.lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
+        lowered = self._lowered(gradients)
         if self.options.joint:
             self.lower.step(lowered, (), factor)
-        if moving:
-            self.upper.step(gradients.u, gradients.rows, upper_factor)
+        self._move_upper(gradients, (upper_factor, factor), moving)
         size_u = self._size_u(gradients)
         size_v = self.derivatives.norm(lowered)
         residual, worst = self.derivatives.norm(gradients.residual), self._worst(gradients.constraints)
@@ -159,6 +158,20 @@ class Stepwise(Steps):
         if moving:
             reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
         return torch.cat([row, reason.to(torch.float64).amax().reshape(1)])
+
+    def _lowered(self, gradients: Gradients) -> list[Tensor]:
+        """What v descends along: the derivative of F + lam g, from that of F and s."""
+        lam = self.schedule.lam
+        return [(spread(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
+
+    def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
+        """Move u, where it is time; `factors` are those of the rates of u and of v."""
+        if moving:
+            self.upper.step(gradients.u, gradients.rows, factors[0])
+
+    def _shrinking(self) -> list[tuple[Tensor, float]]:
+        """What else an advance of the schedule multiplies, and by what."""
+        return []
 
     def _draw_other(self) -> list[Pair] | None:
         if self.options.cotangent != "other":

@@ -148,6 +148,6 @@ def test_ctrl_c_ends_with_one_sentence(tmp_path):
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "Stopped by Ctrl-C. Nothing but config.json was written." in err
     assert "Traceback" not in err

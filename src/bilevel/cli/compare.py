@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -45,6 +44,7 @@ from ..workers import ONCE, one_thread
 from . import problem_file, python_file
 from .bar import progress_bar
 from .folder import Folder, to_json
+from .stopped import Stopped
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
@@ -141,12 +141,10 @@ def command(
         _show(result)
         typer.echo(f"plot: {image}")
     if not complete:
-        print(
-            f"bilevel: Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "
-            "goes on from there.",
-            file=sys.stderr,
+        raise Stopped(
+            f"Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command goes on "
+            "from there."
         )
-        raise typer.Exit(1)
 
 
 def _budget(gradients: int | None, evaluations: int | None, steps: int | None) -> Budget:

@@ -22,6 +22,7 @@ from ..solution import COLUMNS
 from .bar import progress_bar
 from .folder import Folder, to_json
 from .run_state import versions
+from .stopped import Stopped
 
 GOAL = 1e-6
 GOAL_TEXT = "1e-6"
@@ -59,6 +60,8 @@ def command(
     else:
         _show(result)
         typer.echo(f"report: {page}")
+    if not complete:
+        raise Stopped(result["message"])
     if result["status"] != "converged":
         print(f"bilevel: {result['message']}", file=sys.stderr)
         raise typer.Exit(1)

@@ -47,6 +47,7 @@ from .fewshot_output import (
 )
 from .folder import Folder, to_json
 from .run_state import begin, finished, kept
+from .stopped import Stopped
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -167,10 +168,7 @@ def _run(
         precision="bf16" if where.type == "cuda" else None,
     )  # fmt: skip
     if solution.interrupted:
-        print(
-            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
-        )
-        raise typer.Exit(1)
+        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.")
     found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed)
     means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0)
     rows = watch.rows if watch is not None else []

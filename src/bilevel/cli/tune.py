@@ -18,6 +18,7 @@ from ..workers import one_thread
 from .bar import progress_bar
 from .folder import Folder, to_json
 from .run_state import write_config
+from .stopped import Stopped
 from .tune_output import FILES, show, summary, write
 
 SMALL = 5_000_000
@@ -88,8 +89,7 @@ def command(
     try:
         found = _run(loaded, asked)
     except KeyboardInterrupt:
-        print("bilevel: Stopped by Ctrl-C. Nothing but config.json was written.", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise Stopped("Stopped by Ctrl-C. Nothing but config.json was written.") from None
     result = summary(loaded, found, asked)
     page = write(folder, loaded, found, result)
     for note in result["notes"]:

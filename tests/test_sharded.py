@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel import OptionError, Penalty, Problem, Solution, ValueGap, solve, weighted_mean
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Callback,
+    OptionError,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Run,
+    Solution,
+    ValueFunction,
+    ValueGap,
+    checkpoint,
+    solve,
+    weighted_mean,
+)
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 METHODS = {
@@ -20,7 +37,25 @@ METHODS = {
     "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "defaults": Penalty(curvature="difference"),
     "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    # The mean of the gradient over steps is below epsilon as a whole, and the shard of one rank before.
+    "smoothed": Penalty(
+        curvature="difference", lower_steps=1, warm_up=0.0, epsilon=0.9, epsilon_factor=0.9, smoothing=0.5,
+        multipliers=True, lower_optimizer=ADAM, upper_optimizer=ADAM,
+    ),
+}  # fmt: skip
+RESUMED = METHODS | {
+    "running": Penalty(curvature="difference", lower_steps=1, cotangent="running", average_residual=True),
+    "momentum": Penalty(
+        curvature="difference", lower_steps=1, lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5)
+    ),
+    "alternating": Alternating(lower_steps=1),
+    "value function": ValueFunction(lower_steps=1),
+    "reverse mode": ReverseMode(lower_steps=2, momentum=0.5),
+    "conjugate gradients": ApproxGrad(lower_steps=1, curvature="difference"),
+    "neumann": ApproxGrad(lower_steps=1, curvature="difference", linear_solver="neumann"),
+    "least squares": ApproxGrad(lower_steps=1, curvature="difference", linear_solver="adam"),
 }
+"""All that a state has in the shape of v."""
 WORDS, CLASSES = 7, 3
 
 
@@ -95,15 +130,40 @@ def divided() -> dict[str, Any]:
         whole = sum(p.numel() for p in v.parameters())
         found[name] = numbers(run(method, v))
         found["share"] = sum(p.to_local().numel() for p in v.parameters()) / whole
-    for name, method, more in (
-        ("exact", Penalty(curvature="exact"), {}),
-        ("checkpoint", Penalty(curvature="difference"), {"checkpoint": "never"}),
-    ):
+    v = reader()
+    fully_shard(v)
+    with pytest.raises(OptionError) as error:
+        run(Penalty(curvature="exact"), v)
+    found["exact"] = str(error.value)
+    dist.destroy_process_group()
+    return found
+
+
+class Stop(Callback):
+    def log(self, run: Run) -> bool:
+        return run.step >= 3
+
+
+def in_turn(folder: str) -> dict[str, Any]:
+    """Runs that are stopped and go on, and straight ones."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    warnings.filterwarnings("ignore", "v is sharded by fully_shard")
+
+    def sharded(name: str, **more: Any) -> dict[str, Any]:
         v = reader()
+        fully_shard(v.block)
         fully_shard(v)
-        with pytest.raises(OptionError) as error:
-            run(method, v, **more)
-        found[name] = str(error.value)
+        return numbers(run(RESUMED[name], v, log_every=1, **more))
+
+    for name in RESUMED:
+        for copy in ("", " for one"):
+            stopped = sharded(name, checkpoint=f"{folder}/{name}{copy}", callbacks=[Stop()])
+        resumed = sharded(name, checkpoint=f"{folder}/{name}", resume=True, every=1)
+        found[name] = stopped, resumed, sharded(name)
     dist.destroy_process_group()
     return found
 
@@ -125,4 +185,29 @@ def test_a_sharded_transformer_takes_the_steps_of_a_whole_one(name, ranks):
 def test_each_rank_has_half_of_it_and_what_does_not_work_is_refused(ranks):
     assert ranks[0]["share"] == pytest.approx(0.5, abs=0.02)
     assert "no double backward" in ranks[0]["exact"]
-    assert "checkpoint cannot be used" in ranks[0]["checkpoint"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, on_ranks(2, in_turn, str(folder))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_sharded_run_resumes_to_the_same_bits_from_a_checkpoint_that_is_whole(name, stopped):
+    folder, found = stopped
+    for first, resumed, straight in (rank[name] for rank in found):
+        assert resumed == straight
+        assert first["v"] != straight["v"]
+    saved = checkpoint.load(folder / f"{name} for one")
+    whole = reader().state_dict()
+    assert {key: tensor.shape for key, tensor in saved["v"].items()} == {key: t.shape for key, t in whole.items()}
+    assert torch.cat([saved["v"][key].reshape(-1) for key in whole]).tolist() == first["v"]
+
+
+@pytest.mark.parametrize("name", ["difference", "value gap", "smoothed", "running", "momentum", "neumann"])
+def test_one_process_goes_on_from_the_checkpoint_of_a_sharded_run(name, stopped):
+    folder, found = stopped
+    alone = numbers(run(RESUMED[name], reader(), checkpoint=folder / f"{name} for one", resume=True, log_every=1))
+    for column, values in found[0][name][2].items():
+        assert alone[column] == pytest.approx(values, rel=1e-5, abs=1e-6), column

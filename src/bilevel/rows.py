@@ -153,7 +153,7 @@ class Rows:
         home, self._home = self._home, None
         if home is not None:
             lent = None if self._lent is None else self._lent()
-            self._values = home.whole(lent if self._values is None else self._values)
+            self._values, self._lent = home.whole(lent if self._values is None else self._values), None
         return home
 
     # -- reading -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -162,8 +163,9 @@ def in_turn(folder: str, names: list[str]) -> dict[str, Any]:
         return numbers(run(RESUMED[name], v, log_every=1, **more))
 
     for name in names:
-        for copy in ("", " for one"):
-            stopped = sharded(name, checkpoint=f"{folder}/{name}{copy}", callbacks=[Stop()])
+        stopped = sharded(name, checkpoint=f"{folder}/{name}", callbacks=[Stop()])
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{folder}/{name}", f"{folder}/{name} for one")
         resumed = sharded(name, checkpoint=f"{folder}/{name}", resume=True, every=1)
         found[name] = stopped, resumed, sharded(name)
     dist.destroy_process_group()

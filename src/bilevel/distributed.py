@@ -161,12 +161,13 @@ class Ranks:
             dist.all_gather(every, tensor)
         return every
 
-    def sums(self, parts: Sequence[Tensor]) -> Tensor:
-        """Each rank has a part for every rank, all of one shape: the sum of those for this one."""
-        found = torch.empty_like(parts[0])
-        self.payload += sum(part.nbytes for part in parts)
+    def handed(self, parts: Sequence[Tensor]) -> Tensor:
+        """Each rank has a part for every rank, all of one shape: those for this one, stacked."""
+        sent = torch.stack(list(parts))
+        found = torch.empty_like(sent)
+        self.payload += sent.nbytes
         with self._watched():
-            dist.reduce_scatter(found, list(parts))
+            dist.all_to_all_single(found, sent)
         return found
 
     def at_first(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:

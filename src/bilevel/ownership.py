@@ -54,7 +54,8 @@ class Block:
         found = [self._own(asked) for asked in self.ranks.each(wanted)] if max(counts) else []
         if not found:
             return self.held.new_zeros(*index.shape, *self.held.shape[1:])
-        return self.ranks.sums(found)[: index.numel()].reshape(*index.shape, *self.held.shape[1:])
+        # One rank has each row, the others zero.
+        return self.ranks.handed(found).sum(0)[: index.numel()].reshape(*index.shape, *self.held.shape[1:])
 
     def _own(self, index: Tensor) -> Tensor:
         """The rows at `index` that belong to this rank, and zero for the others."""

@@ -79,6 +79,8 @@ class Rows:
     ) -> None:
         if n < 1:
             raise OptionError(f"Rows needs at least one row; got n={n}.")
+        if owned not in (None, True, False):
+            raise OptionError(f"owned must be True, False or None; got {owned!r}.")
         if isinstance(init, Tensor):
             if init.shape[:1] != (n,):
                 raise OptionError(f"init must have n={n} rows; got a tensor of shape {tuple(init.shape)}.")

@@ -207,6 +207,7 @@ def solved(name: str, **more: Any) -> Solution:
 FEW = [
     "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
     "approx grad", "value gap, rows", "value function", "penalty, owned", "penalty, owned, box", "value gap, owned",
+    "reverse mode, owned",
 ]  # fmt: skip
 """One of each method."""
 

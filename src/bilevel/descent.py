@@ -95,7 +95,7 @@ class Descent:
             index, d = optimizer.joined(parts)
             projection = self.variable.projection(name)
             if projection is not None:
-                d = _inside(projection, values[index], d, factor * self.row_rate, optimizer.length(d))
+                d = _inside(projection, values[index], d, factor * self.row_rate, optimizer.length(index, d))
             optimizer.move(index, d, factor.to(values.dtype) * self.row_rate)
             if projection is not None:
                 values[index] = projection(values[index])

@@ -226,10 +226,16 @@ class RowAdam:
         return total if self.rows.home is None else self.rows.home.total(total)
 
     @torch.no_grad()
-    def length(self, gradient: Tensor) -> Tensor:
-        """The root mean square of what `joined` made of the gradients."""
-        square = gradient.square()
-        return (square.mean() if self.rows.home is None else self.rows.home.total(square.sum()) / square.numel()).sqrt()
+    def length(self, index: Tensor, gradient: Tensor) -> Tensor:
+        """The root mean square of what `joined` made of the gradients; a row that is named twice counts once."""
+        share = 1 / self._summed(index, torch.ones_like(gradient))
+        if self.rows.home is not None:  # the last place stands for the rows of other ranks
+            own = (index < len(self.rows.kept)).reshape(-1, *[1] * (share.dim() - 1))
+            share = torch.where(own, share, 0)
+        sums = torch.stack([(gradient * gradient * share).sum(), share.sum()])
+        square, count = sums if self.rows.home is None else self.rows.home.total(sums)
+        found: Tensor = (square / count).sqrt()
+        return found
 
     def _summed(self, index: Tensor, values: Tensor) -> Tensor:
         """For each entry, the sum of the values of its row; the scratch is zero before and after."""

@@ -37,14 +37,20 @@ from bilevel import Penalty, Problem, Rows, models, weighted_mean
 from bilevel.check import variables
 from bilevel.distributed import Ranks
 from bilevel.method import Setting, State
+from bilevel.ownership import share_out
 from bilevel.shares import Sharing
 from bilevel.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "docs" / "results" / "distributed.json"
-MODELS = {"linear": (models.linear, 400), "mlp": (models.mlp, 400), "cnn": (models.mnist_cnn, 64)}
+OWNED = ", owned rows"
+"""After a model: each rank has its own importances alone (docs/distributed.md)."""
+MODELS = {
+    "linear": (models.linear, 400), "mlp": (models.mlp, 400), "cnn": (models.mnist_cnn, 64),
+    f"linear{OWNED}": (models.linear, 400), f"mlp{OWNED}": (models.mlp, 400),
+}  # fmt: skip
 """The builder, and the size of each of the two batches."""
-SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578}
+SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578, f"linear{OWNED}": 7_850, f"mlp{OWNED}": 238_510}
 LOWER_STEPS = 2
 ENOUGH = 0.5
 """Seconds that each way runs in each round, at the least one iteration."""
@@ -62,7 +68,7 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
     """The state of a run, as `solve` makes it, on a part of each batch."""
     build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
-    v, u = build(), Rows(10_000)
+    v, u = build(), Rows(10_000, owned=name.endswith(OWNED))
     draw = torch.Generator().manual_seed(1)
     shape = (1, 28, 28)
     batches = [
@@ -71,6 +77,7 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
         for _ in range(4)
     ]  # fmt: skip
     first, second = variables(Problem(upper, lower), u, v)
+    share_out(first.rows, ranks)
     sharing = None if ranks is None else Sharing(ranks.rank, ranks.size)
     setting = Setting(
         Problem(upper, lower), first, second, Sources((batches, batches), 0, second.device, sharing), 10**6, None, 1,

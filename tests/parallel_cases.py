@@ -128,6 +128,32 @@ def weights() -> Rows:
     return Rows(33, dtype=torch.float64)
 
 
+def owned() -> Rows:
+    """Of which each rank has its own alone."""
+    return Rows(33, dtype=torch.float64, owned=True)
+
+
+def vectors() -> Rows:
+    return Rows(33, shape=(2,), dtype=torch.float64, owned=True)
+
+
+def shifts() -> Problem:
+    """A weight and a shift of the target for each example, in a box; f reads rows, too, and each twice."""
+
+    def upper(u: Rows, v: nn.Module, batch: Any) -> Tensor:
+        rows = (10 * batch[0][:, 0].abs()).long() % 33
+        return squares(v, batch).mean() + 0.1 * (u[rows][:, 1] - 0.5).square().mean() + 0.1 * u[-1 - rows].pow(2).mean()
+
+    def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
+        x, y, row = batch
+        weight, shift = u[row].unbind(1)
+        return weighted_mean(squares(v, (x, y + shift)), torch.sigmoid(weight)) + 0.01 * sum(
+            p.square().sum() for p in v.parameters()
+        )
+
+    return Problem(upper, lower, project_upper=Box(-0.05, 0.03))
+
+
 Case = tuple[Any, Callable[[], Problem], Callable[[], Any], dict[str, Any]]
 STEPWISE = Penalty(mode="stochastic", lower_steps=2, **BOTH)
 CASES: dict[str, Case] = {
@@ -159,6 +185,16 @@ CASES: dict[str, Case] = {
     "value gap, rows": (ValueGap(lower_steps=2, **BOTH), importance, weights, {}),
     "value function": (ValueFunction(lower_steps=2), ridge, decays, {}),
     "value function, rows": (ValueFunction(lower_steps=2), importance, weights, {}),
+    "penalty, owned": (Penalty(lower_steps=1), importance, owned, {}),
+    "penalty, owned, box": (Penalty(lower_steps=1, warm_up=0.0), shifts, vectors, {}),
+    "penalty, owned, difference": (
+        Penalty(curvature="difference", lower_steps=1, **BOTH), shifts, vectors, {"accumulate": 2},
+    ),
+    "alternating, owned": (Alternating(lower_steps=2, warm_up=0.0), shifts, vectors, {}),
+    "reverse mode, owned": (ReverseMode(lower_steps=2), shifts, vectors, {}),
+    "approx grad, owned": (ApproxGrad(lower_steps=2, damping=0.1), importance, owned, {}),
+    "value gap, owned": (ValueGap(lower_steps=2, **BOTH), shifts, vectors, {}),
+    "value function, owned": (ValueFunction(lower_steps=2), importance, owned, {}),
 }  # fmt: skip
 
 
@@ -188,7 +224,8 @@ def solved(name: str, **more: Any) -> Solution:
 
 FEW = [
     "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
-    "approx grad", "value gap, rows", "value function",
+    "approx grad", "value gap, rows", "value function", "penalty, owned", "penalty, owned, box", "value gap, owned",
+    "reverse mode, owned",
 ]  # fmt: skip
 """One of each method."""
 

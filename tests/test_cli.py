@@ -189,11 +189,20 @@ def test_ctrl_c_during_a_run_ends_the_demo_and_the_run_is_not_counted(tmp_path, 
 
     monkeypatch.setattr(demo, "attempt", stopping)
     code, output, errors = run(capsys, "demo", "--starts", 2, "--out", tmp_path, "--json")
-    assert code == 1
+    assert code == 130
     result = json.loads(output)
     assert result["status"] == "stopped"
     assert [problem["starts"] for problem in result["problems"]] == [2, 1]
     assert "3 of 8 runs were finished, and they are kept" in errors
+
+
+def test_ctrl_c_that_no_command_handles_ends_with_its_exit_code_too():
+    slow = (
+        "import signal, sys; import bilevel.doctor; from bilevel.cli import main\n"
+        "bilevel.doctor.examine = lambda: signal.raise_signal(signal.SIGINT); sys.exit(main.main(['doctor']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", slow], capture_output=True, text=True, env=os.environ, timeout=120)
+    assert (ended.returncode, ended.stderr.strip()) == (130, "bilevel: Stopped by Ctrl-C.")
 
 
 def test_ctrl_c_keeps_what_was_finished(tmp_path):
@@ -213,7 +222,7 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path):
     assert process.stderr.readline() == "run\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "Stopped by Ctrl-C" in errors
     assert "Traceback" not in errors
     result = json.loads((tmp_path / "result.json").read_text())

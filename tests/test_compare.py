@@ -189,7 +189,7 @@ def test_ctrl_c_keeps_finished_methods_and_a_rerun_goes_on(tmp_path, capsys):
     assert process.stderr.readline() == "method\n"
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "1 of 2 methods are finished and kept" in " ".join(errors.split())
     assert "Traceback" not in errors
     result = json.loads(output)
@@ -261,7 +261,7 @@ def chosen(monkeypatch, capsys, tmp_path, *arguments):
     """The methods that `bilevel compare` would run."""
     seen = []
     monkeypatch.setattr(command, "compare", lambda subject, method, budget, *, seed: seen.append(method))
-    assert run(capsys, *arguments, "--out", tmp_path)[0] == 1  # as after Ctrl-C
+    assert run(capsys, *arguments, "--out", tmp_path)[0] == 130  # as after Ctrl-C
     return seen[0]
 
 

@@ -227,7 +227,7 @@ def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, strai
         _, told = process.communicate(timeout=60)
     assert not (out / "result.json").exists()
     if sent == signal.SIGINT:
-        assert process.returncode == 1
+        assert process.returncode == 130
         assert "--resume goes on" in told
         for more, words in (([], "--resume goes on from it"), (["--resume", "--seed", "3"], "with --seed 0; got 3")):
             refused = ended(arrays, out, *more)

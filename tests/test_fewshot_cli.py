@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +147,24 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
     assert main([*again, "--embed", str(folder), "--out", "new/e.npz"]) == 0
     with np.load("new/e.npz") as kept:
         assert np.array_equal(kept["features"], first)
+
+
+def test_ctrl_c_ends_a_run_with_the_exit_code_of_ctrl_c(folder, tmp_path):
+    out, words = tmp_path / "r", arguments(folder, tmp_path / "r")
+    words[words.index("--steps") + 1] = "200"  # a checkpoint every 20
+    command = [sys.executable, "-m", "bilevel", *words]
+    with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 100
+        while not (out / "checkpoint" / "solve" / "state.safetensors").exists():
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {out}.\n" in told
+    assert "Traceback" not in told
+    assert not (out / "result.json").exists()
 
 
 def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):

@@ -370,7 +370,7 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "the same command goes on from there" in " ".join(errors.split())
     assert "Traceback" not in errors
     kept = sorted(path.name for path in Path(tmp_path / "cells").iterdir())

@@ -172,7 +172,7 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
     monkeypatch.setattr(Ground, "evaluate", evaluate)
     monkeypatch.setattr(poison_audit, "carry_out", carry_out)
     monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
-    assert run(arrays, *options, "--out", tmp_path / "a") == 1
+    assert run(arrays, *options, "--out", tmp_path / "a") == 130
     assert sum(cleans) == 1
     assert not (tmp_path / "a" / "result.json").exists()
     again = []
@@ -218,7 +218,7 @@ def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "Stopped by Ctrl-C" in err
     assert not (tmp_path / "a" / "result.json").exists()
     assert run(*arguments, "--out", tmp_path / "a") == 2, "a stopped run is not begun over"

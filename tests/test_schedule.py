@@ -14,6 +14,7 @@ from torch import Tensor
 from bilevel.prices import Gradients, Prices
 from bilevel.schedule import Schedule
 from bilevel.solution import REASONS
+from bilevel.vectors import dot
 
 FACTORS = (1.1, 0.9, 0.8)
 SHAPES = ((2,), (3, 2))
@@ -40,7 +41,7 @@ def schedule(seed: int = 0, *, epsilon=0.5, every=None, smoothing=None, multipli
     return Schedule(
         prices, number(4.0), None if epsilon is None else number(epsilon), factors=FACTORS, every=every,
         smoothing=smoothing, multipliers=multipliers, averaged=averaged, equalities=1,
-        like=[number(0.0), torch.zeros(4, dtype=torch.float64)],
+        like=[number(0.0), torch.zeros(4, dtype=torch.float64)], square=lambda x: dot(x, x),
     )  # fmt: skip
 
 
@@ -263,6 +264,7 @@ def test_decisions_are_not_read_on_the_host():
         averaged=True,
         equalities=1,
         like=[new((3,))],
+        square=lambda x: dot(x, x),
     )
     at = Gradients(new(()), new(()), [new((2,))], [new((2,))], [new((2,)), new(())], [new((2,))])
     assert s.observe(new(()), at, [new((3,))]).device.type == "meta"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel import OptionError, Penalty, Problem, Solution, ValueGap, solve, weighted_mean
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Callback,
+    OptionError,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Run,
+    Solution,
+    ValueFunction,
+    ValueGap,
+    checkpoint,
+    solve,
+    weighted_mean,
+)
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 METHODS = {
@@ -20,7 +38,26 @@ METHODS = {
     "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "defaults": Penalty(curvature="difference"),
     "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    # The running mean of the gradient falls below epsilon in the last step; a shard of it alone in the one before.
+    "smoothed": Penalty(
+        curvature="difference", lower_steps=1, warm_up=0.0, epsilon=1.0, epsilon_factor=0.9, smoothing=0.5,
+        advance_every=100, multipliers=True, lower_optimizer=ADAM, upper_optimizer=ADAM,
+    ),
+}  # fmt: skip
+RESUMED = METHODS | {
+    "running": Penalty(curvature="difference", lower_steps=1, cotangent="running", average_residual=True),
+    "momentum": Penalty(
+        curvature="difference", lower_steps=1, lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5)
+    ),
+    "alternating": Alternating(lower_steps=1),
+    "value function": ValueFunction(lower_steps=1),
+    "reverse mode": ReverseMode(lower_steps=2, momentum=0.5),
+    "conjugate gradients": ApproxGrad(lower_steps=1, curvature="difference"),
+    "neumann": ApproxGrad(lower_steps=1, curvature="difference", linear_solver="neumann"),
+    "least squares": ApproxGrad(lower_steps=1, curvature="difference", linear_solver="adam"),
 }
+"""All that a state has in the shape of v."""
+FEW = ["value gap", "smoothed", "running", "neumann"]
 WORDS, CLASSES = 7, 3
 
 
@@ -78,6 +115,7 @@ def numbers(solution: Solution) -> dict[str, Any]:
     return {
         "u": solution.u.tolist(), "v": torch.cat([p.detach().reshape(-1) for p in whole]).tolist(),
         **{name: solution.history[name] for name in ("upper", "lower", "grad_u", "grad_v", "residual", "gamma")},
+        "advanced": solution.history["advanced"],
         "certificate": [certificate.stationarity_u, certificate.stationarity_v, certificate.lower_residual],
     }  # fmt: skip
 
@@ -95,15 +133,41 @@ def divided() -> dict[str, Any]:
         whole = sum(p.numel() for p in v.parameters())
         found[name] = numbers(run(method, v))
         found["share"] = sum(p.to_local().numel() for p in v.parameters()) / whole
-    for name, method, more in (
-        ("exact", Penalty(curvature="exact"), {}),
-        ("checkpoint", Penalty(curvature="difference"), {"checkpoint": "never"}),
-    ):
+    v = reader()
+    fully_shard(v)
+    with pytest.raises(OptionError) as error:
+        run(Penalty(curvature="exact"), v)
+    found["exact"] = str(error.value)
+    dist.destroy_process_group()
+    return found
+
+
+class Stop(Callback):
+    def log(self, run: Run) -> bool:
+        return run.step >= 3
+
+
+def in_turn(folder: str, names: list[str]) -> dict[str, Any]:
+    """Runs that are stopped and go on, and straight ones."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    warnings.filterwarnings("ignore", "v is sharded by fully_shard")
+
+    def sharded(name: str, **more: Any) -> dict[str, Any]:
         v = reader()
+        fully_shard(v.block)
         fully_shard(v)
-        with pytest.raises(OptionError) as error:
-            run(method, v, **more)
-        found[name] = str(error.value)
+        return numbers(run(RESUMED[name], v, log_every=1, **more))
+
+    for name in names:
+        stopped = sharded(name, checkpoint=f"{folder}/{name}", callbacks=[Stop()])
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{folder}/{name}", f"{folder}/{name} for one")
+        resumed = sharded(name, checkpoint=f"{folder}/{name}", resume=True, every=1)
+        found[name] = stopped, resumed, sharded(name)
     dist.destroy_process_group()
     return found
 
@@ -116,6 +180,7 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_sharded_transformer_takes_the_steps_of_a_whole_one(name, ranks):
     expected = numbers(run(METHODS[name], reader()))
+    assert ranks[0][name]["advanced"] == expected.pop("advanced")
     for column, values in expected.items():
         # A difference of gradients divides rounding by about 1e-5, and gamma multiplies it.
         assert ranks[0][name][column] == pytest.approx(values, rel=1e-5, abs=1e-6), column
@@ -125,4 +190,39 @@ def test_a_sharded_transformer_takes_the_steps_of_a_whole_one(name, ranks):
 def test_each_rank_has_half_of_it_and_what_does_not_work_is_refused(ranks):
     assert ranks[0]["share"] == pytest.approx(0.5, abs=0.02)
     assert "no double backward" in ranks[0]["exact"]
-    assert "checkpoint cannot be used" in ranks[0]["checkpoint"]
+
+
+def check_resumed(folder: Path, name: str, found: list[dict[str, Any]]) -> None:
+    """The same bits, from a checkpoint that is whole; one process, too, goes on from it."""
+    for first, resumed, straight in (rank[name] for rank in found):
+        assert resumed == straight
+        assert first["v"] != straight["v"]
+    saved = checkpoint.load(folder / f"{name} for one")
+    whole = reader().state_dict()
+    assert {key: tensor.shape for key, tensor in saved["v"].items()} == {key: t.shape for key, t in whole.items()}
+    assert torch.cat([saved["v"][key].reshape(-1) for key in whole]).tolist() == first["v"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* has no double backward")
+        alone = numbers(run(RESUMED[name], reader(), checkpoint=folder / f"{name} for one", resume=True, log_every=1))
+    assert alone.pop("advanced") == straight["advanced"]
+    for column, values in alone.items():
+        assert straight[column] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, column)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, on_ranks(2, in_turn, str(folder), FEW)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_sharded_run_resumes_from_a_checkpoint_that_is_whole(name, stopped):
+    check_resumed(stopped[0], name, stopped[1])
+
+
+@pytest.mark.slow
+def test_a_sharded_run_of_any_method_resumes_from_a_checkpoint_that_is_whole(tmp_path):
+    names = [name for name in RESUMED if name not in FEW]
+    found = on_ranks(2, in_turn, str(tmp_path), names)
+    for name in names:
+        check_resumed(tmp_path, name, found)

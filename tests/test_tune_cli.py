@@ -154,7 +154,7 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "Stopped by Ctrl-C. The same command with --resume goes on from" in err
     assert "Traceback" not in err
     assert not (tmp_path / "r" / "result.json").exists()
@@ -197,7 +197,7 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, 
     monkeypatch.setattr(StageBar, "tell", tell)
     options = (tmp_path / "d.npz", "--model", model, "--caution", 1, "--steps", 30, "--out")
     options = options if model == "logistic" else (*options[:3], *options[5:])
-    assert run(*options, tmp_path / "r") == 1
+    assert run(*options, tmp_path / "r") == 130
     again = []
     for owner, name in ((LBFGS, "iterate"), (Progress, "log")):  # each is called in every part of a tuning
         monkeypatch.setattr(owner, name, lambda *given: again.append(given))
@@ -220,7 +220,7 @@ def test_data_that_changed_between_two_runs_is_refused(tmp_path, monkeypatch, ca
     options = (tmp_path / "d.npz", "--model", "ridge", "--steps", 5, "--out", tmp_path / "r")
     with monkeypatch.context() as patch:
         patch.setattr(StageBar, "tell", stopped)
-        assert run(*options) == 1
+        assert run(*options) == 130
     x[0, 0] += 1e-3
     np.savez(tmp_path / "d.npz", x=x, y=y)
     assert run(*options, "--resume") == 1

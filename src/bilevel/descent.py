@@ -78,7 +78,7 @@ class Descent:
                 rate.copy_(factor * base)
             for name, leaf, d in zip(self.variable.names, self.variable.leaves, gradients, strict=True):
                 if (projection := self.variable.projection(name)) is not None:
-                    d = _inside(projection, leaf, d, factor * self.rate)
+                    d = _inside(projection, leaf, d, factor * self.rate, d.square().mean().sqrt())
                 # Fused optimizers read the gradient in the parameter's own layout.
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
@@ -91,11 +91,11 @@ class Descent:
         for name, optimizer, parts in zip(names, self.row_optimizers, rows, strict=False):
             if not parts:
                 continue
-            values = optimizer.rows.values
+            values = optimizer.rows.held
             index, d = optimizer.joined(parts)
             projection = self.variable.projection(name)
             if projection is not None:
-                d = _inside(projection, values[index], d, factor * self.row_rate)
+                d = _inside(projection, values[index], d, factor * self.row_rate, optimizer.length(index, d))
             optimizer.move(index, d, factor.to(values.dtype) * self.row_rate)
             if projection is not None:
                 values[index] = projection(values[index])
@@ -184,13 +184,12 @@ class Descent:
                 self._widen_counters()
 
 
-def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:
+def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:
     """(x - P(x - t gradient)) / t, for a step t of about the length of the optimizer's: zero where x is stationary.
 
-    Adam scales each entry by itself. Without this it would rest where the scaled gradient, not the gradient itself, is
-    normal to the set.
+    `length` is the root mean square of the gradient. Adam scales each entry by itself. Without this it would rest where
+    the scaled gradient, not the gradient itself, is normal to the set.
     """
-    length = gradient.square().mean().sqrt()
     t = (rate / length).to(x.dtype)
     t = torch.where((length > 0) & (rate > 0), t, torch.ones_like(t))
     return (x - projection(x - t * gradient)) / t

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import OptionError, RankError, reason
-from .rows import Parts, Rows
 
 GRACE = 5.0
 """Seconds that the others have to say that they are there, once a collective has failed."""
@@ -145,48 +144,52 @@ class Ranks:
             dist.all_reduce(found)
         return found
 
-    def all_rows(self, parts: Parts, variables: Sequence[Rows]) -> Parts:
-        """The rows that any rank has read, with their part of the mean gradient: the same on every rank.
-
-        O(batch) numbers travel. How many each rank has, the host tells over its own group: the device is not waited
-        for.
-        """
-        if not parts:
-            return []
-        lengths = torch.tensor([sum(len(index) for index, _ in pairs) for pairs in parts])
-        counts = [torch.empty_like(lengths) for _ in range(self.size)]
+    def counts(self, own: Sequence[int]) -> list[list[int]]:
+        """For each of these counts, that of every rank. Hosts tell it over their own group: no device is waited for."""
+        mine = torch.tensor(own)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
         with self._watched():
-            dist.all_gather(counts, lengths, group=self._host)
-        found: Parts = []
-        for pairs, rows, sizes in zip(parts, variables, torch.stack(counts, 1).tolist(), strict=True):
-            if max(sizes) == 0:
-                found.append([])
-                continue
-            values = rows.values
-            index = torch.zeros(max(sizes), dtype=torch.int64, device=self.device)
-            gradient = values.new_zeros(max(sizes), *values.shape[1:])
-            if pairs:
-                index[: sizes[self.rank]] = torch.cat([i for i, _ in pairs])
-                joined = torch.cat([g.detach().reshape(-1, *values.shape[1:]) for _, g in pairs])
-                gradient[: sizes[self.rank]] = joined / self.size
-            found.append([(self._gathered(index, sizes), self._gathered(gradient, sizes))])
+            dist.all_gather(every, mine, group=self._host)
+        found: list[list[int]] = torch.stack(every, 1).tolist()
         return found
 
-    def _gathered(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The first rows of every rank's tensor, one after another."""
+    def each(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every rank; they are of one shape."""
         every = [torch.empty_like(tensor) for _ in range(self.size)]
         self.payload += tensor.nbytes
         with self._watched():
             dist.all_gather(every, tensor)
-        return torch.cat([x[:n] for x, n in zip(every, sizes, strict=True)])
+        return every
 
-    def same(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank the values of the first, in place."""
+    def handed(self, parts: Sequence[Tensor]) -> Tensor:
+        """Each rank has a part for every rank, all of one shape: those for this one, stacked."""
+        sent = torch.stack(list(parts))
+        found = torch.empty_like(sent)
+        self.payload += sent.nbytes
+        with self._watched():
+            dist.all_to_all_single(found, sent)
+        return found
+
+    def at_first(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """Every rank's rows, `counts` of them, one after another, on the host of the first; None on the others."""
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:], device="cpu")
+        padded[: len(tensor)] = tensor.detach()
+        sent = padded.reshape(-1).view(torch.uint8)
+        every = [torch.empty_like(sent) for _ in counts] if self.first else None
+        with self._watched():
+            dist.gather(sent, every, 0, group=self._host)
+        if every is None:
+            return None
+        found = [x.view(tensor.dtype).view(padded.shape)[:n] for x, n in zip(every, counts, strict=True)]
+        return torch.cat(found)
+
+    def same(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Give every rank the values of the first, or of another, in place."""
         for tensor in tensors:
             value = tensor.detach().contiguous()
             self.payload += value.nbytes
             with self._watched():
-                dist.broadcast(value, 0)
+                dist.broadcast(value, source)
             with torch.no_grad():
                 tensor.copy_(value)
 

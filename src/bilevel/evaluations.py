@@ -60,6 +60,10 @@ class Evaluations:
         """The norm of what `agreed_beside_rows` returned, rows included."""
         return norm(found)
 
+    def square(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of squares, of each trial where there are trials, of tensors like those of u and then of v."""
+        return self.dot(tensors, tensors)
+
     def whole(self, part: Tensor) -> Tensor:
         """The sum over the shards of v, where it is divided among ranks."""
         return part

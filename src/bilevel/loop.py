@@ -20,6 +20,7 @@ from .callbacks import Callback, Run
 from .certificate import certify
 from .distributed import Ranks
 from .errors import BilevelWarning
+from .gathering import own_state, whole_state
 from .joining import agree, own_generators, share_buffers
 from .method import RECORD, Setting, State
 from .problem import Variable
@@ -113,6 +114,9 @@ class Loop:
             self._save(status)
         with self.state.derivatives.full_precision():
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
+            state = self.state.state_dict()
+            for rows in self.variables[0].rows:
+                rows.gather()
             certificate, multipliers = certify(
                 self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
             )
@@ -123,7 +127,7 @@ class Loop:
             message=self.message,
             waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
             interrupted=self.interrupted, ranks=1 if self.ranks is None else self.ranks.size,
-            bytes_per_step=self._bytes_per_step(), state=self.state.state_dict(),
+            bytes_per_step=self._bytes_per_step(), state=state,
         )  # fmt: skip
 
     def _judged(self, status: Status, certificate: Certificate) -> Status:
@@ -183,7 +187,7 @@ class Loop:
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
+        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.kept for r in variable.rows))]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
@@ -221,6 +225,10 @@ class Loop:
             for key, tensor in variable.tensors().items():
                 tensor.copy_(saved[name][key])
 
+    @property
+    def _like_v(self) -> Sequence[str]:
+        return getattr(self.state, "like_v", ())
+
     def _bytes_per_step(self) -> float:
         return self.sent / self.counted if self.counted else 0.0
 
@@ -232,13 +240,14 @@ class Loop:
             return
         device = self.setting.v.device
         more = {} if self.ranks is None else {"ranks": self.ranks.gather(list(random_state(device)))}
+        u, v = self.variables
+        found = whole_state(u, v, self.state.state_dict(), self._like_v, first=self.writes)
         if not self.writes:
             return
         store.save(self.folder, {
             "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
             "max_steps": self.setting.max_steps, "status": status.name if status else None,
-            "u": self.variables[0].tensors(), "v": self.variables[1].tensors(), "method": self.state.state_dict(),
-            "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
+            **found, "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             "history": torch.tensor(self.history.to_lists(), dtype=torch.float64), **more,
@@ -253,6 +262,7 @@ class Loop:
                 BilevelWarning,
                 stacklevel=6,
             )
+        saved = own_state(*self.variables, saved, self._like_v)
         self._write(saved)
         self.state.load_state_dict(saved["method"])
         self.setting.sources.load_state_dict(saved["sources"])

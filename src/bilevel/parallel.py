@@ -18,6 +18,7 @@ from .batches import Pair
 from .distributed import Ranks
 from .errors import OptionError
 from .method import Setting
+from .ownership import all_rows
 from .prices import Gradients, Prices
 from .problem import Objective
 from .rows import Parts
@@ -71,7 +72,7 @@ class Across(Derivatives):
     def all_rows(self, parts: Parts) -> Parts:
         if not self.u.rows:
             return parts
-        return self.ranks.all_rows(parts or [[] for _ in self.u.rows], self.u.rows)
+        return all_rows(self.ranks, parts or [[] for _ in self.u.rows], self.u.rows)
 
     def size(self, found: list[Tensor]) -> Tensor:
         """Of rows, which every rank has its own of, the squares are added."""

@@ -9,13 +9,18 @@ of times that very row was visited, a visit moves the row by
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import OptionError, VariableError
+from .errors import OptionError, RankError, VariableError
+
+OWNED_FROM = 2**20
+"""Numbers in a Rows from which ranks own its rows, unless it says otherwise."""
 
 Parts = list[list[tuple[Tensor, Tensor]]]
 """For each Rows of u, the (index, gradient) pairs of the rows that were read; empty where none were."""
@@ -27,10 +32,39 @@ def together(*parts: Parts) -> Parts:
     return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
 
 
+class Home(Protocol):
+    """A rank's own rows, where ranks own them: see `bilevel.ownership`."""
+
+    count: int
+    """The rows of all ranks."""
+    held: Tensor
+    """The rows of this rank, and one more that stands for all others."""
+    kept: Tensor
+    """The rows of this rank."""
+
+    def read(self, index: Tensor) -> Tensor:
+        """The rows at `index`, whoever owns them. All ranks call it together."""
+        ...
+
+    def placed(self, index: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Where in `held` each row is, and its gradient; of rows of other ranks, the last place and zero."""
+        ...
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+    def whole(self, like: Tensor | None) -> Tensor:
+        """All rows, on every rank; in `like`, where it is given."""
+        ...
+
+
 class Rows:
     """A variable with one row for each training example: `u = Rows(len(dataset))`, read as `u[row]` in an objective.
 
-    `init` is a number, or a tensor whose first dimension is `n`; `shape` is the shape of one row.
+    `init` is a number, or a tensor whose first dimension is `n`; `shape` is the shape of one row. Under torchrun each
+    rank of a run has a block of the rows, with their moments, alone where they are `owned` (docs/distributed.md); None:
+    from a million numbers on.
     """
 
     def __init__(
@@ -41,36 +75,104 @@ class Rows:
         shape: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        owned: bool | None = None,
     ) -> None:
         if n < 1:
             raise OptionError(f"Rows needs at least one row; got n={n}.")
+        if owned not in (None, True, False):
+            raise OptionError(f"owned must be True, False or None; got {owned!r}.")
         if isinstance(init, Tensor):
             if init.shape[:1] != (n,):
                 raise OptionError(f"init must have n={n} rows; got a tensor of shape {tuple(init.shape)}.")
-            self.values = init.detach().to(device=device, dtype=dtype, copy=True)
+            values = init.detach().to(device=device, dtype=dtype, copy=True)
         else:
-            self.values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
+            values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
+        self._values: Tensor | None = values
+        self._home: Home | None = None
+        self._lent: weakref.ref[Tensor] | None = None
+        self.owned = values.numel() >= OWNED_FROM if owned is None else owned
         if not self.values.is_floating_point():
             raise VariableError(f"Rows holds real numbers; got dtype {self.values.dtype}. Pass dtype=torch.float32.")
         self._tape: list[tuple[Tensor, Tensor]] | None = None
         self._cursor: int | None = None
 
+    @property
+    def values(self) -> Tensor:
+        """All rows."""
+        if self._values is None:
+            raise RankError(
+                "the rows of u are with their ranks while solve runs, and whole again at its end; of a run that failed "
+                "they are in its checkpoint. Rows(..., owned=False) keeps them whole."
+            )
+        return self._values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._values = values
+
+    @property
+    def kept(self) -> Tensor:
+        """What this process keeps of the rows: all, or its own."""
+        return self.values if self._home is None else self._home.kept
+
+    @property
+    def held(self) -> Tensor:
+        """What this process moves: all rows, or those of its `Home`."""
+        return self.values if self._home is None else self._home.held
+
+    @property
+    def home(self) -> Home | None:
+        return self._home
+
+    def numel(self) -> int:
+        """How many numbers all rows have."""
+        return len(self) * math.prod(self.kept.shape[1:])
+
     def __len__(self) -> int:
-        return self.values.shape[0]
+        return self.values.shape[0] if self._home is None else self._home.count
 
     def __repr__(self) -> str:
-        return f"Rows({len(self)}, shape={tuple(self.values.shape[1:])}, dtype={self.values.dtype})"
+        return f"Rows({len(self)}, shape={tuple(self.kept.shape[1:])}, dtype={self.kept.dtype})"
+
+    # -- where ranks own the rows ------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are here."""
+        return self._values is not None
+
+    def settle(self, home: Home | None) -> None:
+        """Read and move the rows of `home` from here on. The whole is kept until `let_go`."""
+        self._home = home
+
+    def let_go(self) -> None:
+        """Keep no rows but those of the home."""
+        if self._home is not None and self._values is not None:
+            self._lent, self._values = weakref.ref(self._values), None
+
+    def gather(self) -> Home | None:
+        """Have all rows again, in the tensor that they were in where anyone still holds it; returns the home."""
+        home, self._home = self._home, None
+        if home is not None:
+            lent = None if self._lent is None else self._lent()
+            self._values, self._lent = home.whole(lent if self._values is None else self._values), None
+        return home
+
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Tensor:
         """The rows at `index`; while a gradient in u is wanted, as a leaf of its own that the step differentiates."""
-        if self._tape is None:
+        if self._tape is None and self._home is None:
             return self.values[index]
-        if self._cursor is not None:
+        if self._tape is not None and self._cursor is not None:
             self._cursor += 1
             return self._tape[self._cursor - 1][1]
         if not isinstance(index, Tensor) or index.dtype == torch.bool:
-            index = torch.arange(len(self), device=self.values.device)[index]
-        leaf = self.values[index].detach().requires_grad_()
+            index = torch.arange(len(self), device=self.kept.device)[index]
+        found = self.values[index] if self._home is None else self._home.read(index)
+        if self._tape is None:
+            return found
+        leaf = found.detach().requires_grad_()
         self._tape.append((index.reshape(-1) % len(self), leaf))
         return leaf
 
@@ -97,10 +199,10 @@ class RowAdam:
 
     def __init__(self, rows: Rows, *, betas: tuple[float, float] = (0.9, 0.999), tiny: float = 1e-8) -> None:
         self.rows, self.betas, self.tiny = rows, betas, tiny
-        values = rows.values
+        values = rows.held
         self.mean = torch.zeros_like(values)
         self.square = torch.zeros_like(values)
-        self.visits = torch.zeros(len(rows), dtype=torch.int32, device=values.device)
+        self.visits = torch.zeros(len(values), dtype=torch.int32, device=values.device)
         self._sum = torch.zeros_like(values)
 
     @torch.no_grad()
@@ -111,15 +213,29 @@ class RowAdam:
         numbers: no sort, no host read, no dependence on the order of writing.
         """
         index = torch.cat([i for i, _ in parts])
-        shape = self.rows.values.shape[1:]
-        return index, self._summed(index, torch.cat([g.reshape(-1, *shape) for _, g in parts]))
+        gradient = torch.cat([g.reshape(-1, *self.mean.shape[1:]) for _, g in parts])
+        if self.rows.home is not None:
+            index, gradient = self.rows.home.placed(index, gradient)
+        return index, self._summed(index, gradient)
 
     @torch.no_grad()
     def norm_square(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The squared norm of the gradient that `parts` add up to."""
         index, gradient = self.joined(parts)
         total: Tensor = (gradient * gradient / self._summed(index, torch.ones_like(gradient))).sum()
-        return total
+        return total if self.rows.home is None else self.rows.home.total(total)
+
+    @torch.no_grad()
+    def length(self, index: Tensor, gradient: Tensor) -> Tensor:
+        """The root mean square of what `joined` made of the gradients; a row that is named twice counts once."""
+        share = 1 / self._summed(index, torch.ones_like(gradient))
+        if self.rows.home is not None:  # the last place stands for the rows of other ranks
+            own = (index < len(self.rows.kept)).reshape(-1, *[1] * (share.dim() - 1))
+            share = torch.where(own, share, 0)
+        sums = torch.stack([(gradient * gradient * share).sum(), share.sum()])
+        square, count = sums if self.rows.home is None else self.rows.home.total(sums)
+        found: Tensor = (square / count).sqrt()
+        return found
 
     def _summed(self, index: Tensor, values: Tensor) -> Tensor:
         """For each entry, the sum of the values of its row; the scratch is zero before and after."""
@@ -135,7 +251,7 @@ class RowAdam:
     @torch.no_grad()
     def move(self, index: Tensor, g: Tensor, rate: Tensor) -> None:
         """The same, with what `joined` made of the gradients."""
-        values = self.rows.values
+        values = self.rows.held
         b1, b2 = self.betas
         mean = torch.lerp(g, self.mean[index], b1)
         square = torch.lerp(g * g, self.square[index], b2)
@@ -146,9 +262,10 @@ class RowAdam:
         values[index] = values[index] - rate * move
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "square": self.square, "visits": self.visits}
+        """The moments and the visits, of this rank's own rows where ranks own them."""
+        state = {"mean": self.mean, "square": self.square, "visits": self.visits}
+        return state if self.rows.home is None else {name: t[:-1] for name, t in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean.copy_(state["mean"])
-        self.square.copy_(state["square"])
-        self.visits.copy_(state["visits"])
+        for name, mine in self.state_dict().items():
+            mine.copy_(state[name])

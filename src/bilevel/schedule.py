@@ -18,14 +18,14 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .prices import Gradients, Prices, paid
-from .vectors import dot, spread
+from .vectors import spread
 
 
 class Schedule:
@@ -42,9 +42,11 @@ class Schedule:
         averaged: bool,
         equalities: int,
         like: Sequence[Tensor] = (),
+        square: Callable[[Sequence[Tensor]], Tensor],
         shrinking: Sequence[tuple[Tensor, float]] = (),
     ) -> None:
-        self.prices, self.lam = prices, lam
+        """`square` makes |G|^2 of tensors like `like`."""
+        self.prices, self.lam, self._square = prices, lam, square
         self.tolerant = epsilon is not None
         self.epsilon = torch.zeros_like(lam) if epsilon is None else epsilon
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
@@ -106,9 +108,7 @@ class Schedule:
         keep = (self.since > 1).to(self.lam.dtype) * memory
         for mean, g in zip(self.smooth, dense, strict=True):
             mean.lerp_(g, spread(1 - keep, g).to(mean.dtype))
-        return (dot(self.smooth, self.smooth, trials=self.lam.dim() > 0) <= self.epsilon**2) & (
-            self.since * (1 - memory) >= 1
-        )
+        return (self._square(self.smooth) <= self.epsilon**2) & (self.since * (1 - memory) >= 1)
 
     def _advance(self, fire: Tensor, residual: Sequence[Tensor]) -> None:
         prices, on = self.prices, fire.to(self.lam.dtype)

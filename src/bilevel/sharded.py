@@ -95,6 +95,11 @@ class Sharded(Across):
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         return self.dot(tensors, tensors).sqrt()
 
+    def square(self, tensors: Sequence[Tensor]) -> Tensor:
+        count = len(self.u.leaves)
+        shards = self.dot(tensors[count:], tensors[count:])
+        return shards + dot(tensors[:count], tensors[:count]) if count else shards
+
     def size(self, found: list[Tensor]) -> Tensor:
         count = len(self.v.leaves)
         shards = self.dot(found[:count], found[:count])

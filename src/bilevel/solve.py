@@ -20,6 +20,7 @@ from .fingerprint import compare, fingerprint
 from .joining import apart, begin_alike, by_first
 from .loop import Loop
 from .method import Method, Setting
+from .ownership import share_out, take_back
 from .parallel import derivatives
 from .precision import Precision, refuse_precision
 from .problem import Problem, Variable
@@ -85,8 +86,6 @@ def solve(
     _refuse(max_steps, tolerance, every, log_every, engine, accumulate, starts, seed, checkpoint, resume)
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
-    if checkpoint is not None and lower.shards:
-        raise OptionError("checkpoint cannot be used where v is sharded by fully_shard. Leave it out.")
     folder = None if checkpoint is None else Path(checkpoint)
     order = _Order(
         problem, method, upper, lower, data, max_steps, tolerance, callbacks, every, resume, log_every, engine,
@@ -159,9 +158,10 @@ class _Order:
                 problem, upper, lower, sources, self.max_steps, self.tolerance, self.accumulate, generator,
                 self.precision, self.engine, start, None if sharing is None else ranks,
             )  # fmt: skip
-            if not lower.shards:  # autograd does not reach those
-                first_evaluation(derivatives(setting), sources)
             try:
+                share_out(upper.rows, setting.ranks)
+                if not lower.shards:  # autograd does not reach those
+                    first_evaluation(derivatives(setting), sources)
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
                     loop = Loop(
@@ -173,9 +173,12 @@ class _Order:
                     if saved is not None and folder is not None:
                         with store.understood(folder):
                             loop.restore(saved)
+                for rows in upper.rows:
+                    rows.let_go()
                 return loop.run(self.hypergradient)
             finally:
                 upper.release()
+                take_back(upper.rows)
 
     def _heard(self, ranks: Ranks | None) -> Sequence[Callback]:
         """The callbacks that are called in this process."""

@@ -44,6 +44,8 @@ class Steps(ABC):
     mode = "stochastic"
     curved = True
     """Whether a step takes second derivatives."""
+    like_v: tuple[str, ...] = ("lower",)
+    """Where in the state each tensor of v has one of its shape: shards where v is sharded (see `bilevel.gathering`)."""
     lower: Descent
     upper: Descent
     engines: Engines

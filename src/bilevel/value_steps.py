@@ -46,6 +46,7 @@ class ValueSteps(Steps):
     """
 
     curved = False
+    like_v = (*Steps.like_v, "w", "shadow")
 
     def __init__(self, options: StepOptions, lower_optimizer: OptimizerFactory | None, setting: Setting) -> None:
         # Steps are of first order. What is measured before and after them may not ask for more.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +38,7 @@ from .arguments import JsonOption
 from .bar import progress_bar
 from .compare_output import draw, show
 from .folder import Folder
+from .stopped import Stopped
 from .telling import tell
 
 NAMES = [example.name for example in examples()]
@@ -132,12 +132,10 @@ def command(
         draw(result, image)
     tell(result, show, json=json, plot=image)
     if not complete:
-        print(
-            f"bilevel: Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "
-            "goes on from there.",
-            file=sys.stderr,
+        raise Stopped(
+            f"Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command goes on "
+            "from there."
         )
-        raise typer.Exit(1)
 
 
 def _budget(gradients: int | None, evaluations: int | None, steps: int | None) -> Budget:

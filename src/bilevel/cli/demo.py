@@ -24,6 +24,7 @@ from .arguments import JsonOption
 from .bar import progress_bar
 from .folder import Folder
 from .run_state import versions
+from .stopped import Stopped
 from .telling import tell
 
 GOAL = 1e-6
@@ -58,6 +59,8 @@ def command(
     folder.write_json("result.json", result)
     page = folder.write("report.html", render(_report(results, result, config)))
     tell(result, _show, json=json, report=page)
+    if not complete:
+        raise Stopped(result["message"])
     if result["status"] != "converged":
         print(f"bilevel: {result['message']}", file=sys.stderr)
         raise typer.Exit(1)

@@ -33,6 +33,7 @@ from .device import device_of
 from .folder import Folder
 from .model import classifier_of
 from .run_state import begin, finished
+from .stopped import Stopped
 from .telling import tell
 
 SMALL = 500_000
@@ -131,10 +132,8 @@ def command(
     try:
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
     except KeyboardInterrupt:
-        if first:
-            again = f"The same command with --resume goes on from {folder.path}."
-            print(f"bilevel: Stopped by Ctrl-C. {again}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        again = f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}."
+        raise Stopped(again if first else "") from None
     except (CheckpointError, WriteError):
         if first:
             print(

@@ -36,6 +36,7 @@ from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
 from .run_state import begin, finished
+from .stopped import Stopped
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -180,10 +181,7 @@ def _run(
         precision="bf16" if where.type == "cuda" else None,
     )  # fmt: skip
     if solution.interrupted:
-        print(
-            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
-        )
-        raise typer.Exit(1)
+        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.")
     with stage("evaluating", "images") as tell:
         found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
     with stage("evaluating class means", "images") as tell:

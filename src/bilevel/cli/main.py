@@ -1,4 +1,4 @@
-"""The `bilevel` command. Exit codes: 0 done, 1 ended badly, 2 wrong use; the message is on standard error."""
+"""The `bilevel` command. Exit codes: 0 done, 1 ended badly, 2 wrong use, 130 Ctrl-C; messages go to standard error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
 from .naming import Command
-
-INTERRUPTED = 130
-"""What typer makes of Ctrl-C outside of a command's own handling."""
+from .stopped import INTERRUPTED, Stopped
 
 app = typer.Typer(
     add_completion=False,
@@ -69,8 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code != INTERRUPTED:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
-        print("Stopped by Ctrl-C.", file=sys.stderr)
-        return 1
+        print("bilevel: Stopped by Ctrl-C.", file=sys.stderr)
+        return INTERRUPTED
+    except Stopped as end:
+        if str(end):
+            print(f"bilevel: {end}", file=sys.stderr)
+        return INTERRUPTED
     except OptionError as error:
         _say(error)
         return 2

@@ -30,6 +30,7 @@ from .model import classifier_of
 from .poison_audit import Audit, audit_of
 from .poison_output import FILES, show, summary, write
 from .run_state import begin, finished
+from .stopped import Stopped
 from .telling import tell
 
 LEVELS = 255
@@ -132,10 +133,7 @@ def command(
         with one_thread() if small else nullcontext():
             ground, outcome, audited = _run(ground, aim, bound, asked, checkpoint, resume)
     except KeyboardInterrupt:
-        print(
-            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
-        )
-        raise typer.Exit(1) from None
+        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.") from None
     except (CheckpointError, WriteError):
         print(
             f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",

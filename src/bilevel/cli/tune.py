@@ -23,6 +23,7 @@ from .bar import StageBar
 from .device import device_of
 from .folder import Folder
 from .run_state import begin, finished
+from .stopped import Stopped
 from .telling import tell
 from .tune_output import FILES, show, summary, write
 
@@ -94,10 +95,7 @@ def command(
     try:
         found = _run(loaded, asked, where, checkpoint)
     except KeyboardInterrupt:
-        print(
-            f"bilevel: Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.", file=sys.stderr
-        )
-        raise typer.Exit(1) from None
+        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.") from None
     except (CheckpointError, WriteError):
         print(
             f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",

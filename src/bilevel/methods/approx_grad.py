@@ -85,6 +85,8 @@ class _Run(Steps):
     less each without `warm_start`), 2 linear_steps + 1 with `adam`; none in the warm-up.
     """
 
+    like_v = (*Steps.like_v, "linear")
+
     def __init__(self, options: ApproxGrad, setting: Setting) -> None:
         super().__init__(setting, curvature=options.curvature, **options.steps(setting.problem))
         measured = self._measured()

@@ -51,6 +51,8 @@ class _Run(Unrolled):
     """Lower evaluations: T forward, one for the record and T back (k with truncate=k) for each upper step, times
     `accumulate`; upper evaluations: one. In the warm-up T + 1 and one."""
 
+    like_v = (*Unrolled.like_v, "adjoint")
+
     def __init__(self, options: ReverseMode, setting: Setting) -> None:
         super().__init__(options, setting)
         self.kept = options.truncate or options.lower_steps

@@ -37,6 +37,8 @@ class Stepwise(Steps):
     Lower evaluations: one for each of the T + 1 gradients; docs/method.md has the exceptions.
     """
 
+    like_v = (*Steps.like_v, "running", *(f"schedule/{name}" for name in ("nu", "nu_start", "mean", "smooth")))
+
     def __init__(self, options: Penalty, setting: Setting) -> None:
         self.options = options
         if options.cotangent == "other" and (setting.problem.prepare or setting.problem.start_lower):
@@ -79,7 +81,7 @@ class Stepwise(Steps):
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every, smoothing=options.smoothing, multipliers=bool(options.multipliers),
             averaged=bool(options.average_residual), equalities=len(self.problem.equalities),
-            like=[*self.u.leaves, *self.v.leaves], shrinking=self._shrinking(),
+            like=[*self.u.leaves, *self.v.leaves], shrinking=self._shrinking(), square=self.derivatives.square,
         )  # fmt: skip
         self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
         self.upper = self._upper_descent(options.upper_optimizer, measured)

@@ -20,6 +20,7 @@ from ...wording import agreeing, counted
 from ...workers import Where
 from ..bar import progress_bar
 from ..folder import Folder, to_json
+from ..stopped import Stopped
 
 OutOption = Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")]
 PageOption = Annotated[
@@ -135,12 +136,9 @@ def cells_folder(folders: tuple[Folder, Folder]) -> Path:
 
 
 def stopped(done: int, cells: int) -> NoReturn:
-    print(
-        f"bilevel: Stopped by Ctrl-C: {done} of {cells} cells are finished and kept; the same command goes on from "
-        "there.",
-        file=sys.stderr,
+    raise Stopped(
+        f"Stopped by Ctrl-C: {done} of {cells} cells are finished and kept; the same command goes on from there."
     )
-    raise typer.Exit(1)
 
 
 def end(name: str, message: str, summary: dict[str, Any], folders: tuple[Folder, Folder], json: bool) -> None:

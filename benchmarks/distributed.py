@@ -162,8 +162,8 @@ def lines(store: Store) -> list[str]:
          f"{x['bytes']:,.0f}", f"{x['mean_ms']:.2f}", f"{x['load']:.1f}"]
         for name, x in found.items()
     ]  # fmt: skip
-    one = next(iter(found.values()))
-    where = f"torch {one['torch']}, gloo, two processes of one thread ({one['cpu']}), T = {LOWER_STEPS}, eager."
+    one, versions = next(iter(found.values())), ", ".join(sorted({x["torch"] for x in found.values()}))
+    where = f"torch {versions}, gloo, two processes of one thread ({one['cpu']}), T = {LOWER_STEPS}, eager."
     return [where, "", *table(head, rows)]
 
 

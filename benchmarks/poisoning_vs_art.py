@@ -4,9 +4,9 @@
     python benchmarks/poisoning_vs_art.py run --targets 10 all runs that are not made yet
     python benchmarks/poisoning_vs_art.py --write          the page, from the results so far
 
-All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images and some points
-of one class, rightly labelled, each changed by at most a share of a pixel's range; `SETTINGS` has how many points and
-what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come.
+All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images and some
+points of one class, rightly labelled, each changed by at most a share of a pixel's range; `SETTINGS` has how many
+points and what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come.
 """
 
 from __future__ import annotations

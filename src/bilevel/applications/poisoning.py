@@ -4,10 +4,12 @@
 
 The labels of the points are fixed; u is their inputs. The lower variable starts from the victim as trained on clean
 data, at w. Of a network, g has many minimisers, and the one that serves f best gives the target what is wanted with no
-help of the points, off the way that training takes; then the points have nothing to learn. So v is tethered: g has
+help of the points, off the way that training takes: the points would have nothing to learn. So v is tethered. g has
 mu/2 |v - w|^2 more, which is to training what a limited number of steps is (Ali, Kolter and Tibshirani, *A
-continuous-time view of early stopping for least squares*, AISTATS 2019). What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the
-attack's own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
+continuous-time view of early stopping for least squares*, AISTATS 2019).
+
+What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the attack's
+own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
 """
 
 from __future__ import annotations

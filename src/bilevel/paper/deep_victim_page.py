@@ -8,8 +8,9 @@ from typing import Any
 
 from scipy import stats
 
+from ..applications.poisoning import TETHER
 from ..whole import write_whole
-from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, TETHER, best, in_table, shares, tried
+from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, best, in_table, shares, tried
 from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table

@@ -221,7 +221,7 @@ def write() -> None:
         "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
         "back at the end; of both feature collisions, each target takes the best of three "
         "learning rates by the distance of the features, and the seconds, of CPU time, are of all three. Gradient "
-        "matching has its defaults and one trial. Penalty has its defaults; what these are was settled on other targets.",
+        "matching has its defaults and one trial. Penalty has its defaults, which were settled on other targets.",
     ]
     for points, epsilon in SETTINGS:
         mine = [line for line in (_line(results, points, epsilon, method) for method in METHODS) if line]

@@ -45,6 +45,35 @@ def test_what_is_found_is_told_by_the_sign_test_over_targets():
     assert deep_victim_page.stated([]) == ""
 
 
+def compared(margins, rows=deep_victim.ROWS):
+    """Choice cells in which retrained victims have the wanted class ahead by so much, by the tether."""
+    return [
+        (cell.settings, {"margins": [margins[cell.settings["tether"]]] * 3, "flips": [True] * 3, "device": "CPU"})
+        for cell in deep_victim.choice_cells(4, 2, rows=rows)
+    ]
+
+
+def test_tether_is_the_one_with_the_largest_margins_on_targets_that_are_not_in_the_table(tmp_path):
+    found = compared({0.003: -5.0, 0.03: -2.0, 0.3: -1.0})
+    assert {s["target"] for s, _ in found} == {4, 5}, "the table has 0 to 3"
+    assert deep_victim.best(found, deep_victim.ROWS) == 0.3
+    assert deep_victim.best(found[:-1], deep_victim.ROWS) == deep_victim.TETHER, "not all were run"
+    assert deep_victim.best(found, 1000) == deep_victim.TETHER, "they are of another size"
+    table = [(s | ({"tether": 0.3} if "tether" in s else {}), f) for s, f in kept([True, False, True])]
+    other = [(s, f | {"flips": [False] * 3}) for s, f in kept([True] * 3) if s["method"] == "penalty"]
+    summary = deep_victim_page.write([*found, *table, *other], tmp_path)
+    assert summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
+    assert summary["methods"]["penalty"]["known"] == 4
+    text = (tmp_path / "deep-victim.md").read_text()
+    assert "a tether of 0.3, chosen on 2 targets" in text
+    assert "-5.00 with 0.003, -2.00 with 0.03, -1.00 with 0.3." in text
+
+
+def test_margin_is_that_of_the_wanted_class_over_the_best_other():
+    scores = torch.tensor([1.0, 4.0, 2.5])
+    assert [deep_victim.ahead(scores, k) for k in range(3)] == [-3.0, 1.5, -1.5]
+
+
 def test_command_writes_an_empty_page_where_nothing_was_run(tmp_path, capsys):
     assert main(["reproduce", "deep-victim", "--no-run", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert "Nothing was run." in (tmp_path / "deep-victim.md").read_text()

@@ -26,6 +26,7 @@ from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.reverse_mode import ReverseMode
+from bilevel.replay import seeded
 
 EXACT = Recipe(optimizer="lbfgs", steps=300, decay=0.005)
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -167,6 +168,41 @@ def test_any_network_and_any_loss_can_be_the_victim(digits):
     assert poison.settings["whitened"] is False
 
 
+def network() -> nn.Sequential:
+    with seeded(0):
+        return models.mlp(64, (64,), 10)
+
+
+def test_tether_is_half_the_square_of_the_way_from_the_clean_victim_and_decay_stays():
+    model = network()
+    start = [p.detach() - 0.1 for p in model.parameters()]
+    way = 0.01 * sum(p.numel() for p in model.parameters())
+
+    def price(tether, weight=None):
+        return poisoning._price(start, tether, 0.2, model, weight).item()
+
+    assert price(0.0) == pytest.approx(decayed(model, 0.2).item())
+    assert price(3.0) - price(0.0) == pytest.approx(3.0 / 2 * way, rel=1e-4)
+    assert price(3.0, torch.ones(4)) == pytest.approx(3.0 / 2 * way + 0.2 / 2 * 4, rel=1e-4)
+
+
+def test_tethered_attack_flips_targets_in_a_victim_trained_anew_and_a_free_one_in_its_own_variable_alone(digits):
+    train, validation, test = digits
+    recipe = Recipe(steps=300, rate=5e-3, batch=50, decay=5e-4)
+    clean = trained(network(), *train, recipe)
+    for row in (2, 3):
+        target, wanted = test[0][row], int((test[1][row] + 3) % 10)
+        assert int(clean(target[None]).argmax()) == test[1][row]
+        goal = clean_label(validation, target, wanted, points=10, features=clean[:-1], collision=0.0)
+        ahead = {}
+        for tether in (None, 0.0):
+            poison = attack(goal, train, network(), recipe=recipe, bound=Bound(0.3, "linf"), steps=150, tether=tether)
+            scores = evaluate(poison, train, test, network(), recipe=recipe).model(target[None])[0]
+            ahead[tether] = (scores[wanted] - scores[test[1][row]]).item()
+            assert poison.solution.history["upper"][-1] < 0.7, "by its own variable, each has what it wants"
+        assert ahead[None] > 0 > ahead[0.0] + 2, ahead
+
+
 def test_points_are_normalised_together_with_the_clean_rows(digits):
     """One point by itself has no moments, and several would be normalised as no training does."""
     train, validation, _ = digits
@@ -271,6 +307,19 @@ def test_whitened_classifier_is_the_same_one_and_its_inputs_are_white(digits):
     inputs = x.flatten(1)
     moment = CURVATURE / len(x) * inputs.T @ inputs + EXACT.decay * torch.eye(64)
     assert torch.allclose(same.P @ moment @ same.P, torch.eye(64), atol=1e-4)
+
+
+def test_convex_victims_are_not_tethered(digits):
+    train, validation, _ = digits
+    goal = untargeted(train, validation, 5, seed=0)
+    for model, recipe, tether in (
+        (softmax_regression(), Recipe(optimizer="adam", steps=5), 0.0),
+        (network(), Recipe(optimizer="lbfgs", steps=5), 0.0),
+        (network(), Recipe(optimizer="adam", steps=5), poisoning.TETHER),
+    ):
+        assert attack(goal, train, model, recipe=recipe, steps=1).settings["tether"] == tether
+    with pytest.raises(OptionError, match="tether"):
+        attack(goal, train, network(), steps=1, tether=-1.0)
 
 
 def test_networks_are_not_whitened(digits):

@@ -3,8 +3,13 @@
     min_u f(v*)    subject to    v* = argmin_v g(v; X and u),    u in its set                     (Eqs. 5, 11 and 12)
 
 The labels of the points are fixed; u is their inputs. The lower variable starts from the victim as trained on clean
-data. What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the
-attack's own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
+data, at w. Of a network, g has many minimisers, and the one that serves f best gives the target what is wanted with no
+help of the points, off the way that training takes: the points would have nothing to learn. So v is tethered. g has
+mu/2 |v - w|^2 more, which is to training what a limited number of steps is (Ali, Kolter and Tibshirani, *A
+continuous-time view of early stopping for least squares*, AISTATS 2019).
+
+What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the attack's
+own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
 """
 
 from __future__ import annotations
@@ -38,12 +43,15 @@ from .poisoning_goals import Goal
 from .victims import Features, Loss, Recipe, decayed, mapped, row_losses, trained
 from .whitening import Whitened, whitened
 
+Price = Callable[[nn.Module, Tensor | None], Tensor | float]
 FULL = 5000
 """Training examples up to which every step is on all of them."""
 BATCH = 200
 STEPS = 500
 RATE, LOWER_RATE = 0.03, 0.01
 """Of the points, as a share of the room that they have, and of a whitened victim."""
+TETHER = 0.03
+"""mu for networks. Tenths of it leave v too free, tenfold it the points are told little more than the first slope."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ def attack(
     steps: int = STEPS,
     batch: int | None = None,
     whiten: bool = True,
+    tether: float | None = None,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -112,12 +121,15 @@ def attack(
     `bound` what may be changed of a base. `batch=None` takes all data in every step up to 5,000 examples, and batches
     of 200 above. A softmax regression is attacked in whitened coordinates (see `bilevel.applications.whitening`),
     unless `whiten` is False.
+    `tether` is mu, the price of the way from the victim as trained on clean data; None is 0 for a victim that is
+    whitened or trained to the minimum by L-BFGS, and 0.03 for all others.
     `method=None` is `default_method`. `checkpoint` names a folder that a stopped run goes on from with `resume=True`.
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
     in_range("steps", steps, least=1, whole=True)
     in_range("batch", batch, least=1, whole=True)
+    in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
     if x.shape[1:] != goal.base.shape[1:]:
@@ -134,6 +146,8 @@ def attack(
     if whiten:
         v = whitened(v, x, recipe.decay) or v
     v.train()
+    if tether is None:
+        tether = 0.0 if isinstance(v, Whitened) or recipe.optimizer == "lbfgs" else TETHER
     method = method or default_method(within, isinstance(v, Whitened))
     multipliers = isinstance(method, Penalty)
     if batch is None and len(y) > FULL:
@@ -141,7 +155,8 @@ def attack(
     aim = mapped(features, goal.x, device)
     if isinstance(v, Whitened):
         x, aim = v.mapped(x), v.mapped(aim)
-    problem = _problem(goal, (x, y), (aim, goal.y.to(device)), features, loss, recipe.decay, within, multipliers)
+    price = partial(_price, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
+    problem = _problem(goal, (x, y), (aim, goal.y.to(device)), features, loss, price, within, multipliers)
     u = base.clone().requires_grad_()
     solution = solve(
         problem, method, u, v, _loaders((aim, goal.y), (x, y), batch), max_steps=steps, seed=seed,
@@ -155,6 +170,7 @@ def attack(
         )
     settings = {
         "steps": steps, "batch": batch, "seed": seed, "recipe": recipe.describe(), "whitened": isinstance(v, Whitened),
+        "tether": tether,
         "epsilon": bound and bound.epsilon, "norm": bound and bound.norm, "method": type(method).__name__,
         "options": method.describe(),
     }  # fmt: skip
@@ -221,7 +237,7 @@ def evaluate(
 
 
 def _problem(
-    goal: Goal, train: Pair, aim: Pair, features: Features | None, loss: Loss, decay: float, within: Within,
+    goal: Goal, train: Pair, aim: Pair, features: Features | None, loss: Loss, price: Price, within: Within,
     multipliers: bool,
 ) -> Problem:  # fmt: skip
     """Eq. 5 on full data, where `batch` is None, or over pairs (x, y) of upper and lower batches."""
@@ -256,17 +272,25 @@ def _problem(
         z, (x, y) = points_and(u, batch, 1, train)
         if isinstance(v, Whitened):
             scores, of_points, weight = v.together(x, z)
-            price: Tensor | float = decay / 2 * torch.sum(weight * weight)
         else:
             # One pass, as in training: batch normalisation takes its moments from both.
             scores, of_points = v(torch.cat([x, z])).split([len(x), len(z)])
-            price = decayed(v, decay)
-        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + price
+            weight = None
+        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + price(v, weight)
 
     return Problem(
         upper, lower, project_upper=within.projection(multipliers), inequalities=within.inequalities(multipliers),
         prepare=None if features is None else partial(prepare, features),
     )  # fmt: skip
+
+
+def _price(start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None) -> Tensor | float:
+    """What g has beside the losses: decay, of a weight that is at hand or of the model's, and the tether to `start`."""
+    price = decayed(v, decay) if weight is None else decay / 2 * torch.sum(weight * weight)
+    if tether:
+        apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
+        price = price + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
+    return price
 
 
 def _loaders(aim: Pair, train: Pair, batch: int | None) -> tuple[DataLoader[Any], DataLoader[Any]] | None:

@@ -149,8 +149,6 @@ class Scene:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
-        if device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
         side = side_of(name)
         self.train, self.test = (photos(part, side) for part in ("train", "test"))
         self.features = FEATURES[name](self.train, device)
@@ -161,8 +159,9 @@ class Scene:
             first = nn.Linear(rows.shape[1], len(CLASSES))
         weight, bias = (p.detach().to(device) for p in first.parameters())
         self.clean = batch.Clean(rows, self.train[1].to(device), weight.T, bias, STEPS, RATE)
-        victim = batch.trained(self.clean, None, self.test_labels[:1], 1)
-        self.right = batch.scores(self.test_rows, *victim)[0].argmax(1) == self.test_labels
+        self.right = batch.scores(self.test_rows, *self.clean.victim)[0].argmax(1) == self.test_labels
+        if device.type == "cuda":  # from here on thousands of passes have one size, and the search for kernels pays
+            torch.backends.cudnn.benchmark = True
 
     def targets(self, rows: Tensor) -> batch.Targets:
         """Targets with the nearest test photograph of the other class, in the features, as the base."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class Clean:
     steps: int
     rate: float
 
+    @cached_property
+    def victim(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of one victim that is trained on the photographs alone, with a leading dimension of one."""
+        return trained(self, None, self.labels[:1], 1)
+
 
 def scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """(targets, rows, classes) of rows that all victims see."""
@@ -102,7 +107,7 @@ def penalty(
     """Points by the penalty method, not yet brought into their bounds."""
     count = len(targets.labels)
     factor = epsilons.view(-1, 1, 1, 1)
-    weight, bias = (leaf.requires_grad_() for leaf in trained(clean, None, targets.wanted, count))
+    weight, bias = (leaf.repeat(count, *[1] * (leaf.ndim - 1)).requires_grad_() for leaf in clean.victim)
     collision = float(options["collision"])
     with torch.no_grad():
         apart = ((features(targets.bases) - targets.features) ** 2).sum(1)
@@ -139,7 +144,7 @@ def penalty(
         lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
     )  # fmt: skip
     w = torch.zeros_like(targets.bases).requires_grad_()
-    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False, engine="eager")
+    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False)
     if found.interrupted:
         raise KeyboardInterrupt
     if found.status is Status.DIVERGED:
@@ -202,11 +207,11 @@ def smallest_of_many(
     """For each of some targets the smallest of rising values that flips it, by bisection of all side by side.
 
     `flips(which, values)` answers for the targets `which`, each at a value of its own. Also returns what was tried.
+    The middle is asked for first: sixteen values take four rounds, and a fifth for what the largest does not flip.
     """
     low, high = [-1] * count, [len(values)] * count
     tried: list[list[tuple[int, bool]]] = [[] for _ in range(count)]
-    ask = {i: len(values) - 1 for i in range(count)}
-    while ask:
+    while ask := {i: (low[i] + high[i]) // 2 for i in range(count) if high[i] - low[i] > 1}:
         which = torch.tensor(list(ask))
         answers = flips(which, torch.tensor([float(values[k]) for k in ask.values()])).tolist()
         for (i, k), answer in zip(ask.items(), answers, strict=True):
@@ -215,5 +220,4 @@ def smallest_of_many(
                 high[i] = k
             else:
                 low[i] = k
-        ask = {i: (low[i] + high[i]) // 2 for i in range(count) if high[i] < len(values) and high[i] - low[i] > 1}
     return [values[h] if h < len(values) else None for h in high], tried

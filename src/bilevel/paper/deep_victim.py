@@ -2,14 +2,15 @@
 
 The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
 changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
-network as the lower variable and all images in every step; feature collision draws the points to the target's features
-in the network trained on clean data. Both know one set of first weights; what counts is a network trained from scratch,
-from these and from others.
+network as the lower variable, tethered (see `bilevel.applications.poisoning`), and all images in every step; feature
+collision draws the points to the target's features in the network trained on clean data. Both know one set of first
+weights; what counts is a network trained from scratch, from these and from others.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..applications.bounds import Bound
 from ..applications.feature_collision import collide
-from ..applications.poisoning import Poison, attack, evaluate, unmoved
+from ..applications.poisoning import TETHER, Poison, attack, evaluate, unmoved
 from ..applications.poisoning_goals import Goal, clean_label
 from ..applications.victims import Recipe, mapped, trained
 from ..cells import Cell, Found, Settings
@@ -38,17 +39,54 @@ RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
 KNOWN, OTHERS = 0, (1, 2)
 """The first weights that the attack knows, by their seed, and those of other victims."""
 COLLISION_RATE = 0.01
+TETHERS = (0.003, 0.03, 0.3)
+"""Prices of the tether of Penalty's lower variable that are compared."""
+CHOICE, CHOICE_TARGETS = "choice", 4
+"""They are compared on the targets after those of the table."""
 
 
-def cells(targets: int = TARGETS, *, rows: int = ROWS, steps: dict[str, int] | None = None) -> list[Cell]:
+def cells(
+    targets: int = TARGETS, *, rows: int = ROWS, steps: dict[str, int] | None = None, tether: float = TETHER
+) -> list[Cell]:
     """All methods of a target after one another, so that a study that was stopped compares the same targets."""
     counts = STEPS | (steps or {})
     found = [
-        {"target": target, "method": method, "rows": rows, "points": max(1, rows * POINTS // ROWS),
-         "steps": counts[method], "training": RECIPE.steps}
+        _settings(target, method, rows, counts) | ({"tether": tether} if method == "penalty" else {})
         for target in range(targets) for method in METHODS
     ]  # fmt: skip
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def choice_cells(targets: int = TARGETS, choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
+    """Penalty with every tether on the targets after those of the table."""
+    found = [
+        {"part": CHOICE} | _settings(target, "penalty", rows, STEPS) | {"tether": tether}
+        for target in range(targets, targets + choose) for tether in TETHERS
+    ]  # fmt: skip
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def _settings(target: int, method: str, rows: int, steps: dict[str, int]) -> dict[str, Any]:
+    return {
+        "target": target, "method": method, "rows": rows, "points": max(1, rows * POINTS // ROWS),
+        "steps": steps[method], "training": RECIPE.steps,
+    }  # fmt: skip
+
+
+def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, float]:
+    """How far the wanted class is ahead in retrained victims, in the mean, by the tether; where all have been run."""
+    found: dict[float, list[float]] = {tether: [] for tether in TETHERS}
+    for settings, one in kept:
+        if settings.get("part") == CHOICE and settings["rows"] == rows:
+            found[settings["tether"]] += one["margins"]
+    complete = len({len(margins) for margins in found.values()}) == 1 and all(found.values())
+    return {tether: sum(m) / len(m) for tether, m in found.items()} if complete else {}
+
+
+def best(kept: Sequence[tuple[Settings, Found]], rows: int) -> float:
+    """The tether whose points serve the wanted class best; the default of `attack` where nothing was compared."""
+    means = tried(kept, rows)
+    return max(means, key=lambda tether: means[tether]) if means else TETHER
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
@@ -67,11 +105,13 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         return None
     made = time.perf_counter() - began
     one = (scene.test[0][row : row + 1], scene.test[1][row : row + 1])
-    given = {seed: scene.given(poison, one, seed) for seed in (KNOWN, *OTHERS)}
+    scores = {seed: scene.scores(poison, one, seed) for seed in (KNOWN, *OTHERS)}
+    given = {seed: int(row.argmax()) for seed, row in scores.items()}
     clean = {seed: int(scene.predicted(seed)[row]) for seed in given}
     return {
         "row": row, "label": int(one[1]), "wanted": wanted, "clean": list(clean.values()),
         "given": list(given.values()), "flips": [given[s] == wanted and clean[s] != wanted for s in given],
+        "margins": [ahead(row, wanted) for row in scores.values()],
         "linf": float(poison.linf.max()), "attack_seconds": round(made, 2),
         "seconds": round(time.perf_counter() - began, 2),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
@@ -114,17 +154,28 @@ class Scene:
         steps, bound = int(settings["steps"]), Bound(EPSILON, "linf")
         match settings["method"]:
             case "penalty":
-                return attack(goal, self.train, self.first(KNOWN), recipe=self.recipe, bound=bound, steps=steps)
+                return attack(
+                    goal, self.train, self.first(KNOWN), recipe=self.recipe, bound=bound, steps=steps,
+                    tether=float(settings["tether"]),
+                )  # fmt: skip
             case "feature-collision":
                 return collide(
                     goal, features=self.body, bound=bound, steps=steps, rate=COLLISION_RATE, device=self.device
                 )
         return unmoved(goal)
 
-    def given(self, poison: Poison, one: Pair, seed: int) -> int:
-        """The class that a victim trained from scratch gives the target."""
-        found = evaluate(poison, self.train, one, self.first(seed), recipe=self.recipe)
-        return int(found.predicted[0])
+    def scores(self, poison: Poison, one: Pair, seed: int) -> Tensor:
+        """What a victim trained from scratch gives the classes of the target."""
+        victim = evaluate(poison, self.train, one, self.first(seed), recipe=self.recipe).model
+        with torch.no_grad():
+            found: Tensor = victim(one[0].to(self.device))[0]
+        return found.cpu()
+
+
+def ahead(scores: Tensor, wanted: int) -> float:
+    """How far the wanted class is ahead of all others; negative where it is not the first."""
+    others = torch.cat([scores[:wanted], scores[wanted + 1 :]])
+    return float(scores[wanted] - others.max())
 
 
 @cache
@@ -132,9 +183,19 @@ def scene_of(rows: int, device: str, training: int) -> Scene:
     return Scene(rows, torch.device(device), training)
 
 
-def shares(kept: list[tuple[Settings, Found]], method: str) -> dict[str, Any]:
+def in_table(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
+    """The cells of the table: none of the choice, and of Penalty those with the tether that was taken."""
+    taken = {rows: best(kept, rows) for rows in {settings["rows"] for settings, _ in kept}}
+    return [
+        (settings, found) for settings, found in kept
+        if "part" not in settings
+        and (settings["method"] != "penalty" or settings.get("tether") == taken[settings["rows"]])
+    ]  # fmt: skip
+
+
+def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any]:
     """How many targets are flipped with the first weights that the attack knows, and with others."""
-    mine = [found for settings, found in kept if settings["method"] == method]
+    mine = [found for settings, found in in_table(kept) if settings["method"] == method]
     return {
         "targets": len(mine), "known": sum(found["flips"][0] for found in mine),
         "others": sum(sum(found["flips"][1:]) for found in mine), "of_others": len(OTHERS) * len(mine),

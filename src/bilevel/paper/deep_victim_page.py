@@ -8,8 +8,9 @@ from typing import Any
 
 from scipy import stats
 
+from ..applications.poisoning import TETHER
 from ..whole import write_whole
-from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, shares
+from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, best, in_table, shares, tried
 from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table
@@ -21,7 +22,7 @@ LEVEL = 0.05
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     """Write the page; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {method: shares(list(kept), method) for method in METHODS}
+    found = {method: shares(kept, method) for method in METHODS}
     rows = []
     for method, one in found.items():
         if one["targets"]:
@@ -40,6 +41,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         f"trained on clean images ({STEPS['feature-collision']} steps). Both know one set of first weights. A target "
         f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
         f"with other first weights, of {len(OTHERS)} each.",
+        *(chosen(kept, n) for n in sizes),
         table(heads, rows) if rows else "Nothing was run.",
         stated(kept),
         f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}." if rows else "",
@@ -49,10 +51,23 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     return {"cells": len(kept), "methods": found}
 
 
+def chosen(kept: Sequence[Kept], rows: int) -> str:
+    """What the tether of Penalty is, and how it came about."""
+    means = tried(kept, rows)
+    if not means:
+        return f"Penalty's lower variable has the default tether, {TETHER:g}; nothing was compared."
+    said = ", ".join(f"{mean:.2f} with {tether:g}" for tether, mean in means.items())
+    count = len({s["target"] for s, _ in kept if "part" in s and s["rows"] == rows})
+    return (
+        f"Penalty's lower variable has a tether of {best(kept, rows):g}, chosen on {count} targets that are not in the "
+        f"table by how far retrained networks have the wanted class ahead: {said}."
+    )
+
+
 def stated(kept: Sequence[Kept]) -> str:
     """Penalty beside feature collision on the targets that both have, by the sign test; empty where there are none."""
     flips = {
-        method: {(s["rows"], s["target"]): sum(f["flips"]) for s, f in kept if s["method"] == method}
+        method: {(s["rows"], s["target"]): sum(f["flips"]) for s, f in in_table(kept) if s["method"] == method}
         for method in ("penalty", "feature-collision")
     }
     ours, theirs = flips.values()

@@ -96,6 +96,9 @@ def clean_label(
 def deep_victim(
     targets: Annotated[int, typer.Option(min=1, help="Test images, drawn with a fixed seed.")] = 20,
     rows: Annotated[int, typer.Option(min=100, help="Images that the victim is trained on; the poison is 1%.")] = 5000,
+    choose: Annotated[
+        int, typer.Option(min=0, help="Further images that the tether of Penalty is chosen on; 0: the default.")
+    ] = 4,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/deep-victim"),
@@ -108,6 +111,7 @@ def deep_victim(
     from ...paper import deep_victim_page
 
     run_filed(
-        "deep-victim", study.cells(targets, rows=rows), partial(study.run, device=device_of(device)),
+        "deep-victim", study.choice_cells(targets, choose, rows=rows), partial(study.run, device=device_of(device)),
         deep_victim_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
+        then=lambda kept: study.cells(targets, rows=rows, tether=study.best(kept, rows)),
     )  # fmt: skip

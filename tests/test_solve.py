@@ -123,6 +123,16 @@ def test_constraint_that_cannot_be_met_is_called_infeasible():
     assert solution.certificate.violation >= 1
 
 
+@pytest.mark.parametrize(("count", "tolerance", "tried"), [(1000, None, True), (1001, None, False), (1001, 1e-3, True)])
+def test_stochastic_run_without_data_minimises_g_again_where_v_is_small_or_the_status_asks_for_it(
+    count, tolerance, tried
+):
+    u, v = leaf(1.0), leaf(*([0.0] * count))
+    problem = Problem(lambda u, v, b: ((v - 1) ** 2).mean(), lambda u, v, b: ((v - u) ** 2).mean())
+    solution = solve(problem, Penalty(mode="stochastic"), u, v, max_steps=20, tolerance=tolerance, seed=0)
+    assert solution.certificate.lower_minimiser is (False if tried else None)  # after 20 steps v is no minimiser
+
+
 def test_certificate_of_a_solved_problem_passes(quadratic):
     u, v = quadratic.start()
     solution = solve(quadratic.problem, Penalty(), u, v, max_steps=200, seed=0)

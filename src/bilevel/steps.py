@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from .autodiff import Curvature
 from .batch_scales import BatchScales, measure
 from .batches import Pair, detached
+from .certificate import SMALL
 from .descent import Descent, OptimizerFactory, adam
 from .engine import Engine, Engines
 from .errors import OptionError
@@ -297,8 +298,13 @@ class Steps(ABC):
         return None
 
     def finish(self) -> bool | None:
-        """Without data, whether v minimises g can be tried; on minibatches it is not."""
+        """Without data, whether v minimises g can be tried; on minibatches it is not.
+
+        Of a v that is not small it is tried only where a tolerance makes the status depend on it: g is minimised anew.
+        """
         if self.setting.sources or self.problem.start_lower is not None:
+            return None
+        if self.tolerance is None and self.v.size > SMALL:
             return None
         d = self.derivatives
         curvature = norm(d.hessian_product(self._still(), self._unit(), with_u=False)).item()

@@ -142,16 +142,17 @@ class Loop:
             if bad:
                 self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
                 return Status.DIVERGED
-        if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
+        judged = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.INFEASIBLE)
+        if tolerance is None or status not in judged:
             return status
         stationary = certificate.stationarity / certificate.scale <= tolerance
         if certificate.passes(tolerance):
             return Status.CONVERGED
-        if stationary and certificate.infeasibility > tolerance:
+        if certificate.infeasibility > tolerance and (stationary or status is Status.INFEASIBLE):
             return Status.INFEASIBLE
         if certificate.worst <= tolerance and certificate.lower_minimiser is False:
             return Status.STATIONARY
-        return Status.STALLED if status is Status.CONVERGED else status
+        return Status.MAX_STEPS if status is Status.MAX_STEPS else Status.STALLED
 
     def _fetch(self, watch: Run) -> Status | None:
         """Bring the pending records to the host; look for divergence; tell the callbacks."""

@@ -241,7 +241,10 @@ def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy."""
+    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
+
+    The f of an end that is not feasible, or no lower solution, says nothing: these are ranked by how far they are off.
+    """
 
     def residual(c: Candidate) -> float:
         return c.certificate.lower_residual / c.certificate.lower_scale
@@ -251,19 +254,26 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     met = [residual(c) for c in candidates if c.certificate.infeasibility <= near and math.isfinite(residual(c))]
     low = max(NEAR, SPREAD * min(met, default=0.0)) if with_data else NEAR
 
-    def key(c: Candidate) -> tuple[bool, bool, float]:
+    def key(c: Candidate) -> tuple[bool, bool, float, float]:
         feasible = c.certificate.infeasibility <= near
         solved = residual(c) <= low and c.certificate.lower_minimiser is not False
-        return not feasible, not solved, c.upper if math.isfinite(c.upper) else math.inf
+        off = 0.0 if feasible and solved else _off(c, residual(c)) if feasible else c.certificate.infeasibility
+        off, f = (x if math.isfinite(x) else math.inf for x in (off, c.upper))
+        return not feasible, not solved, off, f
 
     order = sorted(candidates, key=key)
     first = order[0]
     tied = [
         c for c in order
-        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
+        if key(c)[:3] == key(first)[:3] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
     ]  # fmt: skip
     best = min(tied, key=lambda c: c.certificate.worst)
     return [best, *(c for c in order if c is not best)]
+
+
+def _off(c: Candidate, residual: float) -> float:
+    """How far a feasible end is from a lower solution."""
+    return max(residual, (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .autodiff import Derivatives
 from .check import variables
+from .distributed import Ranks
 from .errors import OptionError
 from .kkt import KKT
 from .lower_constrained import minimise_constrained
@@ -31,7 +32,7 @@ from .lower_level import flatten, minimise, write
 from .problem import Objective, Problem, Projection, Variable
 from .scales import lower_curvature, measure
 from .solution import Solution, Status
-from .starts import candidate, copied, place
+from .starts import candidate, copied, drawn_seed, place
 from .vectors import gradient, norm
 
 ROUNDS = 6
@@ -180,7 +181,7 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
     """
     problem, u, v = order.problem, order.upper, order.lower
     refuse(problem, u)
-    seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    seed = drawn_seed(Ranks.here(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
     solution: Solution | None = None

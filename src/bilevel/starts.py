@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from .autodiff import Derivatives
+from .distributed import Ranks
 from .kkt import KKT
 from .lower_constrained import minimise_constrained
 from .lower_level import minimise
@@ -179,8 +180,8 @@ class Runs(Protocol):
 
 def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
     """One run from each of `count` starting points; u and v are left at the best end."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+    ranks = Ranks.here(order.lower.device)
+    seed = drawn_seed(ranks) if seed is None else seed
     both = order.upper, order.lower
     points = [(copied(both[0]), copied(both[1]))]
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
@@ -193,7 +194,9 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
         limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
         solution = limited.run(None if folder is None else folder / name, seed + k, k)
         found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
-        return not solution.interrupted and not agreed([c for _, c in found.values()])
+        # Ctrl-C may reach one rank after the run of all has ended.
+        interrupted = solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted))
+        return not interrupted and not agreed([c for _, c in found.values()])
 
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
@@ -211,6 +214,12 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
         place(value, variable)
     return best
+
+
+def drawn_seed(ranks: Ranks | None) -> int:
+    """A seed from torch's global generator, that of the first rank on all of them."""
+    seed = int(torch.randint(2**62, ()).item())
+    return seed if ranks is None else int(ranks.share(seed))
 
 
 def agreed(candidates: Sequence[Candidate]) -> bool:

@@ -271,7 +271,7 @@ def on_two_ranks(data: bool) -> list[tuple]:
 def test_ranks_keep_the_same_start(data):
     first, second = on_ranks(2, on_two_ranks, data)
     assert first == second
-    assert len(first[0][2]) > 1
+    assert len(first[0][2]) > data  # with noise in f no two ends have the same
 
 
 def test_lower_constraints_and_starts_work_together_on_minibatches():

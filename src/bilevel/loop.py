@@ -142,17 +142,19 @@ class Loop:
             if bad:
                 self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
                 return Status.DIVERGED
-        judged = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.INFEASIBLE)
-        if tolerance is None or status not in judged:
+        if status is Status.INFEASIBLE:  # of a cut, where no constraint of the user's is violated
+            stationary = certificate.infeasibility <= (tolerance or 0.0) and certificate.lower_minimiser is False
+            return Status.STATIONARY if stationary else status
+        if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
         stationary = certificate.stationarity / certificate.scale <= tolerance
         if certificate.passes(tolerance):
             return Status.CONVERGED
-        if certificate.infeasibility > tolerance and (stationary or status is Status.INFEASIBLE):
+        if stationary and certificate.infeasibility > tolerance:
             return Status.INFEASIBLE
         if certificate.worst <= tolerance and certificate.lower_minimiser is False:
             return Status.STATIONARY
-        return Status.MAX_STEPS if status is Status.MAX_STEPS else Status.STALLED
+        return Status.STALLED if status is Status.CONVERGED else status
 
     def _fetch(self, watch: Run) -> Status | None:
         """Bring the pending records to the host; look for divergence; tell the callbacks."""

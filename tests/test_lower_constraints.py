@@ -11,12 +11,12 @@ import torch
 from common import leaf
 from torch import Tensor
 
-from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, solve
+from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, reading, solve
 from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
 from bilevel.check import variables
 from bilevel.kkt import KKT
-from bilevel.lower_constrained import resolve
+from bilevel.lower_constrained import Resolved, resolve
 from bilevel.methods.constrained import Constrained
 from bilevel.methods.lagrangian import Lagrangian
 from bilevel.prices import Prices
@@ -168,7 +168,7 @@ def test_derivative_with_lower_constraints_is_that_of_the_objective_as_written(p
         kkt.b[0].fill_(-0.3)
     if phase == "piece":
         kkt.active = [torch.tensor([True, False])]
-    kkt.add_cut(torch.tensor([0.2, 0.1], dtype=torch.float64))
+    kkt.cuts.add(torch.tensor([0.2, 0.1], dtype=torch.float64))
     d = Derivatives(kkt.problem(), kkt.u, lower, "exact")
     leaves = [*kkt.u.leaves, *lower.leaves]
     nu = [torch.tensor([0.7, -0.4], dtype=torch.float64)]
@@ -236,7 +236,7 @@ def test_gradient_evaluates_objectives_once_and_lower_constraints_twice():
     d.penalised([(None, None)], prices, with_u=True)
     assert counts == {"upper": 1, "lower": 1, "c": 2, "d": 2}
     # A cut compares g here with g and the constraints there.
-    kkt.add_cut(torch.tensor([0.2, 0.1], dtype=torch.float64))
+    kkt.cuts.add(torch.tensor([0.2, 0.1], dtype=torch.float64))
     d.problem = kkt.problem()
     prices.gamma_h, prices.mu = [prices.gamma_h[0]] * 3, [torch.zeros_like(h) for h in d.constraints(None)]
     counts.update(dict.fromkeys(counts, 0))
@@ -325,17 +325,46 @@ def valleys() -> Problem:
     )
 
 
+def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_misses_it(monkeypatch):
+    """The better point was found at another u: it is asked again at the end."""
+    monkeypatch.setattr("bilevel.methods.constrained.resolve", lambda *_: Resolved(0.0, None, 1, 1))
+    finish = Constrained.finish
+
+    def with_a_cut(state):
+        state.kkt.cuts.add(torch.tensor([-1.0], dtype=torch.float64))
+        return finish(state)
+
+    ends = []
+    for change in (finish, with_a_cut):
+        monkeypatch.setattr(Constrained, "finish", change)
+        u, v = leaf(1.8), leaf(0.9)
+        ends.append(solve(mirrlees(), Penalty(), u, v, max_steps=1000, seed=0))
+    assert [end.status for end in ends] == [Status.CONVERGED, Status.STATIONARY]
+    assert [end.certificate.lower_minimiser for end in ends] == [True, False]
+
+
+@pytest.mark.parametrize(("restarts", "status"), [(0, Status.STATIONARY), (4, Status.INFEASIBLE)])
+def test_run_that_gave_up_on_a_cut_is_called_stationary_and_never_converged(monkeypatch, restarts, status):
+    """Its method says INFEASIBLE; no constraint of the problem is violated where it ended."""
+    monkeypatch.setattr("bilevel.methods.lagrangian.RESTARTS", restarts)
+    monkeypatch.setattr(Constrained, "ended", lambda state: state.status and Status.INFEASIBLE)
+    solution = solve(mirrlees(), Penalty(), leaf(1.8), leaf(0.9), max_steps=1000, seed=0)
+    assert solution.certificate.infeasibility <= 1e-7
+    assert solution.certificate.lower_minimiser is (restarts > 0)
+    assert solution.status is status
+
+
 def test_cut_at_the_end_of_a_fixed_range_counts_in_full():
     """A constraint that u moves may excuse a cut where it is violated; one that u does not move may not."""
     u, v = leaf(0.1), leaf(0.3)
     bound = leaf(-1.0).detach()
     fixed = KKT(valleys(), Variable(u, "u"), Variable(v, "v"), None)
-    fixed.add_cut(bound)
+    fixed.cuts.add(bound)
     gap = (0.3**3 / 3 - 0.03) - (-1 / 3 + 0.1)
     assert fixed.problem().inequalities[-1](u, v, None).item() == pytest.approx(gap / 2, abs=1e-12)  # 1 + |w| = 2
     moving = replace(valleys(), lower_inequalities=[lambda u, v, _: u - v - 1.05])  # at w = -1: u - 0.05
     kkt = KKT(moving, Variable(u, "u"), Variable(v, "v"), None)
-    kkt.add_cut(bound)
+    kkt.cuts.add(bound)
     assert kkt.problem().inequalities[-1](u, v, None).item() == pytest.approx(1e-6 - 0.05, abs=1e-12)
 
 
@@ -471,6 +500,19 @@ def test_pessimistic_reading_leaves_out_a_minimum_that_does_not_tie():
     assert (u.item(), only.v[0].item()) == pytest.approx((w - 0.1, w), abs=1e-5)
 
 
+@pytest.mark.parametrize(("rounds", "status"), [(1, Status.STALLED), (3, Status.CONVERGED)])
+def test_pessimistic_reading_is_converged_only_where_no_other_lower_solution_is_found(monkeypatch, rounds, status):
+    """The first search misses one of the two minimisers, as a search may; the next finds it."""
+    found = reading.lower_solutions
+    monkeypatch.setattr(reading, "lower_solutions", lambda *of: found(*of)[: None if of[4] else 1])
+    monkeypatch.setattr(reading, "ROUNDS", rounds)
+    u = leaf(0.7)
+    solution = solve(two_minimisers(), Penalty(reading="pessimistic"), u, leaf(0.8), max_steps=500, seed=0)
+    assert solution.status is status
+    assert ("still finds other lower solutions" in str(solution)) == (rounds == 1)
+    assert (abs(u.item()) <= 1e-6) == (rounds == 3)
+
+
 def test_pessimistic_reading_with_starts_keeps_the_least_worst_case():
     """f has two valleys in u, and v = 1 and v = -1 tie: max f is (u^2 - 1)^2 + 0.3 u + 0.1 |u|."""
     problem = Problem(
@@ -493,6 +535,21 @@ def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
     rough, exact = end(-1.000001, 1e-6, Status.MAX_STEPS), end(-1.0, 1e-9, Status.CONVERGED)
     assert ranked([rough, exact])[0] is exact
     assert ranked([end(-1.01, 1e-6, Status.MAX_STEPS), exact])[1] is exact
+
+
+def test_ends_that_are_no_lower_solutions_are_ranked_by_how_far_they_are_off():
+    """f can be anything where v does not minimise g, and where a constraint is violated."""
+
+    def end(f: float, gap: float = 0.0, outside: float = 0.0) -> Candidate:
+        certificate = Certificate(
+            0.0, 0.0, 0.0, outside, 1.0, 1.0, lower_minimiser=gap == 0, lower_gap=gap, lower_starts=2
+        )
+        return Candidate([leaf(f)], [leaf(gap)], f, 0.0, Status.MAX_STEPS, certificate, {}, 0)
+
+    far, near = end(-5.0, gap=1.0), end(-1.0, gap=1e-3)
+    outside, barely = end(-9.0, outside=0.1), end(-2.0, outside=0.01)
+    solved, better = end(3.0), end(2.0)
+    assert ranked([far, outside, solved, near, barely, better]) == [better, solved, near, far, barely, outside]
 
 
 def corner() -> Problem:

@@ -81,7 +81,7 @@ def test_without_data_the_lower_problem_is_solved_again():
     assert solution.certificate.lower_starts > 1
 
 
-@pytest.mark.parametrize(("joint", "steps"), [(True, 200), (False, 60)])
+@pytest.mark.parametrize(("joint", "steps"), [(True, 200), (False, 100)])
 def test_last_layer_on_the_simplex_by_constraints_classifies_as_well(joint, steps):
     train, valid, test = draw(600, 0), draw(600, 1), draw(2000, 2)
     v, u = network(train.x.shape[1], 0), torch.zeros(4, requires_grad=True)

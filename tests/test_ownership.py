@@ -191,6 +191,40 @@ def test_a_row_that_is_not_there_is_refused():
         assert "u was read at a row that it does not have; it has 33" in message
 
 
+def one_fails(folder: str) -> tuple[str, str]:
+    """One rank fails between the two exchanges of a read and those of the next, while the other waits for its rows."""
+    calls = [0]
+
+    def lower(u: Any, v: Any, batch: Any) -> Any:
+        calls[0] += 1
+        if os.environ["RANK"] == "1" and calls[0] > 60:
+            u[batch[2]]
+            raise ValueError("the rows of this machine are gone")
+        return shifts().lower(u, v, batch)
+
+    u, said = vectors(), ["", ""]
+    try:
+        solve(
+            Problem(shifts().upper, lower), Penalty(lower_steps=1, warm_up=0.0), u, network(), data(rows=True),
+            max_steps=200, seed=0, checkpoint=folder, every=1,
+        )  # fmt: skip
+    except Exception as error:
+        said[0] = f"{type(error).__name__}: {error}"
+    try:
+        u.values.sum()
+    except RankError as error:
+        said[1] = str(error)
+    return said[0], said[1]
+
+
+def test_a_rank_that_fails_between_two_exchanges_is_named_and_the_rows_are_in_the_checkpoint(tmp_path):
+    (first, rows), (second, _) = on_ranks(2, one_fails, str(tmp_path))
+    assert second == "ValueError: the rows of this machine are gone"
+    assert first.startswith("RankError: rank 1 of 2 ended: ValueError: the rows of this machine are gone")
+    assert "in its checkpoint" in rows
+    assert store.load(tmp_path)["u"][""].count_nonzero() > 0
+
+
 def few(_: str) -> dict[str, Any]:
     """More ranks than rows, and rows that only some ranks read."""
     u = Rows(3, dtype=torch.float64, owned=True)

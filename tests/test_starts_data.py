@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -252,15 +253,25 @@ def test_starts_are_refused_with_trials():
         solve(problem, Penalty(mode="stochastic"), u, v, max_steps=1, starts=2)
 
 
-def on_two_ranks() -> tuple[float, float, int]:
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(two_minimisers(), Penalty(**OPTIONS), u, v, batches(), max_steps=10, seed=0, starts=3)
-    return u.item(), v.item(), len(solution.candidates)
+def on_two_ranks(data: bool) -> list[tuple]:
+    """The ranks have seeds of their own and, with data, draw random numbers of their own in f."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    plain = Problem(lambda u, v, _: ((u - v) ** 2 + 0.2 * u).sum(), lambda u, v, _: ((v * v - 1) ** 2 / 4).sum())
+    noisy = replace(two_minimisers(), upper=lambda u, v, batch: (u - v).square().sum() + torch.randn(()))
+    problem, given = (noisy, batches()) if data else (plain, None)
+    ends = []
+    for method in [Penalty(**OPTIONS)] if data else [Penalty(), Penalty(reading="pessimistic")]:
+        u, v = leaf(0.7), leaf(0.8)
+        solution = solve(problem, method, u, v, given, max_steps=10, starts=3)
+        ends.append((u.item(), v.item(), [(c.upper, c.start) for c in solution.candidates]))
+    return ends
 
 
-def test_ranks_keep_the_same_start():
-    first, second = on_ranks(2, on_two_ranks)
+@pytest.mark.parametrize("data", [True, False])
+def test_ranks_keep_the_same_start(data):
+    first, second = on_ranks(2, on_two_ranks, data)
     assert first == second
+    assert len(first[0][2]) > data  # with noise in f no two ends have the same
 
 
 def test_lower_constraints_and_starts_work_together_on_minibatches():

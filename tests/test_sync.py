@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -198,6 +199,22 @@ def run_projected(projection: Any, device: str) -> None:
     solve(problem, Penalty(), u, v, ([1.0], [1.0, 2.0]), max_steps=5, log_every=10**9, seed=0, hypergradient=False)
 
 
+def run_below(method: Any, device: str, *, rows: bool = True) -> None:
+    """With constraints of the lower level."""
+    problem, u, v, data = classify(device, rows=rows)
+    problem = replace(
+        problem, lower_inequalities=[lambda u, v, _: v[4].bias - 0.1, lambda u, v, _: v[0].weight.square().sum() - 1],
+        lower_equalities=lambda u, v, _: v[4].weight.sum(1),
+    )  # fmt: skip
+    solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
+
+
+@each
+def test_step_with_lower_constraints_reads_nothing_on_the_host(steps, method):
+    run_below(method, "cpu")
+    assert steps == list(range(5))
+
+
 @PROJECTIONS
 def test_step_with_projections_reads_nothing_on_the_host(steps, projection):
     run_projected(projection, "cpu")
@@ -288,6 +305,13 @@ def test_step_on_data_that_comes_from_the_host_does_not_wait_for_the_gpu(gpu_ste
     solve(
         problem, Penalty(), u, v, host, max_steps=5, log_every=10**9, seed=0, hypergradient=False, accumulate=accumulate
     )
+    assert gpu_steps == list(range(5))
+
+
+@gpu
+@tensor_or_rows
+def test_step_with_lower_constraints_does_not_wait_for_the_gpu(gpu_steps, rows):
+    run_below(Penalty(lower_steps=1, warm_up=0.4), "cuda", rows=rows)
     assert gpu_steps == list(range(5))
 
 

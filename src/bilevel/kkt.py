@@ -12,13 +12,11 @@ phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once it is small
     active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
 
 which are constraints without kinks, and bring all digits. A piece that ends where a = b = 0 is left for its neighbour
-where the multiplier says that f falls there. A cut, g(u, v) <= g(u, w) wherever w meets the lower constraints, keeps v
-from a point that a better one, w, was found for.
+where the multiplier says that f falls there. Cuts are inequalities beside those of the upper level: see `bilevel.cuts`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cuts import Cuts
 from .problem import Objective, Problem, Variable
 from .vectors import gradient, norm
 
@@ -62,11 +61,9 @@ class KKT:
         self.bend = 1.0
         self.t = torch.ones((), dtype=v.dtype, device=v.device)
         self.active: list[Tensor] | None = None
-        self.cuts: list[Tensor] = []
+        self.cuts = Cuts(self)
         self.gap: float | None = None
         self.gap_starts = 0
-        self._better: list[Any] = []
-        self._moved: list[list[Tensor]] = []
         self.u = Extended(u, [*self.a, *self.b])
         self.alone = Extended(u, [*self.a, *self.b], alone=True)
 
@@ -162,10 +159,7 @@ class KKT:
             equalities.append(self._complementarity(i))
             if self.active is not None:
                 inequalities.append(self._signs(i))
-        inequalities += [
-            self._cut(w, 1 + flat.norm().item(), moved)
-            for w, flat, moved in zip(self._better, self.cuts, self._moved, strict=True)
-        ]
+        inequalities += self.cuts.functions()
         return replace(
             source, lower=self._lagrangian, equalities=equalities, inequalities=inequalities,
             lower_equalities=(), lower_inequalities=(),
@@ -201,46 +195,6 @@ class KKT:
 
         return signs
 
-    def _cut(self, w: Any, size: float, moved: list[Tensor]) -> Objective:
-        scale = self.bend * size
-
-        def cut(u: Any, v: Any, batch: Any) -> Tensor:
-            here = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
-            there, c, d = self.parts(batch, w)
-            # Met, too, where w is no point of the lower level, which only constraints that u moves can bring about.
-            outside = [x / size for x, size in zip(c, self.sizes_c, strict=True)]
-            outside += [(x / size).abs() for x, size in zip(d, self.sizes_d, strict=True)]
-            outside = [x[rows].amax() for x, rows in zip(outside, moved, strict=True) if bool(rows.any())]
-            gap = (here - there) / scale
-            return torch.minimum(gap, 1e-6 - torch.stack(outside).amax()) if outside else gap
-
-        return cut
-
-    @torch.no_grad()
-    def _moved_by_u(self, w: Any) -> list[Tensor]:
-        """Which numbers of the lower constraints at w change with u."""
-        generator = torch.Generator().manual_seed(0)
-        held = [leaf.detach().clone() for leaf in self.plain_u.leaves]
-
-        def values() -> list[Tensor]:
-            _, c, d = self.parts(self._prepared(), w)
-            return [*c, *d]
-
-        first = values()
-        found = [torch.zeros_like(x, dtype=torch.bool) for x in first]
-        for _ in range(2):
-            for leaf, value in zip(self.plain_u.leaves, held, strict=True):
-                draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
-                leaf.copy_(value + 0.1 * (1 + value.abs()) * draw)
-            found = [old | ~(x == y) for old, x, y in zip(found, first, values(), strict=True)]
-        for leaf, value in zip(self.plain_u.leaves, held, strict=True):
-            leaf.copy_(value)
-        return found
-
-    def _prepared(self) -> Any:
-        prepare = self.source.prepare
-        return None if prepare is None else prepare(self.plain_u.value, None)
-
     # -- phases --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -259,12 +213,6 @@ class KKT:
             # The piece holds b (where active) or a at zero, the other one lets it grow: df = -pull there.
             found.append(both & (pull > 1e-6 * pull.abs().max()))
         return found
-
-    def add_cut(self, w: Tensor) -> None:
-        """Require g(u, v) <= g(u, w)."""
-        self.cuts.append(w.clone())
-        self._better.append(other(self.v, w))
-        self._moved.append(self._moved_by_u(self._better[-1]))
 
     # -- what a certificate says -----------------------------------------------------------------------------------
 
@@ -297,7 +245,7 @@ class KKT:
     def state_dict(self) -> dict[str, Any]:
         return {
             "a": [x.detach() for x in self.a], "b": [x.detach() for x in self.b], "t": self.t,
-            "bend": self.bend, "sizes_c": self.sizes_c, "sizes_d": self.sizes_d, "cuts": list(self.cuts),
+            "bend": self.bend, "sizes_c": self.sizes_c, "sizes_d": self.sizes_d, "cuts": list(self.cuts.points),
             "active": [x.to(torch.uint8) for x in self.active or ()], "piece": self.active is not None,
             "gap": self.gap, "gap_starts": self.gap_starts,
         }  # fmt: skip
@@ -310,19 +258,6 @@ class KKT:
         self.sizes_c, self.sizes_d = list(state["sizes_c"]), list(state["sizes_d"])
         self.active = [x.bool() for x in state["active"]] if state["piece"] else None
         self.gap, self.gap_starts = state["gap"], state["gap_starts"]
-        self.cuts, self._better, self._moved = [], [], []
+        self.cuts = Cuts(self)
         for w in state["cuts"]:
-            self.add_cut(w)
-
-
-def other(v: Variable, w: Tensor) -> Any:
-    """The user's v with other numbers: a copy that nothing is optimised in."""
-    value = copy.deepcopy(v.value)
-    twin = Variable(value, "v")
-    parts = torch.split(w, [leaf.numel() for leaf in twin.leaves])
-    with torch.no_grad():
-        for leaf, part in zip(twin.leaves, parts, strict=True):
-            leaf.copy_(part.reshape(leaf.shape))
-    for leaf in twin.leaves:
-        leaf.requires_grad_(False)
-    return value
+            self.cuts.add(w)

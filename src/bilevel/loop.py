@@ -142,6 +142,9 @@ class Loop:
             if bad:
                 self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
                 return Status.DIVERGED
+        if status is Status.INFEASIBLE:  # of a cut, where no constraint of the user's is violated
+            stationary = certificate.infeasibility <= (tolerance or 0.0) and certificate.lower_minimiser is False
+            return Status.STATIONARY if stationary else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
         stationary = certificate.stationarity / certificate.scale <= tolerance

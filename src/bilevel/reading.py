@@ -24,14 +24,15 @@ from torch import Tensor
 
 from .autodiff import Derivatives
 from .check import variables
+from .distributed import Ranks
 from .errors import OptionError
 from .kkt import KKT
 from .lower_constrained import minimise_constrained
 from .lower_level import flatten, minimise, write
 from .problem import Objective, Problem, Projection, Variable
 from .scales import lower_curvature, measure
-from .solution import Solution
-from .starts import candidate, copied, place
+from .solution import Solution, Status
+from .starts import candidate, copied, drawn_seed, place
 from .vectors import gradient, norm
 
 ROUNDS = 6
@@ -180,7 +181,7 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
     """
     problem, u, v = order.problem, order.upper, order.lower
     refuse(problem, u)
-    seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    seed = drawn_seed(Ranks.here(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
     solution: Solution | None = None
@@ -199,6 +200,9 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
             )  # fmt: skip
             solution = round_.once(None, seed, 1)  # a start that stays near where it is
             kept = made.points()
+        else:
+            if solution is not None and not same(lower_solutions(problem, u, v, generator, kept), kept):
+                solution = unsettled(solution)
     except BaseException:
         place(first[0], u)
         place(first[1], v)
@@ -211,6 +215,14 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
         place(values[k], v)
         ends.append(candidate(solution, Derivatives(problem, u, v), start))
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
+
+
+def unsettled(solution: Solution) -> Solution:
+    """The last round as one after which others would follow: it is stationary for lower solutions that are not all."""
+    if solution.status is not Status.CONVERGED:
+        return solution
+    message = f"After {ROUNDS} rounds of the pessimistic reading the search still finds other lower solutions."
+    return replace(solution, status=Status.STALLED, message=message)
 
 
 def inner(method: Any, made: Copies) -> Any:

@@ -43,9 +43,9 @@ class History:
 
     `history["upper"]` is a list, one value a step; `history["advanced"]` says which rule moved the schedule after
     that step (`tolerance`, `smoothed`, `steps`, or an empty string). Columns: step, seconds, upper (f), lower (g),
-    grad_u and grad_v (norms of the penalised gradients), residual (|grad_v g|, or |v - P(v - grad_v g)| under
-    `project_lower`), violation (largest constraint violation), gamma, lam, epsilon, upper_rate and lower_rate
-    (learning rates; the step length in deterministic mode), evaluations (of the lower objective so far), advanced.
+    grad_u and grad_v (norms of the penalised gradients), residual (the certificate's `lower_residual`, of a batch),
+    violation (largest constraint violation), gamma, lam, epsilon, upper_rate and lower_rate (learning rates; the step
+    length in deterministic mode), evaluations (of the lower objective so far), advanced.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Certificate:
     stationarity_v: float
     """|grad_v F|, without the regularisation lam g."""
     lower_residual: float
-    """|grad_v g|; with `project_lower`, |v - P(v - grad_v g)|."""
+    """|grad_v g|; with `project_lower`, |v - P(v - grad_v g)|; with lower constraints, |grad_v L| of `bilevel.kkt`."""
     violation: float
     """The largest violation of an upper-level constraint; 0 without constraints."""
     scale: float
@@ -120,7 +120,7 @@ class Certificate:
     violation_scale: float = 1.0
     """The size of the constraint functions, against which the violation is judged."""
     lower_minimiser: bool | None = None
-    """Whether a second minimisation of g, started nearby, found nothing lower; None where it was not tried."""
+    """Whether a second minimisation of g, under its constraints, found nothing lower; None where it was not tried."""
     lower_violation: float = 0.0
     """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
     complementarity: float = 0.0
@@ -134,8 +134,8 @@ class Certificate:
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
-    None where it was not asked for, under `project_lower`, or where the conjugate gradients do not get there: g_vv is
-    not positive definite, or too ill-conditioned for this precision."""
+    None where it was not asked for, under `project_lower` or lower constraints, or where the conjugate gradients do not
+    get there: g_vv is not positive definite, or too ill-conditioned for this precision."""
     damping: float = 0.0
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
     batches: int = 0

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from .autodiff import Derivatives
+from .distributed import Ranks
 from .kkt import KKT
 from .lower_constrained import minimise_constrained
 from .lower_level import minimise
@@ -179,8 +180,8 @@ class Runs(Protocol):
 
 def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
     """One run from each of `count` starting points; u and v are left at the best end."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+    ranks = Ranks.here(order.lower.device)
+    seed = drawn_seed(ranks) if seed is None else seed
     both = order.upper, order.lower
     points = [(copied(both[0]), copied(both[1]))]
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
@@ -193,7 +194,9 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
         limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
         solution = limited.run(None if folder is None else folder / name, seed + k, k)
         found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
-        return not solution.interrupted and not agreed([c for _, c in found.values()])
+        # Ctrl-C may reach one rank after the run of all has ended.
+        interrupted = solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted))
+        return not interrupted and not agreed([c for _, c in found.values()])
 
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
@@ -211,6 +214,12 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
         place(value, variable)
     return best
+
+
+def drawn_seed(ranks: Ranks | None) -> int:
+    """A seed from torch's global generator, that of the first rank on all of them."""
+    seed = int(torch.randint(2**62, ()).item())
+    return seed if ranks is None else int(ranks.share(seed))
 
 
 def agreed(candidates: Sequence[Candidate]) -> bool:
@@ -241,7 +250,10 @@ def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy."""
+    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
+
+    The f of an end that is not feasible, or no lower solution, says nothing: these are ranked by how far they are off.
+    """
 
     def residual(c: Candidate) -> float:
         return c.certificate.lower_residual / c.certificate.lower_scale
@@ -251,19 +263,26 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     met = [residual(c) for c in candidates if c.certificate.infeasibility <= near and math.isfinite(residual(c))]
     low = max(NEAR, SPREAD * min(met, default=0.0)) if with_data else NEAR
 
-    def key(c: Candidate) -> tuple[bool, bool, float]:
+    def key(c: Candidate) -> tuple[bool, bool, float, float]:
         feasible = c.certificate.infeasibility <= near
         solved = residual(c) <= low and c.certificate.lower_minimiser is not False
-        return not feasible, not solved, c.upper if math.isfinite(c.upper) else math.inf
+        off = 0.0 if feasible and solved else _off(c, residual(c)) if feasible else c.certificate.infeasibility
+        off, f = (x if math.isfinite(x) else math.inf for x in (off, c.upper))
+        return not feasible, not solved, off, f
 
     order = sorted(candidates, key=key)
     first = order[0]
     tied = [
         c for c in order
-        if key(c)[:2] == key(first)[:2] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
+        if key(c)[:3] == key(first)[:3] and abs(c.upper - first.upper) <= ALIKE * (1 + abs(first.upper))
     ]  # fmt: skip
     best = min(tied, key=lambda c: c.certificate.worst)
     return [best, *(c for c in order if c is not best)]
+
+
+def _off(c: Candidate, residual: float) -> float:
+    """How far a feasible end is from a lower solution."""
+    return max(residual, (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -33,7 +33,7 @@ from .problem import Objective, Problem, Variable
 from .replay import keeping, random_state, set_random_state
 from .solution import Candidate, Certificate, Solution, Status
 from .sources import Sources
-from .starts import POOL, Scatter, chosen, copied, place
+from .starts import POOL, Scatter, chosen, copied, drawn_seed, place
 from .vectors import gradient
 
 AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -43,14 +43,21 @@ Points = list[tuple[list[Tensor], list[Tensor]]]
 
 def several_with_data(order: Any, folder: Path | None, seed: int | None, count: int) -> Solution:
     """The best of `count` starts; u and v are left at its end."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-        if (ranks := Ranks.here(order.lower.device)) is not None:
-            seed = int(ranks.share(seed))
-    points = spread_points(order.upper, order.lower, count, seed, lambda: _finite(order, seed))
-    found = _at_once(order, folder, seed, points)
+    ranks = Ranks.here(order.lower.device)
+    seed = drawn_seed(ranks) if seed is None else seed
+
+    def fits() -> bool:
+        finite = _finite(order, seed)
+        return finite if ranks is None else all(ranks.gather(finite))
+
+    points = spread_points(order.upper, order.lower, count, seed, fits)
+    found = _at_once(order, folder, seed, points) if ranks is None else None
     if found is None:
-        found = _in_turn(order, folder, seed, points)
+        found = _in_turn(order, folder, seed, points, ranks)
+    if ranks is not None:
+        # Each rank has drawn its own random numbers, or batches; they are to keep the same start.
+        values = ranks.share([(c.upper, c.lower) for _, c in found])
+        found = [(s, replace(c, upper=f, lower=g)) for (s, c), (f, g) in zip(found, values, strict=True)]
     best = chosen([s for s, _ in found], [c for _, c in found])
     for variable, value in zip((order.upper, order.lower), (best.candidates[0].u, best.candidates[0].v), strict=True):
         place(value, variable)
@@ -99,7 +106,9 @@ def _finite(order: Any, seed: int) -> bool:
 # -- one after another --------------------------------------------------------------------------------------------
 
 
-def _in_turn(order: Any, folder: Path | None, seed: int, points: Points) -> list[tuple[Solution, Candidate]]:
+def _in_turn(
+    order: Any, folder: Path | None, seed: int, points: Points, ranks: Ranks | None
+) -> list[tuple[Solution, Candidate]]:
     found = []
     sources = Sources(order.data, seed, order.lower.device)
     for k, point in enumerate(points):
@@ -107,7 +116,8 @@ def _in_turn(order: Any, folder: Path | None, seed: int, points: Points) -> list
             place(value, variable)
         solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
         found.append((solution, _candidate(order, sources, solution, k)))
-        if solution.interrupted:
+        # Ctrl-C may reach one rank after the run of all has ended.
+        if solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted)):
             break
     return found
 
@@ -218,7 +228,7 @@ def _at_once(order: Any, folder: Path | None, seed: int, points: Points) -> list
              "prepare", "start_lower")  # fmt: skip
     if any(getattr(problem, name) for name in fixed) or u.rows or u.shards or v.shards:
         return None
-    if Ranks.here(v.device) is not None or v.dtype not in AGREEMENT:
+    if v.dtype not in AGREEMENT:
         return None
     sources = Sources(order.data, seed, v.device)
     first = copied(u), copied(v)

@@ -220,7 +220,7 @@ class Constrained(Lagrangian):
         """
         if self.resolved is None or self.resolved.better is None:
             raise RuntimeError("a restart needs a better point")
-        self.kkt.add_cut(flatten(self.v.leaves) if self.tie else better)
+        self.kkt.cuts.add(flatten(self.v.leaves) if self.tie else better)
         if self.tie or (self.restarts + self.setting.start // 2) % 2:
             write(better, self.v.leaves)
             self.kkt.write(self.resolved.better.alpha, self.resolved.better.beta)
@@ -239,7 +239,9 @@ class Constrained(Lagrangian):
             self._measure()
         found = super().finish()
         # Where the lower problem could not be solved again, nothing says that v solves it.
-        return False if self.resolved is not None and not self.resolved.met else found
+        unknown = self.resolved is not None and not self.resolved.met
+        beyond = self.kkt.cuts.violation(self._batches(graph=False)[0][1])
+        return False if unknown or beyond > (self.tolerance or 0.0) * self._reach() else found
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

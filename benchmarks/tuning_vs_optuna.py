@@ -6,7 +6,8 @@
     python benchmarks/tuning_vs_optuna.py --write    the page, from the results so far
 
 Results go to `build/tuning_vs_optuna.jsonl` as they come, one JSON object a line; a run that is there already is not
-made again. Both sides have the same data, the same training and the same CPU seconds of one thread.
+made again. Both sides have the same data and training, and one thread: on linear models for the same CPU seconds, on
+the network Optuna has 50 trials, whatever they take.
 """
 
 from __future__ import annotations
@@ -205,7 +206,9 @@ Written by `python benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with
 [bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last evaluation
 of either may overrun; on the network it has {TRIALS} trials, each a training,
 whatever these take. Per feature it is left out above {MOST_FEATURES} features.
-bilevel tunes one penalty for each feature, without caution.
+bilevel tunes one penalty for each feature, without caution. It starts at one value of each knob, of
+features at the single penalty that it tunes first; Optuna draws its first trials from the whole ranges, and is told no
+start.
 """
 AGAIN = """
 To run it again: `python benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same with `run`, then

@@ -167,6 +167,32 @@ def test_ctrl_c_ends_a_run_with_the_exit_code_of_ctrl_c(folder, tmp_path):
     assert not (out / "result.json").exists()
 
 
+def test_ctrl_c_in_the_evaluation_keeps_the_training_and_a_checkpoint_that_is_no_good_stays(
+    folder, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "r"
+    with monkeypatch.context() as patch:
+        patch.setattr("bilevel.cli.fewshot.adapt_and_evaluate", stopped)
+        assert main(arguments(folder, out)) == 130
+    assert f"The same command with --resume goes on from {out}." in capsys.readouterr().err
+    state = out / "checkpoint" / "solve" / "state.safetensors"
+    whole = state.read_bytes()
+    for file in state.parent.glob("*.safetensors"):
+        file.write_bytes(whole[:100])
+    assert main(arguments(folder, out, "--resume")) == 1
+    told = capsys.readouterr().err
+    assert "truncated or altered" in told
+    assert "is left as it is: --resume goes on from it where it can" in told
+    assert state.read_bytes() == whole[:100]
+    state.write_bytes(whole)
+    assert main(arguments(folder, out, "--resume")) == 0
+    assert not state.exists()
+
+
+def stopped(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
     file = tmp_path / "net.py"
     file.write_text(

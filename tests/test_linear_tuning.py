@@ -132,6 +132,8 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, at, tmp_pat
     assert torch.equal(again.weight, straight.weight)
     assert again.path == straight.path
     assert len(left) == len(set(left)) == steps  # each step once
+    with pytest.raises(CheckpointError, match="is of another run: its steps differ"):
+        tune_linear(rows, steps=3, **options)
     with pytest.raises(CheckpointError, match="is of another run: its rows differ"):
         tune_linear(Rows(x + 1, rows.y, rows.fold, rows.loss, rows.outputs), **options)
 

@@ -66,10 +66,11 @@ def test_the_ridge_cell_measures_penalties_and_test_errors():
 
 @needs("mnist")
 def test_the_scale_cell_measures_both_sides():
-    found = tuning.run({"part": "scale", "hidden": 6, "steps": 12})
+    found = tuning.run({"part": "scale", "hidden": 6, "steps": 12, "turns": 2})
     assert found is not None
     assert found["hyper_parameters"] == 6 * (784 + 10)
     assert found["ratio"] == pytest.approx(found["tuned_seconds"] / found["plain_seconds"])
+    assert len(found["ratios"]) == 2
     assert f"{found['ratio']:.2f} times plain training" in tuning_page._scale(found)
 
 
@@ -81,13 +82,15 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
     found = [
         cell("per-feature", 0, 0.1, 0.3), cell("single", 0, 0.2, 0.25), cell("per-feature", 1, 0.4, 0.2),
         cell("single", 1, 0.3, 0.3), cell("per-feature", 2, 9.0, 9.0), cell("folds", 0, 0.2, 0.2),
+        cell("per-feature, caution 1", 0, 0.2, 0.25), cell("per-feature, caution 1", 1, 0.35, 0.3),
         cell("folds", 1, 0.2, 0.3), cell("folds, single", 0, 0.3, 0.25), cell("folds, single", 1, 0.3, 0.25),
     ]  # fmt: skip
     said = tuning_page.write(found, tmp_path)
     page = (tmp_path / "tuning.md").read_text()
     assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in page
     assert "Per feature has it on 1 of 2 seeds." in page
-    assert "More CPU seconds than the budget: per feature; single, by gradient; per feature, 5 folds, caution 1" in page
+    assert "Lower than the validation loss of per feature, caution 1: per feature; single, by gradient." in page
+    assert "More CPU seconds than the budget: per feature; per feature, caution 1; single, by gradient; " in page
     assert "Test loss, per feature: 0.02500 below that of the best single penalty." in page
     assert "5 folds, caution 1: the same as that of the best single penalty." in page
     gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]

@@ -26,6 +26,8 @@ from bilevel.errors import DataError
 from bilevel.lbfgs import LBFGS
 from bilevel.models import mlp
 
+TITLES = ("The penalties, sorted", "The path of the validation loss", "What a grid would have given")
+
 
 def run(*arguments: object) -> int:
     return main(["tune", *map(str, arguments)])
@@ -78,7 +80,7 @@ def test_page_holds_all_that_it_shows_and_loads_nothing(table, tmp_path):
     assert run(table, "--model", "ridge", "--label", "price", "--penalty", "single", "--out", tmp_path) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 3
-    assert "grid" in page
+    assert all(f">{title}</h" in page for title in TITLES)
     assert "prefers-color-scheme: dark" in page
     assert not re.search("https?:", page.replace("http://www.w3.org", ""))
 
@@ -92,7 +94,8 @@ def test_classes_of_an_npz_file_with_each_model_and_penalty(model, penalty, coun
     x = draw.normal(size=(120, 5))
     y = np.where(x[:, 0] + 0.3 * draw.normal(size=120) > 0, "up", "down")
     np.savez(tmp_path / "d.npz", x=x[:90], y=y[:90], x_test=x[90:], y_test=y[90:])
-    options = ("--model", model, "--penalty", penalty, "--steps", 60, "--folds", 3, "--out", tmp_path / "r", "--json")
+    options = ["--model", model, "--penalty", penalty, "--steps", 60, "--out", tmp_path / "r", "--json"]
+    options += ["--folds", 3] if model == "logistic" else []
     assert run(tmp_path / "d.npz", *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["penalties"] == count == len(rows_of(tmp_path / "r" / "penalties.csv"))
@@ -126,6 +129,8 @@ def test_numbers_are_predicted_by_a_network_too(table, tmp_path, capsys):
         (("digits", "--model", "ridge"), "classes as labels"),
         (("digits", "--numbers"), "--numbers is for"),
         (("digits", "--model", "mlp", "--caution", "1"), "--caution is for linear"),
+        (("digits", "--model", "mlp", "--folds", "3"), "--folds is for linear"),
+        (("digits", "--penalty", "single", "--caution", "1"), "--caution is for penalties that differ"),
         (("digits", "--device", "cuda:77"), "--device must be"),
     ],
 )
@@ -141,6 +146,24 @@ def test_numbers_that_are_missing_or_all_the_same_are_refused(tmp_path):
         np.savez(tmp_path / "d.npz", x=x, y=y)
         with pytest.raises(DataError, match=message):
             load_numbers(tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize("model", ["ridge", "mlp"])
+def test_numbers_of_no_use_in_the_rows_that_are_trained_on_are_refused(model, tmp_path, capsys):
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.full(20, 0.1)
+    y[np.random.default_rng(0).permutation(20)[0]] = 1.0  # a row that seed 0 holds out as a test row
+    for numbers, message in ((y, "must vary outside the test set; all 16 are 0.1"), (1e200 * x[:, 0], "another unit")):
+        np.savez(tmp_path / "d.npz", x=x, y=numbers)
+        assert run(tmp_path / "d.npz", "--model", model, "--numbers", "--steps", 5, "--out", tmp_path / "r") == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_class_whose_rows_are_all_test_rows_is_refused(tmp_path, capsys):
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.zeros(20, dtype=int)
+    y[np.random.default_rng(0).permutation(20)[:3]] = 1
+    np.savez(tmp_path / "d.npz", x=x, y=y)
+    assert run(tmp_path / "d.npz", "--steps", 5, "--out", tmp_path / "r") == 1
+    assert "of the rarest 0. Leave rare classes out." in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happened(tmp_path, capsys):

@@ -49,65 +49,6 @@ def classes(seed=0, rows=150, features=5, count=3):
     return x, y
 
 
-# -- ranges ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", [Range(1e-6, 1e2), Range(0.0, 0.5, "linear"), Range(-3.0, 3.0, "linear")])
-def test_a_range_is_kept_for_any_free_number_and_gives_back_what_it_was_given(given):
-    value = given.value(torch.tensor([-1e6, -3.0, 0.0, 3.0, 1e6], dtype=DOUBLE))
-    assert bool(((value >= given.low - 1e-12) & (value <= given.high + 1e-12)).all())
-    assert bool((value.diff() > 0).all())
-    inside = given.value(torch.linspace(-5, 5, 11, dtype=DOUBLE))
-    torch.testing.assert_close(given.value(given.free(inside)), inside)
-
-
-@pytest.mark.parametrize("scale", ["log", "linear"])
-def test_values_follow_the_formula_and_have_two_derivatives(scale):
-    given = Range(1e-3, 10.0, scale)
-    t = torch.linspace(-6, 6, 9, dtype=DOUBLE, requires_grad=True)
-    ends = torch.tensor([1e-3, 10.0], dtype=DOUBLE)
-    low, high = ends.log() if scale == "log" else ends
-    natural = (low + high) / 2 + (high - low) / 2 * torch.tanh(t / 2.5)
-    torch.testing.assert_close(given.value(t), natural.exp() if scale == "log" else natural)
-    assert torch.autograd.gradcheck(given.value, t)
-    assert torch.autograd.gradgradcheck(given.value, t)
-
-
-def test_a_validation_loss_that_reads_no_values_makes_none(monkeypatch):
-    calls = []
-    plain = Range.value
-    monkeypatch.setattr(Range, "value", lambda *given: calls.append(given) or plain(*given))
-    x, y = regression()
-    model, batch = nn.Linear(20, 1).double(), (x, y)
-    u = {"decay": torch.zeros(1, dtype=DOUBLE)}
-    problem = TrainingLoss({"decay": WeightDecay()}, None).problem()
-    problem.upper(u, model, batch)
-    assert not calls
-    problem.lower(u, model, batch)
-    assert len(calls) == 1
-
-
-def test_a_value_at_the_end_of_its_range_can_still_move():
-    t = Range(0.0, 0.5, "linear").free(torch.zeros(1, dtype=DOUBLE)).requires_grad_()
-    value = Range(0.0, 0.5, "linear").value(t)
-    assert float(torch.autograd.grad(value, t)[0]) > 0
-    assert float(value.detach()) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((0.0, 1.0), "above 0"),
-        ((2.0, 1.0), "below high"),
-        ((1.0, float("inf")), "finite"),
-        ((1.0, 2.0, "cubic"), "scale"),
-    ],
-)
-def test_a_range_that_is_none_is_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        Range(*options)
-
-
 # -- what each knob does to the training loss --------------------------------------------------------------------------
 
 
@@ -165,6 +106,20 @@ def test_mixed_losses_have_shares_that_sum_to_one():
     knob = LossMix(mixed=(lambda s, y: torch.ones(len(y)), lambda s, y: 5 * torch.ones(len(y))))
     found = knob.losses(torch.tensor([1.0, 3.0]), torch.zeros(4, 2), torch.zeros(4))
     torch.testing.assert_close(found, torch.full((4,), 4.0))
+
+
+def test_a_validation_loss_that_reads_no_values_makes_none(monkeypatch):
+    calls = []
+    plain = Range.value
+    monkeypatch.setattr(Range, "value", lambda *given: calls.append(given) or plain(*given))
+    x, y = regression()
+    model, batch = nn.Linear(20, 1).double(), (x, y)
+    u = {"decay": torch.zeros(1, dtype=DOUBLE)}
+    problem = TrainingLoss({"decay": WeightDecay()}, None).problem()
+    problem.upper(u, model, batch)
+    assert not calls
+    problem.lower(u, model, batch)
+    assert len(calls) == 1
 
 
 # -- known answers -----------------------------------------------------------------------------------------------------
@@ -254,7 +209,7 @@ def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
         tune(nn.Linear(20, 1).double(), (x, y), (a, b), {"decay": WeightDecay()}, watch=_stop)
 
 
-# -- misuse ------------------------------------------------------------------------------------------------------------
+# -- a run that was stopped --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "at"), [("convex", "tuning"), ("minibatch", "tuning"), ("minibatch", "training")])
@@ -290,6 +245,16 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monke
     with pytest.raises(CheckpointError, match="is of another run: its examples differ"):
         tune(first, (x[:80], y[:80] + 1), (x[80:], y[80:]), {"penalty": FeaturePenalty()}, mode=mode,
              checkpoint=tmp_path)  # fmt: skip
+    for hyper, own, differs in (
+        (FeaturePenalty(high=10.0), None, "hyper"), (FeaturePenalty(kind="group-lasso"), None, "hyper"),
+        (FeaturePenalty(), lambda value, model, batch: model(batch[0]).square().mean(), "loss"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"is of another run: its {differs} differ"):
+            tune(first, (x[:80], y[:80]), (x[80:], y[80:]), {"penalty": hyper}, mode=mode, steps=40, valid_loss=own,
+                 checkpoint=tmp_path)  # fmt: skip
+
+
+# -- misuse ------------------------------------------------------------------------------------------------------------
 
 
 def test_misuse_is_refused_with_a_sentence_that_names_it():

@@ -32,7 +32,7 @@ def fingerprint(
     functions = [problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *below, *sets]
     lengths = [len(source) if isinstance(source, Sized) else "?" for source in data or ()]
     return {
-        "objectives": [_name(function) for function in functions if function is not None],
+        "objectives": [described(function) for function in functions if function is not None],
         "u": shapes(u), "v": shapes(v), "method": type(method).__name__, "options": method.describe(),
         "data": "none" if data is None else f"batches {lengths}", "accumulate": accumulate, "seed": seed,
     }  # fmt: skip
@@ -57,11 +57,11 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()
 
 
-def _name(function: Any) -> str:
-    """The function's name and a digest of its code and of the values it closes over."""
+def described(value: Any) -> str:
+    """The name of a function and a digest of its code and of the values it closes over; of all else, its type's."""
     digest = hashlib.sha256()
-    _feed(digest, function, DEPTH)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    _feed(digest, value, DEPTH)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{name} {digest.hexdigest()[:12]}"
 
 

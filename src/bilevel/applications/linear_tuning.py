@@ -87,7 +87,7 @@ def tune_linear(
         name: str, alpha: Callable[[Tensor], Tensor], t: Tensor, price: Callable[[Tensor], Any], tolerance: float
     ) -> Descended:
         problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
-        task = {"rows": digest, "stage": name, "tolerance": tolerance}
+        task = {"rows": digest, "stage": name, "tolerance": tolerance, "steps": steps}
         return descend(
             problem, t, model.v, max_steps=steps, tolerance=tolerance,
             seconds=None if seconds is None else max(0.0, seconds - (clock() - began)),

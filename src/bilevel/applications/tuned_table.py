@@ -22,7 +22,7 @@ from .. import models
 from ..callbacks import Callback
 from ..cells import Cell, Settings, Store
 from ..data import Labelled, Pair
-from ..errors import OptionError
+from ..errors import DataError, OptionError
 from ..fingerprint import digest_of
 from ..replay import seeded
 from ..training import accuracy
@@ -41,6 +41,8 @@ Penalty = Literal["per-feature", "per-layer", "single"]
 HELD_OUT = 0.2
 GRID, NETWORK_GRID = 11, 5
 """Penalties of the grid, and of that of a network."""
+LEAST = 1e-150
+"""The least deviation of numbers to predict."""
 DECADES = 5.0
 """How far the grid reaches below and above the middle of the single penalty's range, in powers of ten."""
 Tell = Callable[[str, int, int], object]
@@ -127,6 +129,19 @@ def _with_test(data: Labelled, seed: int) -> Labelled:
     return replace(data.select(rest), test=(data.x[out], data.y[out]))
 
 
+def _units(y: Tensor) -> tuple[float, float]:
+    """The mean and the deviation of numbers to predict."""
+    if bool((y == y[0]).all()):
+        raise DataError(f"the numbers to predict must vary outside the test set; all {len(y)} are {float(y[0]):g}.")
+    center, spread = float(y.mean()), float(y.std())
+    if not LEAST < spread < 1 / LEAST:
+        raise DataError(
+            f"the numbers to predict must have a deviation between {LEAST:g} and {1 / LEAST:g}; got {spread:g}. Use "
+            "another unit."
+        )
+    return center, spread
+
+
 def _linear(
     data: Labelled, model: Kind, penalty: Penalty, folds: int, caution: float | None, steps: int, seed: int,
     notes: list[str], tell: Tell, device: torch.device, checkpoint: Path | None,
@@ -134,7 +149,7 @@ def _linear(
     began = time.perf_counter()
     loss: Loss = "squared" if model == "ridge" else "logistic"
     outputs = len(data.classes) if len(data.classes) > 2 else 1
-    center, spread = (float(data.y.mean()), float(data.y.std())) if model == "ridge" else (0.0, 1.0)
+    center, spread = _units(data.y) if model == "ridge" else (0.0, 1.0)
 
     def rows_of(pair: Pair, fold: Tensor) -> Rows:
         y = (pair[1].double() - center) / spread if outputs == 1 else pair[1]
@@ -208,7 +223,7 @@ def _network(
     began = time.perf_counter()
     classes = len(data.classes) or None
     dtype = torch.float32
-    center, spread = (0.0, 1.0) if classes else (float(data.y.mean()), float(data.y.std()))
+    center, spread = (0.0, 1.0) if classes else _units(data.y)
     y = data.y if classes else ((data.y - center) / spread).to(dtype)
     order = torch.randperm(data.count, generator=torch.Generator().manual_seed(seed))
     count = max(1, round(HELD_OUT * data.count))

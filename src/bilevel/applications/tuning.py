@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..callbacks import Callback
 from ..errors import DataError, OptionError, ProblemError
-from ..fingerprint import compare, digest_of
+from ..fingerprint import compare, described, digest_of
 from ..method import Method
 from ..methods.penalty import Penalty
 from ..options import in_range, one_of
@@ -109,7 +109,15 @@ def tune(
     if mode == "convex" and method is not None:
         raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
     folder = None if checkpoint is None else Path(checkpoint)
-    task = {} if folder is None else _task(folder, {"examples": digest_of([*columns, *kept]), "mode": mode})
+    task: dict[str, Any] = {}
+    if folder is not None:
+        task = {
+            "examples": digest_of([*columns, *kept]),
+            "mode": mode,
+            "loss": [described(loss), described(valid_loss)],
+        }
+        task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
+        _claim(folder, task)
     u = starts(hyper, sizes, like)
     settings = {"batch": batch, "seed": seed, "hyper_parameters": sum(t.numel() for t in u.values())}
     if mode == "convex":
@@ -118,7 +126,7 @@ def tune(
         found = descend(
             problem, u, model, max_steps=count, tolerance=1e-6,
             watch=watch and (lambda done, value: watch("tuning", done, count)),
-            place=None if folder is None else Place(folder / "tuning", task),
+            place=None if folder is None else Place(folder / "tuning", task | {"steps": count}),
         )  # fmt: skip
         if found.interrupted:
             raise KeyboardInterrupt
@@ -177,8 +185,8 @@ def train_with(
     )  # fmt: skip
 
 
-def _task(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """What makes a tuning this one, as the folder has it; one that is of another is refused."""
+def _claim(folder: Path, task: dict[str, Any]) -> None:
+    """Write to the folder what makes a tuning this one; a folder of another is refused."""
     place = folder / "task.json"
     if place.exists():
         try:
@@ -188,7 +196,6 @@ def _task(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
         compare(before if isinstance(before, dict) else {}, task, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(place, json.dumps(task) + "\n")
-    return task
 
 
 def _detached(hyper: Mapping[str, Knob], u: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: a bar where that is a terminal, elsewhere a line now and then."""
+"""How far a command is, on standard error: a bar where that is a terminal, elsewhere nothing, or lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class Lines:
 
 @contextmanager
 def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields what is told how many `of` what there is are done; shows it in a bar, or in lines."""
+    """Yields `tell(done, total)`, which shows how much of a stage is done, in a bar or in lines.
+
+    `of` is what is counted, in the plural.
+    """
     lines = Lines()
     with progress_bar() as bar:
         task = bar.add_task(label)
@@ -52,7 +55,7 @@ def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class StageBar:
-    """One bar for all stages of a command, each under its own name."""
+    """One bar for all stages of a command, each under its own name; it is quiet where is no terminal."""
 
     def __init__(self) -> None:
         self.bar, self.stage = progress_bar(), ""

@@ -20,7 +20,7 @@ from ..applications.comparison import METHODS
 from ..callbacks import Progress
 from ..data import apply_decisions, load
 from ..distributed import Ranks, first_rank, restarted
-from ..errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
+from ..errors import OptionError
 from ..joining import by_first
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
@@ -32,8 +32,7 @@ from .denoise_output import FILES, NOISY, apply_command, show, summary, write, w
 from .device import device_of
 from .folder import Folder
 from .model import classifier_of
-from .run_state import begin, finished
-from .stopped import Stopped
+from .run_state import begin, finished, resumable
 from .telling import tell
 
 SMALL = 500_000
@@ -129,24 +128,8 @@ def command(
     if noise is not None and first:
         prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
-    try:
+    with resumable(checkpoint, first=first):
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
-    except KeyboardInterrupt:
-        again = f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}."
-        raise Stopped(again if first else "") from None
-    except (CheckpointError, WriteError):
-        if first:
-            print(
-                f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins "
-                "anew.", file=sys.stderr,
-            )  # fmt: skip
-        raise
-    except RankError:
-        raise
-    except BilevelError:
-        if first:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
-        raise
     if not first:
         return
     result = summary(prepared, cleaned, net, asked, time.perf_counter() - began, where)

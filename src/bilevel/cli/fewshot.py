@@ -25,7 +25,7 @@ from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip
 from ..callbacks import Progress, Run
 from ..data.image_classes import ClassSplits
-from ..errors import BilevelError, OptionError
+from ..errors import OptionError
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
@@ -35,8 +35,7 @@ from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
-from .run_state import begin, finished
-from .stopped import Stopped
+from .run_state import begin, finished, resumable
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -134,11 +133,8 @@ def command(
         report(folder, with_embeddings(done, net, new, folder), json)
         return
     checkpoint = begin(folder, asked, resume, FILES)
-    try:
+    with resumable(checkpoint):
         result = _run(folder, checkpoint, net, splits, samplers, asked, where)
-    except BilevelError:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
-        raise
     shutil.rmtree(checkpoint, ignore_errors=True)
     report(folder, with_embeddings(result, net, new, folder), json)
 
@@ -181,7 +177,7 @@ def _run(
         precision="bf16" if where.type == "cuda" else None,
     )  # fmt: skip
     if solution.interrupted:
-        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.")
+        raise KeyboardInterrupt
     with stage("evaluating", "images") as tell:
         found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
     with stage("evaluating class means", "images") as tell:

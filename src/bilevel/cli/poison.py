@@ -19,7 +19,7 @@ from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
 from ..callbacks import Progress
 from ..data import Labelled, load
-from ..errors import BilevelError, CheckpointError, OptionError, WriteError
+from ..errors import OptionError
 from ..options import did_you_mean
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
@@ -29,8 +29,7 @@ from .folder import Folder
 from .model import classifier_of
 from .poison_audit import Audit, audit_of
 from .poison_output import FILES, show, summary, write
-from .run_state import begin, finished
-from .stopped import Stopped
+from .run_state import begin, finished, resumable
 from .telling import tell
 
 LEVELS = 255
@@ -129,20 +128,8 @@ def command(
     checkpoint = begin(folder, asked, resume, FILES)
     began = time.perf_counter()
     small = where.type == "cpu" and sum(p.numel() for p in net.network.parameters()) < SMALL
-    try:
-        with one_thread() if small else nullcontext():
-            ground, outcome, audited = _run(ground, aim, bound, asked, checkpoint, resume)
-    except KeyboardInterrupt:
-        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.") from None
-    except (CheckpointError, WriteError):
-        print(
-            f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",
-            file=sys.stderr,
-        )
-        raise
-    except BilevelError:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
-        raise
+    with resumable(checkpoint), one_thread() if small else nullcontext():
+        ground, outcome, audited = _run(ground, aim, bound, asked, checkpoint, resume)
     result = summary(ground, aim, outcome, audited, net.kind, asked, time.perf_counter() - began, where)
     write(folder, ground, aim, outcome, audited, result)
     shutil.rmtree(checkpoint, ignore_errors=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..errors import OptionError
+from ..errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 from .folder import Folder
+from .stopped import Stopped
 
 CHECKPOINT = "checkpoint"
 
@@ -73,3 +76,29 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
     write_config(folder, asked)
     checkpoint.mkdir(exist_ok=True)
     return checkpoint
+
+
+@contextmanager
+def resumable(checkpoint: Path, *, first: bool = True) -> Iterator[None]:
+    """Around what a run does: where it ends early, the checkpoint stays if --resume can go on from it.
+
+    `first` is whether this process speaks for all ranks.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = f"Stopped by Ctrl-C. The same command with --resume goes on from {checkpoint.parent}."
+        raise Stopped(again if first else "") from None
+    except (CheckpointError, WriteError):
+        if first:
+            print(
+                f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins "
+                "anew.", file=sys.stderr,
+            )  # fmt: skip
+        raise
+    except RankError:
+        raise
+    except BilevelError:
+        if first:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
+        raise

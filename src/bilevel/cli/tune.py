@@ -16,17 +16,17 @@ import typer
 from ..applications.tuned_table import TunedTable, tune_table
 from ..callbacks import Progress
 from ..data import Labelled, load, load_numbers
-from ..errors import BilevelError, CheckpointError, OptionError, WriteError
+from ..errors import OptionError
 from ..workers import one_thread
 from .arguments import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import StageBar
 from .device import device_of
 from .folder import Folder
-from .run_state import begin, finished
-from .stopped import Stopped
+from .run_state import begin, finished, resumable
 from .telling import tell
 from .tune_output import FILES, show, summary, write
 
+FOLDS = 5
 SMALL = 5_000_000
 """Numbers of the inputs up to which one thread is as fast as several."""
 
@@ -52,7 +52,10 @@ def command(
     ] = None,
     label: LabelOption = None,
     numbers: Annotated[bool, typer.Option("--numbers", help="With mlp: the labels are numbers to predict.")] = False,
-    folds: Annotated[int, typer.Option(min=2, help="Folds that linear models are tuned on, all at once.")] = 5,
+    folds: Annotated[
+        int | None,
+        typer.Option(min=2, help="Folds that linear models are tuned on, all at once.", show_default=str(FOLDS)),
+    ] = None,
     caution: Annotated[
         float | None,
         typer.Option(min=0, help="What it costs a feature's penalty to differ: 0 nothing; by default the rows decide."),
@@ -75,12 +78,15 @@ def command(
     """
     asked = {
         "command": "tune", "data": data, "model": str(model), "penalty": str(penalty), "test": test, "label": label,
-        "numbers": numbers, "folds": folds, "caution": caution, "steps": steps, "seed": seed,
+        "numbers": numbers, "folds": folds or FOLDS, "caution": caution, "steps": steps, "seed": seed,
     }  # fmt: skip
     if numbers and model is Model.logistic:
         raise OptionError("--numbers is for --model ridge, whose labels are numbers anyway, and for mlp.")
-    if model is Model.mlp and caution is not None:
-        raise OptionError("--caution is for linear models; leave it out with --model mlp.")
+    for option, value in (("--caution", caution), ("--folds", folds)):
+        if model is Model.mlp and value is not None:
+            raise OptionError(f"{option} is for linear models; leave it out with --model mlp.")
+    if penalty is Penalty.single and caution is not None:
+        raise OptionError("--caution is for penalties that differ; leave it out with --penalty single.")
     if numbers or model is Model.ridge:
         loaded = load_numbers(data, label=label, test=test)
     else:
@@ -92,19 +98,8 @@ def command(
         tell(done, show, json=json, report=folder.path / "report.html")
         return
     checkpoint = begin(folder, asked, resume, FILES)
-    try:
+    with resumable(checkpoint):
         found = _run(loaded, asked, where, checkpoint)
-    except KeyboardInterrupt:
-        raise Stopped(f"Stopped by Ctrl-C. The same command with --resume goes on from {folder.path}.") from None
-    except (CheckpointError, WriteError):
-        print(
-            f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins anew.",
-            file=sys.stderr,
-        )
-        raise
-    except BilevelError:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
-        raise
     result = summary(loaded, found, asked, where)
     write(folder, loaded, found, result)
     shutil.rmtree(checkpoint, ignore_errors=True)

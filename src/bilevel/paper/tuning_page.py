@@ -18,6 +18,7 @@ Kept = Sequence[tuple[Settings, Found]]
 TITLES = {"a9a": "a9a", "digits": "digits", "text": "20,000-dimensional text"}
 TARGET = 3.5
 """The largest ratio of tuning to plain training that is aimed at."""
+CAUTIOUS = "per-feature, caution 1"
 RATIO = 100
 """How much more a noise feature is to be penalised than an informative one."""
 
@@ -100,6 +101,8 @@ def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dic
             f"The least validation loss of the ways on this split, in the mean, is that of: {WAYS[best]}. Per feature "
             f"has it on {won} of {seeds} seed{'s' * (seeds != 1)}."
         )
+        if lower := _lower(means, split):
+            lines.append(f"Lower than the validation loss of {WAYS[CAUTIOUS]}: {'; '.join(lower)}.")
         over = [WAYS[way] for way in means if way != "grid" and means[way]["seconds"] > budget]
         if over:
             lines.append(f"More CPU seconds than the budget: {'; '.join(over)}.")
@@ -118,6 +121,13 @@ def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dic
             where = "the same as" if not float(size) else f"{size} {'above' if gap > 0 else 'below'}"
             lines.append(f"Test loss, {WAYS[way]}: {where} that of the best single penalty.")
     return "\n".join(f"- {line}" for line in lines), claims
+
+
+def _lower(means: dict[str, Any], split: Sequence[str]) -> list[str]:
+    """The ways whose validation loss is below that of per-feature tuning with caution 1."""
+    if CAUTIOUS not in means:
+        return []
+    return [WAYS[way] for way in split if means[way]["valid_loss"] < means[CAUTIOUS]["valid_loss"]]
 
 
 def _won(found: Kept, split: Sequence[str]) -> tuple[int, int]:
@@ -164,9 +174,11 @@ def _scale(found: Found) -> str:
     verdict = "within" if found["ratio"] <= TARGET else "above"
     return (
         f"## A million hyper-parameters\n\nOne weight decay for each of {found['hyper_parameters']:,} weights of an "
-        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, twice; "
-        f"the least CPU seconds of each: {found['tuned_seconds']:.2f} and {found['plain_seconds']:.2f}, "
-        f"{found['ratio']:.2f} times plain training, {verdict} the {TARGET:g} aimed at."
+        f"MLP, {SCALE_STEPS} steps on batches of 100, in turn with as many of plain training with fixed decays, "
+        f"{len(found['ratios'])} times; the least CPU seconds of each: {found['tuned_seconds']:.2f} and "
+        f"{found['plain_seconds']:.2f}, {found['ratio']:.2f} times plain training, {verdict} the {TARGET:g} aimed at. "
+        f"The ratios of single turns: {min(found['ratios']):.2f} to {max(found['ratios']):.2f}. The training anew with "
+        "which `tune` ends is not in it."
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ...cells import Store
+from ...wording import counted
 from ..arguments import JsonOption
 from .shared import (
     NoRunOption,
@@ -45,7 +46,6 @@ def tuning(
     cells = study.cells(wanted, words("--dataset", dataset, tuning_data.DATASETS), seeds)
     folders = folders_of(out, page)
     store = Store(cells_folder(folders)) if no_run else run("tuning", cells, folders, study.run, where_of(workers, ray))
-    if store is not None:
-        found = [(c.settings, result) for c in study.cells(seeds=seeds) if (result := store.get(c)) is not None]
-        summary = tuning_page.write(found, folders[1].path)
-        end("tuning", f"The page shows {len(found)} cells.", summary, folders, json)
+    found = [(c.settings, result) for c in study.cells(seeds=seeds) if (result := store.get(c)) is not None]
+    summary = tuning_page.write(found, folders[1].path)
+    end("tuning", f"The page shows {counted(len(found), 'cell')}.", summary, folders, json)

@@ -236,6 +236,15 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, 
     assert_same(tmp_path)
 
 
+def test_a_run_that_is_refused_leaves_the_finished_one_in_its_place(table, tmp_path, capsys):
+    command = (table, "--label", "price", "--steps", 2, "--out", tmp_path / "r", "--model", "ridge")
+    assert run(*command, "--penalty", "single") == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir()}
+    assert run(*command, "--penalty", "per-layer") == 2
+    assert "one layer" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "r").iterdir()} == before
+
+
 def test_data_that_changed_between_two_runs_is_refused(tmp_path, monkeypatch, capsys):
     draw = np.random.default_rng(2)
     x, y = draw.normal(size=(60, 3)), draw.normal(size=60)

@@ -38,7 +38,8 @@ class TaskSampler:
         if ways > len(classes.names):
             raise OptionError(
                 f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (of a "
-                f"folder, those of one of its three parts); got {ways}. Give more classes, or ask for fewer ways."
+                f"folder, those of one of its three parts, the least of which has 16%); got {ways}. Give more classes, "
+                "or ask for fewer ways."
             )
         least = min(range(len(classes.counts)), key=classes.counts.__getitem__)
         if shots + queries > classes.counts[least]:

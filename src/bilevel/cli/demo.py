@@ -37,7 +37,7 @@ Results = dict[str, list[Attempt]]
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="The folder to write the run to.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="The folder to write the run to.")] = Path("runs/demo-synthetic"),
     seed: Annotated[int, typer.Option(min=0, help="What the starts and the matrices are drawn from.")] = 0,
     starts: Annotated[int, typer.Option(min=1, help="Random starts for each problem.")] = 20,
     json: JsonOption = False,

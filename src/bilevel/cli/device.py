@@ -22,6 +22,9 @@ def device_of(text: str) -> torch.device:
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
         count = torch.cuda.device_count()
-        here = f"torch finds {counted(count, 'CUDA GPU')} here" if count else "torch finds no CUDA GPU here"
-        raise OptionError(f"--device must be auto, cpu, cuda or cuda:0; {here}, got {text!r}.") from None
+        if count:
+            allowed, here = "auto, cpu, cuda or cuda:0", f"torch finds {counted(count, 'CUDA GPU')} here"
+        else:
+            allowed, here = "auto or cpu", "torch finds no CUDA GPU here"
+        raise OptionError(f"--device must be {allowed}; {here}, got {text!r}.") from None
     return found

@@ -40,6 +40,8 @@ from .run_state import begin, finished, resumable
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
+VALIDATE_EVERY = 50
+"""Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
 
 TRAINING = ("train_ways", "network", "meta_batch", "steps", "rotations", "lists", "resume")
@@ -165,10 +167,8 @@ def _run(
     steps, seed, began = asked["steps"], asked["seed"], time.perf_counter()
     watch = None
     if valid is not None:
-        watch = _Shown(
-            net, valid, every=max(1, steps // VALIDATIONS), tasks=VALIDATION_TASKS, file=checkpoint / "accuracy.json",
-            seed=seed,
-        )  # fmt: skip
+        every = min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS))
+        watch = _Shown(net, valid, every=every, tasks=VALIDATION_TASKS, file=checkpoint / "accuracy.json", seed=seed)
     bar = _Bar(watch)
     colour = splits.train.shape[0] == 3
     solution = meta_train(
@@ -211,7 +211,7 @@ class _Shown(Validation):
 
     @property
     def last(self) -> str:
-        return f"{100 * self.rows[-1]['accuracy']:.1f}%" if self.rows else "-"
+        return f", validation {100 * self.rows[-1]['accuracy']:.1f}%" if self.rows else ""
 
 
 class _Bar(Progress):
@@ -223,7 +223,7 @@ class _Bar(Progress):
 
     def log(self, run: Run) -> bool | None:
         stop = super().log(run)
-        label = "learning" if self.watch is None else f"learning, validation {self.watch.last}"
+        label = "learning" if self.watch is None else f"learning{self.watch.last}"
         if self._bar is None:
             self.lines.say(f"{label}: {run.step:,} of {run.max_steps:,} steps")
         else:

@@ -46,7 +46,7 @@ class Audit:
     @property
     def sentence(self) -> str:
         if self.least is None:
-            return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}."
+            return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}; more --steps may."
         return f"The smallest {self.what} tried that {self.wanted}: {_shown(self.what, self.least)}."
 
 

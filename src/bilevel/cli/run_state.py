@@ -20,6 +20,8 @@ from .folder import Folder
 from .stopped import Stopped
 
 CHECKPOINT = "checkpoint"
+ASIDE = "before"
+"""The folder in that of the checkpoint where the files of a finished run wait until this one has ended."""
 
 
 def kept(folder: Folder, name: str) -> dict[str, Any]:
@@ -71,11 +73,22 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
         elif ended:
             print(f"note: {folder.path} holds a run that is finished; this one takes its place.", file=sys.stderr)
-        for name in files:  # of an earlier run: a folder holds the files of one
+        aside = checkpoint / ASIDE
+        for name in (*files, "config.json") if ended else ():
+            if (folder.path / name).exists():
+                aside.mkdir(parents=True, exist_ok=True)
+                (folder.path / name).replace(aside / name)
+        for name in files:  # of a run that did not end: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
     write_config(folder, asked)
     checkpoint.mkdir(exist_ok=True)
     return checkpoint
+
+
+def _put_back(checkpoint: Path) -> None:
+    """After a refusal: the run that was there before, as it was."""
+    for file in (checkpoint / ASIDE).glob("*"):
+        file.replace(checkpoint.parent / file.name)
 
 
 @contextmanager
@@ -100,5 +113,6 @@ def resumable(checkpoint: Path, *, first: bool = True) -> Iterator[None]:
         raise
     except BilevelError:
         if first:
+            _put_back(checkpoint)
             shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise

@@ -51,7 +51,9 @@ def command(
         str | None, typer.Option(help="A file or folder of the same form to measure the test loss on.")
     ] = None,
     label: LabelOption = None,
-    numbers: Annotated[bool, typer.Option("--numbers", help="With mlp: the labels are numbers to predict.")] = False,
+    numbers: Annotated[
+        bool, typer.Option("--numbers", help="The labels are numbers to predict; of ridge they are anyway.")
+    ] = False,
     folds: Annotated[
         int | None,
         typer.Option(min=2, help="Folds that linear models are tuned on, all at once.", show_default=str(FOLDS)),

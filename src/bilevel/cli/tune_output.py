@@ -109,7 +109,11 @@ def write(folder: Folder, data: Labelled, found: TunedTable, result: Mapping[str
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     best = result["best_single"]
     return [
-        (f"tuned, {result['penalty']}", f"{result['valid_loss']:.4g}", f"{result['test_loss']:.4g}"),
+        (
+            "tuned, single" if result["penalties"] == 1 else f"tuned, {result['penalty']}",
+            f"{result['valid_loss']:.4g}",
+            f"{result['test_loss']:.4g}",
+        ),
         (
             f"the best single one of a grid, {best['penalty']:.3g}",
             f"{best['valid_loss']:.4g}",

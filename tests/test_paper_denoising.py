@@ -413,7 +413,7 @@ def test_a_data_set_that_cannot_be_loaded_is_named_and_the_page_is_written(tmp_p
 def test_ctrl_c_ends_the_command_and_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
     results = iter([{"accuracy": 0.9}, None])
     monkeypatch.setattr(denoising_runs, "run", lambda settings, device: next(results))
-    assert main(["reproduce", "denoising", *ONE, "--out", str(tmp_path)]) == 1
+    assert main(["reproduce", "denoising", *ONE, "--out", str(tmp_path)]) == 130
     assert "1 of 2 cells are finished" in " ".join(capsys.readouterr().err.split())
     assert len(list((tmp_path / "cells").glob("*.json"))) == 1
 

@@ -262,10 +262,11 @@ class Ranks:
         if not gone:
             return f"the ranks lost each other, though all are there: {reason(error)}. {_again()}"
         names = ", ".join(map(str, gone))
-        return (
-            f"rank{'s' if len(gone) > 1 else ''} {names} of {self.size} {'are' if len(gone) > 1 else 'is'} lost: "
-            f"{reason(error)}. {_again()}"
-        )
+        if len(gone) > 1:  # one that still waits for this rank in a collective cannot leave word
+            return (
+                f"ranks {names} of {self.size} do not answer, one of them at least is lost: {reason(error)}. {_again()}"
+            )
+        return f"rank {names} of {self.size} is lost: {reason(error)}. {_again()}"
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store()

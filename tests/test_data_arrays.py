@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -176,6 +176,7 @@ def test_a_broken_file_gives_a_data_error_or_is_read(data: st.DataObject) -> Non
 
 
 @settings(max_examples=150, deadline=None)
+@example(x=np.zeros((1, 1, 1), bool), y=np.array(["0", *"\ud800" * 9]))  # half a character, which UTF-8 does not know
 @given(
     x=hnp.arrays(
         st.one_of(hnp.floating_dtypes(), hnp.integer_dtypes(), hnp.unsigned_integer_dtypes(), st.just(np.dtype(bool))),

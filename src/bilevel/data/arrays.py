@@ -59,7 +59,9 @@ def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
         x=transform(x),
         y=indices(names, classes, f"{path}, y"),
         classes=classes,
-        keys=row_keys(row.tobytes() + str(name).encode() for row, name in zip(x, names, strict=True)),
+        keys=row_keys(
+            row.tobytes() + str(name).encode("utf-8", "surrogatepass") for row, name in zip(x, names, strict=True)
+        ),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,

@@ -14,7 +14,7 @@ from .autodiff import Derivatives
 from .batches import Pair
 from .prices import Prices, violation
 from .problem import Problem
-from .replay import keeping, random_state, set_random_state
+from .replay import keeping, undisturbed
 from .solution import Certificate
 from .sources import Sources
 from .vectors import norm, spread
@@ -42,15 +42,13 @@ def certify(
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
     d = state.derivatives
-    drawn = random_state(d.v.device)
     counts = d.lower_evaluations, d.upper_evaluations
     d.u.make_dense()
     try:
-        with keeping(d.v.buffers() + d.u.buffers()):
+        with undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
             return _measure(state, sources, minimiser, hypergradient)
     finally:
         d.u.release()
-        set_random_state(drawn, d.v.device)
         d.lower_evaluations, d.upper_evaluations = counts
 
 

@@ -17,7 +17,7 @@ from .batches import Pair
 from .double_backward import missing_double_backward, refuse_once_differentiable
 from .errors import BilevelError, OptionError, ProblemError
 from .problem import Problem, Projection, Variable
-from .replay import keeping, random_state, set_random_state
+from .replay import keeping, undisturbed
 from .sources import Sources
 from .vectors import gradient
 
@@ -59,12 +59,8 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)
     d = Derivatives(problem, upper, lower, "auto")
-    state = random_state(lower.device)
-    try:
-        with keeping(lower.buffers() + upper.buffers()):
-            found = _check(d, first_pairs(sources))
-    finally:
-        set_random_state(state, lower.device)
+    with undisturbed(lower.device, lower.buffers() + upper.buffers()):
+        found = _check(d, first_pairs(sources))
     callbacks.show(str(found))
     return found
 

@@ -43,6 +43,13 @@ def derived(seed: int, name: str) -> int:
 
 
 @contextmanager
+def undisturbed(device: torch.device, buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Put the buffers, and the global generators of the CPU and this device, back as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), keeping(buffers):
+        yield
+
+
+@contextmanager
 def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
     """Put the buffers back as they were."""
     saved = [buffer.clone() for buffer in buffers]

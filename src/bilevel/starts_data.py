@@ -30,7 +30,7 @@ from .distributed import Ranks
 from .errors import BilevelError
 from .prices import Prices
 from .problem import Objective, Problem, Variable
-from .replay import keeping, random_state, set_random_state
+from .replay import undisturbed
 from .solution import Candidate, Certificate, Solution, Status
 from .sources import Sources
 from .starts import POOL, Scatter, chosen, copied, drawn_seed, place
@@ -95,11 +95,9 @@ def _finite(order: Any, seed: int) -> bool:
     """Whether f and g are finite at the present point, on the first batches."""
     d = Derivatives(order.problem, order.upper, order.lower)
     upper, lower, _ = Sources(order.data, seed, d.v.device).sample(1)
-    drawn = random_state(d.v.device)
-    with torch.no_grad(), keeping(d.v.buffers() + d.u.buffers()):
+    with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
         pair = d.prepare([(upper[0], lower[0])], graph=False)[0]
         finite = torch.isfinite(d.upper(pair[0])) & torch.isfinite(d.lower(pair[1]))
-    set_random_state(drawn, d.v.device)
     return bool(finite)
 
 
@@ -126,13 +124,11 @@ def _candidate(order: Any, sources: Sources, solution: Solution, start: int) -> 
     """The end of a run, at the present u and v, with f and g as means over the batches of a certificate."""
     d = Derivatives(order.problem, order.upper, order.lower)
     upper, lower, _ = sources.sample(BATCHES)
-    drawn = random_state(d.v.device)
-    with torch.no_grad(), keeping(d.v.buffers() + d.u.buffers()):
+    with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
         pairs: list[Pair] = [(x, y) for x, y in zip(_cycled(upper, lower), _cycled(lower, upper), strict=True)]
         made = [d.prepare([pair], graph=False)[0] for pair in pairs]
         f, g = (torch.stack([function(pair[i]) for pair in made]).mean().item()
                 for i, function in enumerate((d.upper, d.lower)))  # fmt: skip
-    set_random_state(drawn, d.v.device)
     return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
 
 
@@ -232,9 +228,8 @@ def _at_once(order: Any, folder: Path | None, seed: int, points: Points) -> list
         return None
     sources = Sources(order.data, seed, v.device)
     first = copied(u), copied(v)
-    state = random_state(v.device)
     try:
-        with keeping(v.buffers() + u.buffers()):
+        with undisturbed(v.device, v.buffers() + u.buffers()):
             upper, lower, _ = sources.sample(1)
             made = mapped(problem, u, v, points)
             if not exact(order, made, points, (upper[0], lower[0])):
@@ -244,7 +239,6 @@ def _at_once(order: Any, folder: Path | None, seed: int, points: Points) -> list
     except Exception:  # what vmap cannot map fails in many ways; one after another, it does not
         return None
     finally:
-        set_random_state(state, v.device)
         for variable, value in zip((u, v), first, strict=True):
             place(value, variable)
     trial = replace(order, problem=made.problem, upper=Variable(made.u, "u"), lower=Variable(made.v, "v"))

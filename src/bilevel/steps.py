@@ -27,6 +27,7 @@ from .lower_level import lower_point
 from .method import Setting
 from .parallel import derivatives
 from .prices import Gradients, Prices
+from .problem import Variable
 from .replay import keeping
 from .solution import Status
 from .vectors import dot, norm
@@ -112,13 +113,16 @@ class Steps(ABC):
         count = max(len(upper), len(lower))
         return list(itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count))
 
-    def _upper_descent(self, factory: OptimizerFactory | None, measured: BatchScales) -> Descent:
-        """What moves u: the user's optimizer, or Adam at the default rate."""
+    def _upper_descent(
+        self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
+    ) -> Descent:
+        """What moves u, or another variable in its place: the user's optimizer, or Adam at the default rate."""
+        u = self.u if u is None else u
         if factory is not None:
-            return Descent(self.u, factory, "upper_optimizer")
+            return Descent(u, factory, "upper_optimizer")
         moving = max(1, self.setting.max_steps - self.warm_up)
         rows = 2 * REACH / max(1.0, moving * measured.coverage)
-        return Descent(self.u, adam(self.u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
+        return Descent(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
 
     def _lower_rate(self, measured: BatchScales) -> float:
         """The default rate where v descends g alone. Without data it is no less than that of u, which v must follow."""

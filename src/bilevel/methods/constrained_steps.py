@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ..batch_scales import BatchScales
-from ..descent import Descent, OptimizerFactory
+from ..descent import Descent, OptimizerFactory, adam
 from ..errors import OptionError
 from ..kkt import KKT, TINY
 from ..lower_constrained import resolve
 from ..method import Setting
 from ..parallel import derivatives
 from ..prices import Gradients
-from ..problem import Objective
+from ..problem import Objective, Variable
 from ..scales import lower_curvature
 from ..steps import Draw
 from ..vectors import gradient, norm, spread
@@ -102,21 +102,14 @@ class ConstrainedSteps(Stepwise):
     def _shrinking(self) -> list[tuple[Tensor, float]]:
         return [(self.kkt.t, T_FACTOR)]
 
-    def _upper_descent(self, factory: OptimizerFactory | None, measured: BatchScales) -> Descent:
-        held, self.u = self.u, self.kkt.plain_u
-        try:
-            return super()._upper_descent(factory, measured)
-        finally:
-            self.u = held
+    def _upper_descent(
+        self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
+    ) -> Descent:
+        return super()._upper_descent(factory, measured, self.kkt.plain_u if u is None else u)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
-        lower = super()._lower_descent(factory, rate)
-        held, self.v = self.v, self.kkt.alone
-        try:
-            self.multipliers = super()._lower_descent(factory, rate)
-        finally:
-            self.v = held
-        return lower
+        self.multipliers = Descent(self.kkt.alone, factory or adam(self.kkt.alone, rate), "lower_optimizer")
+        return super()._lower_descent(factory, rate)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The command line: what it prints, writes and returns."""
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -115,6 +116,19 @@ def test_version_and_help(capsys):
         code, output, _ = run(capsys, *arguments)
         assert code == 0
         assert "demo" in output
+
+
+def test_paragraphs_of_help_fill_the_width_of_the_terminal(capsys, monkeypatch):
+    """A line of the source is no line of the page: only the last one of a paragraph is short."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 110)
+    code, output, _ = run(capsys, "tune", "--help")
+    assert code == 0
+    text = output[output.index("Usage") : output.index("Arguments")]
+    paragraphs = [p.splitlines() for p in re.split(r"\n\s*\n", text)[1:] if p.strip()]
+    assert max(map(len, paragraphs)) > 1
+    for lines in paragraphs:
+        for line, following in itertools.pairwise(lines):
+            assert len(line.rstrip()) + len(following.split()[0]) >= 108, line
 
 
 def test_the_installed_command_says_its_version():

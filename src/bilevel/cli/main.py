@@ -13,7 +13,7 @@ from .. import __version__
 from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
-from .naming import Command
+from .command import Command
 from .stopped import INTERRUPTED, Stopped
 
 app = typer.Typer(

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
-
-import typer
-from typer.core import TyperCommand
-
-from ..errors import OptionError
 
 QUOTE = "'"
-
-
-class Command(TyperCommand):
-    """A command whose refusals name its options."""
-
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        try:
-            return super().invoke(ctx)
-        except OptionError as error:
-            error.args = (by_option(str(error), [opt for param in self.params for opt in param.opts]),)
-            raise
 
 
 def by_option(message: str, options: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ..naming import Command
+from ..command import Command
 from . import classical, denoising, fairness, fewshot, poisoning, synthetic, tuning
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")

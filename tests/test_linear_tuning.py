@@ -13,7 +13,8 @@ from bilevel import DataError
 from bilevel.applications.caution import tune_cautiously
 from bilevel.applications.folded_model import FoldedModel, Rows
 from bilevel.applications.linear_tuning import held_out_loss, trained, tune_linear
-from bilevel.applications.nested import Nested, descend
+from bilevel.applications.nested import Nested
+from bilevel.applications.nested_descent import descend
 from bilevel.errors import CheckpointError
 from bilevel.paper.tuning_data import INFORMATIVE, sparse_regression
 from bilevel.problem import Problem
@@ -108,7 +109,7 @@ def test_lower_level_of_a_split_has_the_training_rows_alone():
 @pytest.mark.parametrize("classes", [0, 3])
 @pytest.mark.parametrize(("why", "at"), [(KeyboardInterrupt, 0.6), (RuntimeError, 0.6), (KeyboardInterrupt, 1.0)])
 def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, at, tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.applications.nested.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("bilevel.applications.nested_descent.SAVE_EVERY", 0.0)
     x, y = classes_of(6, 90, 3)
     rows = Rows(x, y if classes else y.double(), torch.arange(90) % 3, *(("logistic", 3) if classes else ("squared",)))
     straight, left = tune_linear(rows, caution=0.1, tolerance=1e-3), []

@@ -214,7 +214,7 @@ def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
 
 @pytest.mark.parametrize(("mode", "at"), [("convex", "tuning"), ("minibatch", "tuning"), ("minibatch", "training")])
 def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.applications.nested.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("bilevel.applications.nested_descent.SAVE_EVERY", 0.0)
     x, y = regression()
     first = nn.Linear(20, 1).double()
 

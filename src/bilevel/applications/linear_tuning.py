@@ -27,7 +27,8 @@ from torch import Tensor
 from ..errors import DataError
 from ..problem import Problem
 from .folded_model import FoldedModel, Rows
-from .nested import Descended, Nested, Place, descend
+from .nested import Nested
+from .nested_descent import Descended, Place, descend
 from .ranges import Range
 
 LOW, HIGH = 1e-5, 1e4

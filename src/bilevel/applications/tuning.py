@@ -34,7 +34,7 @@ from ..solve import solve
 from ..training import fit
 from ..whole import write_whole
 from .knobs import Knob, LabelSmoothing, LossMix, Sizes, parameters_of, starts, values
-from .nested import Place, descend
+from .nested_descent import Place, descend
 from .tuning_loss import OwnLoss, TrainingLoss
 
 Examples = Sequence[Tensor | ArrayLike]

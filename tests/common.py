@@ -13,11 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel import (
-    Callback,
-    Penalty,
-    Run,
-)
+from bilevel import Callback, Penalty, Problem, Run
 
 SGD = partial(torch.optim.SGD, lr=0.01)
 
@@ -31,6 +27,14 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 def leaf(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def two_minimisers() -> Problem:
+    """v = 1 and v = -1 minimise g for every u. f is least at u = -1.1, v = -1; its maximum over v at u = 0."""
+    return Problem(
+        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
+        lambda u, v, _: torch.sum((v * v - 1) ** 2) / 4 + 0 * u.sum(),
+    )
 
 
 def plain(**options: Any) -> Penalty:

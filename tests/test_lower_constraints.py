@@ -11,18 +11,15 @@ import torch
 from common import leaf
 from torch import Tensor
 
-from bilevel import Box, Callback, OptionError, Penalty, Problem, ProblemError, Status, check, reading, solve
+from bilevel import Box, Callback, Penalty, Problem, ProblemError, Status, check, solve
 from bilevel.applications.classical.case import named
 from bilevel.autodiff import Derivatives
-from bilevel.check import variables
 from bilevel.kkt import KKT
 from bilevel.lower_constrained import Resolved, resolve
 from bilevel.methods.constrained import Constrained
 from bilevel.methods.lagrangian import Lagrangian
 from bilevel.prices import Prices
 from bilevel.problem import Variable
-from bilevel.solution import Candidate, Certificate
-from bilevel.starts import drawn, ranked
 
 P, Q = 2, 3
 
@@ -442,202 +439,6 @@ def test_piece_is_left_for_its_neighbour_where_f_falls_there():
     assert solution.multipliers["lower_inequalities"][0].item() == pytest.approx(2.0, abs=1e-5)
 
 
-# -- several starts, and what they are for -----------------------------------------------------------------------------
-
-
-def two_minimisers() -> Problem:
-    """v = 1 and v = -1 minimise g for every u. f is least at u = -1.1, v = -1; its maximum over v at u = 0."""
-    return Problem(
-        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
-        lambda u, v, _: torch.sum((v * v - 1) ** 2) / 4 + 0 * u.sum(),
-    )
-
-
-def test_starts_end_at_the_optimistic_solution_and_list_the_other():
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=4)
-    assert solution.status is Status.CONVERGED
-    assert (u.item(), v.item()) == pytest.approx((-1.1, -1.0), abs=1e-6)
-    ends = [(c.u[0].item(), c.v[0].item(), c.upper) for c in solution.candidates]
-    assert ends[0] == pytest.approx((-1.1, -1.0, -0.21), abs=1e-6)
-    assert ends[1] == pytest.approx((0.9, 1.0, 0.19), abs=1e-6)
-
-
-def test_pessimistic_reading_ends_where_the_worst_lower_solution_is_least():
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(two_minimisers(), Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0)
-    assert solution.status is Status.CONVERGED
-    assert solution.v is v
-    assert u.item() == pytest.approx(0.0, abs=1e-6)
-    assert [c.upper for c in solution.candidates] == pytest.approx([1.0, 1.0], abs=1e-6)
-    assert {round(c.v[0].item()) for c in solution.candidates} == {1, -1}
-
-
-def test_pessimistic_reading_counts_minimisers_that_tie_on_the_boundary():
-    """g = -v^2 on [-1, 1] is least at both ends, for every u: max f = 1 + 2 |u| + u^2 + 0.2 u is least at u = 0."""
-    problem = Problem(
-        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
-        lambda u, v, _: -torch.sum(v * v) + 0 * u.sum(),
-        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -1 - v]),
-    )
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0)
-    assert u.item() == pytest.approx(0.0, abs=1e-5)
-    assert sorted(c.v[0].item() for c in solution.candidates) == pytest.approx([-1.0, 1.0], abs=1e-5)
-    assert [c.upper for c in solution.candidates] == pytest.approx([1.0, 1.0], abs=1e-5)
-
-
-def test_pessimistic_reading_leaves_out_a_minimum_that_does_not_tie():
-    """Near v = -1 g has a minimum, too, but a larger one: it is no lower solution, however large f is there."""
-    problem = Problem(
-        lambda u, v, _: torch.sum((u - v) ** 2 + 0.2 * u),
-        lambda u, v, _: torch.sum((v * v - 1) ** 2 / 4 - 0.1 * v) + 0 * u.sum(),
-    )
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0)
-    (only,) = solution.candidates
-    w = 1.0466805318046  # of v^3 - v = 0.1
-    assert (u.item(), only.v[0].item()) == pytest.approx((w - 0.1, w), abs=1e-5)
-
-
-@pytest.mark.parametrize(("rounds", "status"), [(1, Status.STALLED), (3, Status.CONVERGED)])
-def test_pessimistic_reading_is_converged_only_where_no_other_lower_solution_is_found(monkeypatch, rounds, status):
-    """The first search misses one of the two minimisers, as a search may; the next finds it."""
-    found = reading.lower_solutions
-    monkeypatch.setattr(reading, "lower_solutions", lambda *of: found(*of)[: None if of[4] else 1])
-    monkeypatch.setattr(reading, "ROUNDS", rounds)
-    u = leaf(0.7)
-    solution = solve(two_minimisers(), Penalty(reading="pessimistic"), u, leaf(0.8), max_steps=500, seed=0)
-    assert solution.status is status
-    assert ("still finds other lower solutions" in str(solution)) == (rounds == 1)
-    assert (abs(u.item()) <= 1e-6) == (rounds == 3)
-
-
-def test_pessimistic_reading_with_starts_keeps_the_least_worst_case():
-    """f has two valleys in u, and v = 1 and v = -1 tie: max f is (u^2 - 1)^2 + 0.3 u + 0.1 |u|."""
-    problem = Problem(
-        lambda u, v, _: torch.sum((u * u - 1) ** 2 + 0.3 * u + 0.1 * u * v),
-        lambda u, v, _: torch.sum((v * v - 1) ** 2) / 4 + 0 * u.sum(),
-    )
-    u, v = leaf(0.9), leaf(0.8)
-    solve(problem, Penalty(reading="pessimistic"), u, v, max_steps=500, seed=0, starts=4)
-    # 4 u^3 - 4 u + 0.3 - 0.1 = 0 left of zero, where the worst v is -1.
-    assert u.item() == pytest.approx(-1.0241, abs=1e-3)
-    assert v.item() == pytest.approx(-1.0, abs=1e-5)
-
-
-def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
-    """An end that is outside by 1e-7 has an f that is less by about as much: that is no merit."""
-
-    def end(f: float, worst: float, status: Status) -> Candidate:
-        return Candidate([leaf(f)], [leaf(0.0)], f, 0.0, status, Certificate(worst, 0.0, 0.0, 0.0, 1.0, 1.0), {}, 0)
-
-    rough, exact = end(-1.000001, 1e-6, Status.MAX_STEPS), end(-1.0, 1e-9, Status.CONVERGED)
-    assert ranked([rough, exact])[0] is exact
-    assert ranked([end(-1.01, 1e-6, Status.MAX_STEPS), exact])[1] is exact
-
-
-def test_ends_that_are_no_lower_solutions_are_ranked_by_how_far_they_are_off():
-    """f can be anything where v does not minimise g, and where a constraint is violated."""
-
-    def end(f: float, gap: float = 0.0, outside: float = 0.0) -> Candidate:
-        certificate = Certificate(
-            0.0, 0.0, 0.0, outside, 1.0, 1.0, lower_minimiser=gap == 0, lower_gap=gap, lower_starts=2
-        )
-        return Candidate([leaf(f)], [leaf(gap)], f, 0.0, Status.MAX_STEPS, certificate, {}, 0)
-
-    far, near = end(-5.0, gap=1.0), end(-1.0, gap=1e-3)
-    outside, barely = end(-9.0, outside=0.1), end(-2.0, outside=0.01)
-    solved, better = end(3.0), end(2.0)
-    assert ranked([far, outside, solved, near, barely, better]) == [better, solved, near, far, barely, outside]
-
-
-def corner() -> Problem:
-    """v = 1 for every u < 1, and f falls to 1/2 at u = 0. At u = 1 every v solves the lower problem; (1, 0) has f = 0
-    (Lucchetti, Mignanego and Pieri, 1987)."""
-    return Problem(
-        lambda u, v, _: torch.sum((1 - u) / 2 + u * v),
-        lambda u, v, _: torch.sum((u - 1) * v),
-        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -v]),
-        project_upper=Box(0.0, 1.0),
-    )
-
-
-def test_starts_find_a_solution_on_a_bound_that_no_neighbour_shows():
-    u, v = leaf(0.5), leaf(0.5)
-    solution = solve(corner(), Penalty(), u, v, max_steps=500, seed=0, starts=8)
-    assert solution.status is Status.CONVERGED
-    assert (u.item(), v.item()) == pytest.approx((1.0, 0.0), abs=1e-6)
-    assert any(c.upper == pytest.approx(0.5, abs=1e-6) for c in solution.candidates)
-
-
-def test_every_other_start_is_the_farthest_from_those_before_it():
-    problem = Problem(
-        lambda u, v, _: torch.sum((u - 0.5) ** 2), lambda u, v, _: torch.sum((v - u) ** 2),
-        project_upper=Box(0.0, 1.0),
-    )  # fmt: skip
-    both = variables(problem, leaf(0.4, 0.4), leaf(0.0, 0.0))
-    first, far, second, *_ = drawn(problem, *both, 7, torch.Generator().manual_seed(0))
-    assert first.upper <= second.upper  # the best of those that are left
-    corners = max((first.u[0] - x).norm() for x in torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).double())
-    assert (far.u[0] - first.u[0]).norm() > 0.7 * corners
-    assert torch.equal(both[0].leaves[0].detach(), leaf(0.4, 0.4).detach())
-
-
-def test_first_start_is_the_run_without_starts():
-    alone, several = (leaf(0.7), leaf(0.8)), (leaf(0.7), leaf(0.8))
-    solve(two_minimisers(), Penalty(), *alone, max_steps=500, seed=0)
-    solution = solve(two_minimisers(), Penalty(), *several, max_steps=500, seed=0, starts=3)
-    first = next(c for c in solution.candidates if c.start == 0)
-    assert torch.equal(first.u[0], alone[0].detach())
-    assert torch.equal(first.v[0], alone[1].detach())
-
-
-def test_starts_that_agree_leave_out_the_rest(tmp_path):
-    problem = Problem(lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 2))
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(problem, Penalty(), u, v, max_steps=500, seed=0, starts=8, checkpoint=tmp_path)
-    assert solution.status is Status.CONVERGED
-    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1", "start-2"}
-
-
-def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.starts.FIRST", 2)
-    u, v = leaf(0.7), leaf(0.8)
-    solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=3, checkpoint=tmp_path)
-    assert solution.status is Status.CONVERGED
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"start-0", "start-1", "start-2"} < names
-    assert len([name for name in names if name.endswith("to-its-end")]) == 1
-
-
-def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
-    monkeypatch.setattr("bilevel.starts.FIRST", 4)
-    monkeypatch.setattr("bilevel.starts.LATER", 2)
-    ends = []
-
-    class Heard(Callback):
-        def end(self, solution):
-            ends.append(solution.steps)
-
-    solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=9, seed=0, starts=6, callbacks=[Heard()])
-    assert ends[:6] == [4, 4, 4, 4, 2, 2]
-    assert ends[6:] == [9]
-
-
-def test_starts_resume_from_the_folders_of_their_runs(tmp_path):
-    with pytest.raises(OptionError, match="seed must be given"):
-        solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=500, starts=2, checkpoint=tmp_path)
-    ends = []
-    for resume in (False, True):
-        u, v = leaf(0.7), leaf(0.8)
-        options = {"max_steps": 500, "starts": 2, "seed": 0, "checkpoint": tmp_path, "resume": resume}
-        solution = solve(two_minimisers(), Penalty(), u, v, **options)
-        ends.append((u.item(), v.item(), [c.upper for c in solution.candidates]))
-    assert ends[0] == ends[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1"}
-
-
 # -- resuming and refusals ---------------------------------------------------------------------------------------------
 
 
@@ -681,11 +482,3 @@ def test_lower_constraints_are_refused_beside_a_projection_and_trials(quadratic)
     for options in ({"project_lower": Box(0, 1)}, {"trials": 2}):
         with pytest.raises(ProblemError, match="lower_inequalities"):
             Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v, **options)
-
-
-def test_pessimistic_reading_needs_a_problem_without_data(quadratic):
-    pessimistic = Penalty(reading="pessimistic")
-    with pytest.raises(OptionError, match="reading='pessimistic' cannot be used with data"):
-        solve(quadratic.problem, pessimistic, *quadratic.start(), quadratic.data(), max_steps=1, seed=0)
-    with pytest.raises(OptionError, match="reading must be"):
-        Penalty(reading="hopeful")

@@ -1,0 +1,134 @@
+"""Several starts: where they end, how they are ranked, when they stop, resuming."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import leaf, two_minimisers
+
+from bilevel import Box, Callback, OptionError, Penalty, Problem, Status, solve
+from bilevel.check import variables
+from bilevel.solution import Candidate, Certificate
+from bilevel.starts import drawn, ranked
+
+
+def test_starts_end_at_the_optimistic_solution_and_list_the_other():
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=4)
+    assert solution.status is Status.CONVERGED
+    assert (u.item(), v.item()) == pytest.approx((-1.1, -1.0), abs=1e-6)
+    ends = [(c.u[0].item(), c.v[0].item(), c.upper) for c in solution.candidates]
+    assert ends[0] == pytest.approx((-1.1, -1.0, -0.21), abs=1e-6)
+    assert ends[1] == pytest.approx((0.9, 1.0, 0.19), abs=1e-6)
+
+
+def test_of_ends_with_one_f_the_one_whose_certificate_is_best_is_kept():
+    """An end that is outside by 1e-7 has an f that is less by about as much: that is no merit."""
+
+    def end(f: float, worst: float, status: Status) -> Candidate:
+        return Candidate([leaf(f)], [leaf(0.0)], f, 0.0, status, Certificate(worst, 0.0, 0.0, 0.0, 1.0, 1.0), {}, 0)
+
+    rough, exact = end(-1.000001, 1e-6, Status.MAX_STEPS), end(-1.0, 1e-9, Status.CONVERGED)
+    assert ranked([rough, exact])[0] is exact
+    assert ranked([end(-1.01, 1e-6, Status.MAX_STEPS), exact])[1] is exact
+
+
+def test_ends_that_are_no_lower_solutions_are_ranked_by_how_far_they_are_off():
+    """f can be anything where v does not minimise g, and where a constraint is violated."""
+
+    def end(f: float, gap: float = 0.0, outside: float = 0.0) -> Candidate:
+        certificate = Certificate(
+            0.0, 0.0, 0.0, outside, 1.0, 1.0, lower_minimiser=gap == 0, lower_gap=gap, lower_starts=2
+        )
+        return Candidate([leaf(f)], [leaf(gap)], f, 0.0, Status.MAX_STEPS, certificate, {}, 0)
+
+    far, near = end(-5.0, gap=1.0), end(-1.0, gap=1e-3)
+    outside, barely = end(-9.0, outside=0.1), end(-2.0, outside=0.01)
+    solved, better = end(3.0), end(2.0)
+    assert ranked([far, outside, solved, near, barely, better]) == [better, solved, near, far, barely, outside]
+
+
+def corner() -> Problem:
+    """v = 1 for every u < 1, and f falls to 1/2 at u = 0. At u = 1 every v solves the lower problem; (1, 0) has f = 0
+    (Lucchetti, Mignanego and Pieri, 1987)."""
+    return Problem(
+        lambda u, v, _: torch.sum((1 - u) / 2 + u * v),
+        lambda u, v, _: torch.sum((u - 1) * v),
+        lower_inequalities=lambda u, v, _: torch.cat([v - 1, -v]),
+        project_upper=Box(0.0, 1.0),
+    )
+
+
+def test_starts_find_a_solution_on_a_bound_that_no_neighbour_shows():
+    u, v = leaf(0.5), leaf(0.5)
+    solution = solve(corner(), Penalty(), u, v, max_steps=500, seed=0, starts=8)
+    assert solution.status is Status.CONVERGED
+    assert (u.item(), v.item()) == pytest.approx((1.0, 0.0), abs=1e-6)
+    assert any(c.upper == pytest.approx(0.5, abs=1e-6) for c in solution.candidates)
+
+
+def test_every_other_start_is_the_farthest_from_those_before_it():
+    problem = Problem(
+        lambda u, v, _: torch.sum((u - 0.5) ** 2), lambda u, v, _: torch.sum((v - u) ** 2),
+        project_upper=Box(0.0, 1.0),
+    )  # fmt: skip
+    both = variables(problem, leaf(0.4, 0.4), leaf(0.0, 0.0))
+    first, far, second, *_ = drawn(problem, *both, 7, torch.Generator().manual_seed(0))
+    assert first.upper <= second.upper  # the best of those that are left
+    corners = max((first.u[0] - x).norm() for x in torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).double())
+    assert (far.u[0] - first.u[0]).norm() > 0.7 * corners
+    assert torch.equal(both[0].leaves[0].detach(), leaf(0.4, 0.4).detach())
+
+
+def test_first_start_is_the_run_without_starts():
+    alone, several = (leaf(0.7), leaf(0.8)), (leaf(0.7), leaf(0.8))
+    solve(two_minimisers(), Penalty(), *alone, max_steps=500, seed=0)
+    solution = solve(two_minimisers(), Penalty(), *several, max_steps=500, seed=0, starts=3)
+    first = next(c for c in solution.candidates if c.start == 0)
+    assert torch.equal(first.u[0], alone[0].detach())
+    assert torch.equal(first.v[0], alone[1].detach())
+
+
+def test_starts_that_agree_leave_out_the_rest(tmp_path):
+    problem = Problem(lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 2))
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(problem, Penalty(), u, v, max_steps=500, seed=0, starts=8, checkpoint=tmp_path)
+    assert solution.status is Status.CONVERGED
+    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1", "start-2"}
+
+
+def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("bilevel.starts.FIRST", 2)
+    u, v = leaf(0.7), leaf(0.8)
+    solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=3, checkpoint=tmp_path)
+    assert solution.status is Status.CONVERGED
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"start-0", "start-1", "start-2"} < names
+    assert len([name for name in names if name.endswith("to-its-end")]) == 1
+
+
+def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
+    monkeypatch.setattr("bilevel.starts.FIRST", 4)
+    monkeypatch.setattr("bilevel.starts.LATER", 2)
+    ends = []
+
+    class Heard(Callback):
+        def end(self, solution):
+            ends.append(solution.steps)
+
+    solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=9, seed=0, starts=6, callbacks=[Heard()])
+    assert ends[:6] == [4, 4, 4, 4, 2, 2]
+    assert ends[6:] == [9]
+
+
+def test_starts_resume_from_the_folders_of_their_runs(tmp_path):
+    with pytest.raises(OptionError, match="seed must be given"):
+        solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=500, starts=2, checkpoint=tmp_path)
+    ends = []
+    for resume in (False, True):
+        u, v = leaf(0.7), leaf(0.8)
+        options = {"max_steps": 500, "starts": 2, "seed": 0, "checkpoint": tmp_path, "resume": resume}
+        solution = solve(two_minimisers(), Penalty(), u, v, **options)
+        ends.append((u.item(), v.item(), [c.upper for c in solution.candidates]))
+    assert ends[0] == ends[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"start-0", "start-1"}

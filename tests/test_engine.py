@@ -6,6 +6,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,15 +135,17 @@ def test_constraints_projections_and_other_cotangent(engine, device):
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 def test_lower_constraints_take_the_path_of_eager(engine, device):
-    """The multipliers and their moments live on between steps, too."""
+    """The multipliers and their moments live on between steps, too. On a GPU their steps are not compiled."""
     problem = Problem(
         upper, lower,
         lower_inequalities=lambda u, v, _: v[0].weight.square().sum() - 1.0,
         lower_equalities=lambda u, v, _: v[0].bias.sum() - 0.1,
     )  # fmt: skip
     options = {"warm_up": 0.3, "advances": 3, "lower_steps": 1}
-    found = run(engine, device, problem, **options)
-    assert found[0].engine == engine
+    refused = device == "cuda" and "compile" in engine
+    with pytest.warns(BilevelWarning, match="are not compiled") if refused else nullcontext():
+        found = run(engine, device, problem, **options)
+    assert found[0].engine == ({"compile": "eager", "compile+graph": "graph"}[engine] if refused else engine)
     expected = run("eager", device, problem, **options)
     same(found, expected)
     for name, values in expected[0].multipliers.items():

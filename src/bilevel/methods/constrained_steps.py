@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..batch_scales import BatchScales
+from ..compiled import Compiled
 from ..descent import Descent, OptimizerFactory, adam
 from ..errors import OptionError
 from ..kkt import KKT, TINY
@@ -77,6 +78,15 @@ class ConstrainedSteps(Stepwise):
         self._measure_units(setting)
         super().__init__(options, replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
         self.derivatives.kkt = self.kkt
+        if setting.v.device.type == "cuda":
+            self._leave_uncompiled()
+
+    def _leave_uncompiled(self) -> None:
+        """Compiled for a GPU, these steps leave the path of the written ones (torch 2.11); captured, they keep it."""
+        why = "on a GPU, steps with lower constraints are not compiled."
+        for engine in self.engines.made:
+            if isinstance(engine, Compiled):
+                engine.give_up(why, quietly=self.setting.engine == "auto")
 
     # -- before the first step -----------------------------------------------------------------------------------
 

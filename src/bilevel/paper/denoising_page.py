@@ -167,7 +167,8 @@ def _run_on(kept: Sequence[Kept]) -> str:
     parts = []
     for dataset in STUDIES:
         mine = [pair for pair in chosen(kept, dataset=dataset) if "part" not in pair[0]]
-        ours = numbers(chosen(mine, column="ours"), "seconds")
+        alone = [pair for pair in chosen(mine, column="ours") if "beside" not in pair[1]]
+        ours = numbers(alone, "seconds")
         if mine:
             text = f"{TITLES[dataset]} was run on {devices(mine)}"
             parts.append(text + (f" (ours {ours.mean:.0f} s a run)" if ours else ""))

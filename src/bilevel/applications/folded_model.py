@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, softplus
 from ..fingerprint import digest_of
 from ..lower_level import flatten
 from ..vectors import gradient
+from .inputs import Inputs, inputs_of, mean_of, parts_of, rows_of
 from .nested import Map
 
 Loss = Literal["squared", "logistic"]
@@ -25,7 +26,7 @@ STALE = 10
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs (n, d), targets, and the fold of each row; rows of fold -1 are held out of none."""
+    """Inputs (n, d), dense or CSR, targets, and the fold of each row; rows of fold -1 are held out of none."""
 
     x: Tensor
     y: Tensor
@@ -40,11 +41,11 @@ class Rows:
         return int(self.fold.max()) + 1
 
     def select(self, mask: Tensor) -> Rows:
-        return Rows(self.x[mask], self.y[mask], self.fold[mask], self.loss, self.outputs)
+        return Rows(rows_of(self.x, mask), self.y[mask], self.fold[mask], self.loss, self.outputs)
 
     def digest(self) -> str:
         """What tells these rows from others."""
-        return f"{self.loss} {self.outputs} {digest_of((self.x, self.y, self.fold))}"
+        return f"{self.loss} {self.outputs} {digest_of((*parts_of(self.x), self.y, self.fold))}"
 
     def chances(self, scores: Tensor) -> Tensor:
         """The probabilities of the classes that have a score."""
@@ -68,34 +69,34 @@ class FoldedModel:
         inside = torch.ones(len(rows.y), 1, dtype=torch.bool, device=rows.x.device)
         if held_out:
             inside = rows.fold[:, None] != torch.arange(folds, device=rows.x.device)
-        self.center = rows.x.mean(0)
-        centred = replace(rows, x=rows.x - self.center)
-        self.curvature = CURVATURES[rows.loss] * centred.x.square().mean(0)
+        self.center = mean_of(rows.x)
+        self.curvature = CURVATURES[rows.loss] * inputs_of(rows.x, self.center).mean_square()
         used, out = inside.any(1), ~inside.all(1)
-        self.train, self.held = centred.select(used), centred.select(out)
+        self.train, self.held = rows.select(used), rows.select(out)
+        self.inputs, self.held_inputs = (inputs_of(part.x, self.center) for part in (self.train, self.held))
         self.counts = inside.sum(0).to(rows.x.dtype)
         self.inside = inside[used].to(rows.x.dtype) / self.counts
         self.out = (~inside[out]).to(rows.x.dtype) / max(1, int(out.sum()))
         self.v = {
-            "weight": rows.x.new_zeros(folds, rows.outputs, rows.x.shape[1], requires_grad=True),
-            "bias": rows.x.new_zeros(folds, rows.outputs, requires_grad=True),
+            "weight": self.center.new_zeros(folds, rows.outputs, rows.x.shape[1], requires_grad=True),
+            "bias": self.center.new_zeros(folds, rows.outputs, requires_grad=True),
         }
         self._bent: Tensor | None = None
         self._products = 0
 
-    def scores(self, v: dict[str, Tensor], x: Tensor) -> Tensor:
+    def scores(self, v: dict[str, Tensor], inputs: Inputs) -> Tensor:
         """(n, folds, outputs)"""
         w = v["weight"]
-        return (x @ w.flatten(0, 1).T).view(len(x), *w.shape[:2]) + v["bias"]
+        return inputs.scores(w.flatten(0, 1)).view(-1, *w.shape[:2]) + v["bias"]
 
     def lower(self, alpha: Tensor, v: dict[str, Tensor]) -> Tensor:
         """The mean loss of each fold's training rows and its penalty, summed over the folds."""
         penalty = (alpha * v["weight"].square() / self.counts[:, None, None]).sum() / 2
-        return (self.inside * self.train.losses(self.scores(v, self.train.x))).sum() + penalty
+        return (self.inside * self.train.losses(self.scores(v, self.inputs))).sum() + penalty
 
     def upper(self, v: dict[str, Tensor]) -> Tensor:
         """The mean loss of the rows that the folds hold out."""
-        return (self.out * self.held.losses(self.scores(v, self.held.x))).sum()
+        return (self.out * self.held.losses(self.scores(v, self.held_inputs))).sum()
 
     def slope(self) -> float:
         """|grad_v g| at the present v, of g without penalties: at v = 0 they have no part in it."""
@@ -114,14 +115,14 @@ class FoldedModel:
         products of numbers, else its diagonal. It may be of an earlier v: it is renewed where the last linear system
         took more than `STALE` products.
         """
-        w, x = self.v["weight"], self.train.x
-        p = None if self.train.loss == "squared" else self.train.chances(self.scores(self.v, x))
+        w, inputs, x = self.v["weight"], self.inputs, self.inputs.dense
+        p = None if self.train.loss == "squared" else self.train.chances(self.scores(self.v, inputs))
         bend = self.inside[..., None].expand(-1, -1, w.shape[1])  # (n, folds, outputs)
         bend = bend if p is None else bend * p * (1 - p)
         top = bend.sum(0)
         ridge = (alpha / self.counts[:, None]).unsqueeze(1)  # (folds, 1, d)
         factor, diagonal = None, torch.ones(())
-        if bend[0].numel() * x.shape[1] ** 2 * (len(x) + x.shape[1] / 3) <= DENSE:
+        if x is not None and bend[0].numel() * x.shape[1] ** 2 * (len(x) + x.shape[1] / 3) <= DENSE:
             if self._products > STALE:
                 self.renew()
             if self._bent is None:
@@ -130,7 +131,7 @@ class FoldedModel:
             factor, failed = torch.linalg.cholesky_ex(self._bent + torch.diag_embed(ridge.expand(w.shape)))
             factor = None if bool(failed.any()) else factor
         if factor is None:
-            diagonal = (bend.flatten(1).T @ x.square()).view(w.shape) + ridge
+            diagonal = inputs.squares(bend.flatten(1)).view(w.shape) + ridge
             diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max()))
         self._products = 0
 
@@ -138,11 +139,11 @@ class FoldedModel:
             self._products += 1
             first, last = torch.split(vector, [w.numel(), top.numel()])
             part = first.view(w.shape)
-            moved = (x @ part.flatten(0, 1).T).view(bend.shape) + last.view(top.shape)
+            moved = inputs.scores(part.flatten(0, 1)).view(bend.shape) + last.view(top.shape)
             pull = bend * moved
             if p is not None and w.shape[1] > 1:
                 pull = self.inside[..., None] * p * (moved - (p * moved).sum(-1, keepdim=True))
-            bent = (pull.flatten(1).T @ x).view(w.shape) + ridge * part
+            bent = inputs.pulled(pull.flatten(1)).view(w.shape) + ridge * part
             return torch.cat([bent.flatten(), pull.sum(0).flatten()])
 
         def near(vector: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import models
 from ..applications.caution import loss_of, tune_cautiously
 from ..applications.folded_model import FoldedModel, Rows
+from ..applications.inputs import to_sklearn
 from ..applications.knobs import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
 from ..applications.linear_tuning import HIGH, LOW, START, held_out_loss, trained, tune_linear
 from ..applications.ranges import Range
@@ -176,9 +177,9 @@ def _grid(rows: Rows) -> Tensor:
     unit = float(FoldedModel(rows).curvature.mean()) * int((rows.fold < 0).sum())
     model = LogisticRegressionCV(
         Cs=1 / (unit * np.logspace(np.log10(LOW), np.log10(HIGH), 20)), cv=PredefinedSplit(rows.fold.numpy()),
-        scoring="neg_log_loss", max_iter=1000, refit=True, l1_ratios=(0.0,), use_legacy_attributes=False,
+        scoring="neg_log_loss", max_iter=10_000, tol=1e-8, refit=True, l1_ratios=(0.0,), use_legacy_attributes=False,
     )  # fmt: skip
-    model.fit(rows.x.numpy(), rows.y.long().numpy())
+    model.fit(to_sklearn(rows.x), rows.y.long().numpy())
     return torch.full((rows.x.shape[1],), 1 / float(np.ravel(model.C_)[0]), dtype=torch.float64)
 
 

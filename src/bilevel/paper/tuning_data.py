@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..applications.folded_model import Rows
+from ..applications.inputs import from_scipy
 from ..errors import DataError
 
 DATASETS = ("a9a", "digits", "text")
@@ -29,7 +30,7 @@ def problem(name: str, seed: int) -> tuple[Rows, Rows]:
     if name == "text":  # the words' weights are those of the training rows
         from sklearn.feature_extraction.text import TfidfTransformer
 
-        x = TfidfTransformer().fit(x[order[:train]]).transform(x).toarray()
+        x = TfidfTransformer().fit(x[order[:train]]).transform(x)
     first = order[: train + valid]
     rest = order[train + valid :] if test is None else np.arange(test, len(y))
     fold = np.r_[np.full(train, -1), np.zeros(valid, dtype=int)]
@@ -48,12 +49,11 @@ def sparse_regression(seed: int) -> tuple[Rows, Rows]:
     return rows.select(rows.fold >= 0), rows.select(rows.fold < 0)
 
 
-def _rows(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> Rows:
+def _rows(x: Any, y: np.ndarray, fold: np.ndarray) -> Rows:
     many = int(y.max()) > 1
     labels = torch.from_numpy(y).long() if many else torch.from_numpy(y).double()
-    return Rows(
-        torch.from_numpy(x).double(), labels, torch.from_numpy(fold), "logistic", int(y.max()) + 1 if many else 1
-    )
+    inputs = torch.from_numpy(x).double() if isinstance(x, np.ndarray) else from_scipy(x)
+    return Rows(inputs, labels, torch.from_numpy(fold), "logistic", int(y.max()) + 1 if many else 1)
 
 
 def _source(name: str, seed: int) -> tuple[Any, np.ndarray, int | None]:

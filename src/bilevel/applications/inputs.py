@@ -1,0 +1,150 @@
+"""Inputs of linear models, dense or sparse, and their products with weights, which can be differentiated.
+
+Rows of text name a hundred words of many thousands. As a sparse tensor (CSR) they are multiplied in the time of those
+hundred. Their mean is never subtracted from them, which would fill them, but from the products.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Map = Callable[[Tensor], Tensor]
+
+
+def from_scipy(matrix: Any) -> Tensor:
+    """A sparse matrix of SciPy as a tensor."""
+    csr = matrix.tocsr()
+    crow, column = torch.from_numpy(csr.indptr).long(), torch.from_numpy(csr.indices).long()
+    return _csr(crow, column, torch.from_numpy(csr.data).double(), tuple(csr.shape))
+
+
+def to_sklearn(x: Tensor) -> Any:
+    """What scikit-learn takes: an array, or a sparse one."""
+    if not _sparse(x):
+        return x.numpy()
+    from scipy.sparse import csr_array
+
+    return csr_array((x.values().numpy(), x.col_indices().numpy(), x.crow_indices().numpy()), shape=tuple(x.shape))
+
+
+def rows_of(x: Tensor, mask: Tensor) -> Tensor:
+    """The rows that a mask names."""
+    if not _sparse(x):
+        return x[mask]
+    counts = x.crow_indices().diff()
+    kept = mask.repeat_interleave(counts)
+    crow = torch.cat([counts.new_zeros(1), counts[mask].cumsum(0)])
+    return _csr(crow, x.col_indices()[kept], x.values()[kept], (int(mask.sum()), x.shape[1]))
+
+
+def mean_of(x: Tensor) -> Tensor:
+    """The mean of each feature."""
+    return _sums(x, x.values()) / len(x) if _sparse(x) else x.mean(0)
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+    """The dense tensors that inputs consist of."""
+    return [x.crow_indices(), x.col_indices(), x.values()] if _sparse(x) else [x]
+
+
+class Inputs:
+    """Rows less a center, as linear maps."""
+
+    def __init__(self, x: Tensor, center: Tensor) -> None:
+        self.dense: Tensor | None = x - center
+        """The rows, where they are not sparse."""
+        self._x = self.dense
+
+    def scores(self, w: Tensor) -> Tensor:
+        """(n, k) of weights (k, d)."""
+        return self._x @ w.T
+
+    def pulled(self, p: Tensor) -> Tensor:
+        """(k, d): the sum of the rows, each times its number of p (n, k)."""
+        return p.T @ self._x
+
+    def squares(self, p: Tensor) -> Tensor:
+        """(k, d): the sum of the squares of the rows, each times its number of p (n, k)."""
+        return p.T @ self._x.square()
+
+    def mean_square(self) -> Tensor:
+        """Of each feature."""
+        return self._x.square().mean(0)
+
+
+class SparseInputs(Inputs):
+    """Those of a sparse tensor: each product is followed by that with the center."""
+
+    def __init__(self, x: Tensor, center: Tensor) -> None:
+        self.dense = None
+        self._x, self._center = x, center
+        self._across, self._squares = _turned(x, x.values()), _turned(x, x.values().square())
+
+    def scores(self, w: Tensor) -> Tensor:
+        return _linear(w, self._scores, self._pulled)
+
+    def pulled(self, p: Tensor) -> Tensor:
+        return _linear(p, self._pulled, self._scores)
+
+    def squares(self, p: Tensor) -> Tensor:
+        c = self._center
+        return (self._squares @ p).T - 2 * c * (self._across @ p).T + c.square() * p.sum(0)[:, None]
+
+    def mean_square(self) -> Tensor:
+        return _sums(self._x, self._x.values().square()) / len(self._x) - self._center.square()
+
+    def _scores(self, w: Tensor) -> Tensor:
+        return self._x @ w.T.contiguous() - w @ self._center
+
+    def _pulled(self, p: Tensor) -> Tensor:
+        return (self._across @ p.contiguous()).T - p.sum(0)[:, None] * self._center
+
+
+def inputs_of(x: Tensor, center: Tensor) -> Inputs:
+    return (SparseInputs if _sparse(x) else Inputs)(x, center)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose slope is another, its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.maps = back, there
+        return there(value)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return _linear(slope, *ctx.maps), None, None
+
+
+def _linear(value: Tensor, there: Map, back: Map) -> Tensor:
+    found: Tensor = _Linear.apply(value, there, back)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _sparse(x: Tensor) -> bool:
+    return x.layout is torch.sparse_csr
+
+
+def _sums(x: Tensor, values: Tensor) -> Tensor:
+    return values.new_zeros(x.shape[1]).index_add_(0, x.col_indices(), values)
+
+
+def _turned(x: Tensor, values: Tensor) -> Tensor:
+    """The transpose, with these numbers in the places of its own."""
+    order = x.col_indices().argsort(stable=True)
+    row = torch.arange(len(x), device=x.device).repeat_interleave(x.crow_indices().diff())
+    counts = torch.bincount(x.col_indices(), minlength=x.shape[1])
+    crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return _csr(crow, row[order], values[order], (x.shape[1], len(x)))
+
+
+def _csr(crow: Tensor, column: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that CSR is new to torch
+        return torch.sparse_csr_tensor(crow, column, values, size=size, check_invariants=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.sparse
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -95,6 +96,22 @@ def test_wrong_options_are_refused_by_name(options, message):
     X, y = sparse(rows=30)
     with pytest.raises(OptionError, match=message):
         TunedRidge(**options).fit(X, y)
+
+
+@pytest.mark.parametrize("features", [20, 2000], ids=["narrow", "wide"])
+def test_words_are_tuned_as_sparse_inputs(features):
+    """The penalties and the model of sparse rows are those of the same rows, dense."""
+    draw = np.random.default_rng(0)
+    labels = draw.integers(2, size=120)
+    words = (draw.random((120, features)) < 0.02) * 1.0
+    words[:, :2] = np.where(draw.random((120, 2)) < 0.9, labels[:, None], 1 - labels[:, None]) * [1, 2]
+    ways = {"caution": 1.0, "folds": 3, "random_state": 0, "tol": 1e-8}
+    X = scipy.sparse.csr_matrix(words)
+    ours, dense = (TunedLogisticRegression(**ways).fit(x, labels) for x in (X, words))
+    np.testing.assert_allclose(np.log(ours.alpha_), np.log(dense.alpha_), atol=0.02)
+    np.testing.assert_allclose(ours.predict_proba(X), dense.predict_proba(words), atol=1e-3)
+    ridge, dense_ridge = (TunedRidge(**ways).fit(x, labels) for x in (X, words))
+    np.testing.assert_allclose(ridge.predict(X), dense_ridge.predict(words), atol=1e-2)
 
 
 def test_one_class_is_refused():

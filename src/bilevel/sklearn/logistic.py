@@ -26,12 +26,12 @@ class TunedLogisticRegression(Tuned, ClassifierMixin, BaseEstimator):  # type: i
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> TunedLogisticRegression:
         """Tune the penalties and train on all rows."""
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
-        self._tune(np.asarray(X), labels, "logistic", len(self.classes_))
+        self._tune(X, labels, "logistic", len(self.classes_))
         return self
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:

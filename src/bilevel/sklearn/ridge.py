@@ -14,6 +14,7 @@ class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  #
     """Ridge regression whose penalties, one for each feature, are tuned by gradient on held-out rows.
 
     Minimises sum_i (x_i w + b - y_i)^2 + sum_j alpha_j w_j^2, as `sklearn.linear_model.Ridge` does with one alpha.
+    X may be sparse, as that of text is.
 
     Parameters: `penalty` is `per-feature` or `single`. `folds` is a number of folds, each held out in turn and all
     tuned on at once, or a share of the rows to hold out. `caution` says how much it costs a penalty to differ from the
@@ -29,10 +30,10 @@ class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  #
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> TunedRidge:
         """Tune the penalties and train on all rows."""
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
         spread = float(np.abs(y - y.mean()).max()) or 1.0  # in units of y the squared error is of the order of 1
-        self._tune(np.asarray(X), (y - y.mean()) / spread, "squared", 0)
+        self._tune(X, (y - y.mean()) / spread, "squared", 0)
         self.coef_, self.intercept_ = spread * self.coef_[0], float(y.mean() + spread * self.intercept_[0])
         self.valid_loss_, self.single_valid_loss_ = spread**2 * self.valid_loss_, spread**2 * self.single_valid_loss_
         self.path_ = spread**2 * self.path_

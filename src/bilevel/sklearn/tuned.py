@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy.sparse import issparse
 from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -14,11 +15,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from ..applications.caution import tune_cautiously
 from ..applications.folded_model import Loss, Rows
 from ..applications.folds import folds_of
+from ..applications.inputs import from_scipy
 from ..applications.linear_tuning import tune_linear
 from ..options import in_range, one_of
 from .denoising import _plain
 
 AUTO = "auto"
+NARROW, FULL = 500, 0.1
+"""Sparse inputs of no more features, or of a larger share of numbers that are not zero, are faster dense."""
 
 
 class Tuned:
@@ -45,7 +49,7 @@ class Tuned:
         self.tol = tol
         self.random_state = random_state
 
-    def _tune(self, X: np.ndarray, y: np.ndarray, loss: Loss, classes: int) -> None:
+    def _tune(self, X: Any, y: np.ndarray, loss: Loss, classes: int) -> None:
         """Tune on what the folds hold out; sets all attributes but the coefficients' shape."""
         caution, steps, tol = _plain(self.caution), _plain(self.steps), _plain(self.tol)
         one_of("penalty", self.penalty, ("per-feature", "single"))
@@ -58,10 +62,8 @@ class Tuned:
         random = check_random_state(self.random_state)
         fold = self._fold(X, y, classes, int(random.randint(2**31 - 1)))
         kind = torch.int64 if classes > 2 else torch.float64
-        rows = Rows(
-            torch.from_numpy(np.array(X, order="C")), torch.from_numpy(np.array(y)).to(kind),
-            torch.from_numpy(fold), loss, classes if classes > 2 else 1,
-        )  # fmt: skip
+        outputs = classes if classes > 2 else 1
+        rows = Rows(_inputs(X), torch.from_numpy(np.array(y)).to(kind), torch.from_numpy(fold), loss, outputs)
         options: dict[str, Any] = {"steps": steps, "tolerance": tol}
         self.caution_ = None if self.penalty == "single" or caution == AUTO else float(caution)
         if self.penalty == "per-feature" and caution == AUTO:
@@ -79,7 +81,7 @@ class Tuned:
         self.n_iter_ = len(found.path)
         self.coef_, self.intercept_ = found.weight.numpy(), found.bias.numpy()
 
-    def _fold(self, X: np.ndarray, y: np.ndarray, classes: int, seed: int) -> np.ndarray:
+    def _fold(self, X: Any, y: np.ndarray, classes: int, seed: int) -> np.ndarray:
         """The fold that holds each row out; -1 for none. With few rows of a class, fewer folds."""
         folds = _plain(self.folds)
         if isinstance(folds, float) and not isinstance(folds, bool) and 0 < folds < 1:
@@ -92,6 +94,19 @@ class Tuned:
 
     def _scores(self, X: ArrayLike) -> np.ndarray:
         check_is_fitted(self, "coef_")
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         scores: np.ndarray = X @ np.atleast_2d(self.coef_).T + self.intercept_
         return scores
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags.input_tags.sparse = True
+        return tags
+
+
+def _inputs(X: Any) -> torch.Tensor:
+    if not issparse(X):
+        return torch.from_numpy(np.array(X, order="C"))
+    if X.shape[1] <= NARROW or X.nnz > FULL * X.shape[0] * X.shape[1]:
+        return torch.from_numpy(X.toarray())
+    return from_scipy(X)

@@ -154,8 +154,8 @@ def _report(run: Trained) -> Report:
         title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
         note = (
             "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong; a field shows "
+            f"{FIELD**2} queries at most."
         )
-        f"{FIELD**2} queries at most."
         cards.append(Card(title, _task(found, run.test, task, title), note=note))
     cards.append(_plane(run.network, run.test.classes))
     reference = 1 / result["ways"]

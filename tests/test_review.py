@@ -543,7 +543,10 @@ def test_keys_say_when_all_are_reviewed(visit):
 def test_the_legend_names_every_key_and_where_they_begin():
     page = Page(render_review(review()))
     text = " ".join(" ".join(page.texts).split())
-    assert "Wherever the page is scrolled, the first of these keys brings up the first undecided suspect." in text
+    assert (
+        "Wherever the page is scrolled, the first press brings up the first undecided suspect, and the next decides"
+        in text
+    )
     keys = re.findall(r"const acts = \{([^}]*)\}", source("review.js"))[0]
     for key in re.findall(r"(\w): ", keys):
         assert key.upper() in page.texts

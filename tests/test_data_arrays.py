@@ -119,7 +119,7 @@ HOLED = np.where(np.arange(24).reshape(12, 2) == 7, np.nan, GOOD)
         ({"x": GOOD, "y": Y[:-1]}, "x has 12 rows and y has 11"),
         ({"x": HOLED, "y": Y}, "has 1 NaN or infinite value, in 1 row; the first is row 3"),
         ({"x": GOOD.astype(str), "y": Y}, "must hold real numbers"),
-        ({"x": GOOD, "y": np.where(Y == 1, np.nan, Y)}, r"4 of 12 labels are missing .* \(from 0\) 1, 4, 7"),
+        ({"x": GOOD, "y": np.where(Y == 1, np.nan, Y)}, r"4 of 12 labels are .* in rows 1, 4, 7, \.\.\. \(from 0\)"),
         ({"x": GOOD, "y": np.zeros(12)}, "at least 2 classes are needed; every label is '0'"),
         ({"x": GOOD[:9], "y": Y[:9]}, "at least 10 rows are needed; there are 9"),
         ({"x": GOOD, "y": np.eye(12)}, "vector of labels"),

@@ -189,7 +189,7 @@ def test_the_label_must_be_a_column(tmp_path: Path) -> None:
     ("labels", "said"),
     [
         (list(NUMBERS), "looks like regression"),
-        ([None, *LABELS[1:]], r"1 of 40 labels is missing or not finite, in row \(from 0\) 0\. Fill or remove it\."),
+        ([None, *LABELS[1:]], r"1 of 40 labels is missing or not finite, in row 0 \(from 0\)\. Fill or remove it\."),
         (list(range(N)), "40 different values in 40 rows"),
         (["one"] * N, "at least 2 classes"),
     ],
@@ -287,3 +287,12 @@ def test_any_table_is_read_as_finite_numbers_or_refused(data: st.DataObject) -> 
     assert found.test is not None
     assert torch.equal(found.test[0], found.x)
     assert torch.equal(found.test[1], found.y)
+
+
+def test_a_line_with_too_many_fields_is_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,label\n1,2,p\n1,2,q\n1,2,3,q\n")
+    with pytest.raises(
+        DataError, match=r"cannot be read as a \.csv file \(line 4 has 4 fields, and those before it 3\)"
+    ):
+        load(path, label="label")

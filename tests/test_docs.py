@@ -1,6 +1,7 @@
 """The code of README and docs runs."""
 
 import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 from typer.main import get_command
 
 import bilevel
+from bilevel.applications import denoising, linear_tuning, tuning
 from bilevel.cli.main import app
+from bilevel.sklearn import TunedRidge
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("guide", "denoising", "poisoning", "tuning", "distributed", "few-shot")
@@ -71,6 +74,41 @@ def test_commands_of_the_documents_have_the_options_that_they_show():
             assert option in known, f"{page.name}: {command.name} has no {option}"
             seen += 1
     assert seen > 50
+
+
+PAGES_OF = {"denoise": "denoising", "tune": "tuning", "poison": "poisoning", "fewshot": "few-shot"}
+SHARED = {"--out", "--device", "--seed", "--resume", "--json", "--steps", "--label"}
+"""Options that several commands have, and that their help says enough of."""
+
+
+@pytest.mark.parametrize("name", PAGES_OF)
+def test_the_page_of_a_command_names_its_options_and_no_others(name):
+    text = (ROOT / "docs" / f"{PAGES_OF[name]}.md").read_text()
+    others = "|".join(each for each in get_command(app).commands if each != name)
+    own = re.sub(rf"`bilevel ({others}) [^`]*`", "", text)
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", own))
+    params = [param for param in get_command(app).commands[name].params if param.param_type_name == "option"]
+    known = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+    assert named <= known, f"{name} has no {', '.join(named - known)}"
+    missing = [param.opts for param in params if not {*param.opts, *param.secondary_opts} & (named | SHARED)]
+    assert not missing, f"docs/{PAGES_OF[name]}.md does not name {missing}"
+
+
+def test_numbers_that_help_names_are_those_of_the_python_interface():
+    """What --help says of defaults that are computed elsewhere."""
+    options = {
+        (name, param.name): param.help
+        for name, command in get_command(app).commands.items()
+        for param in command.params
+        if param.param_type_name == "option"
+    }
+    assert f"{denoising.PASSES} passes" in options["denoise", "steps"]
+    assert f"at least {denoising.LEAST_STEPS:,}" in options["denoise", "steps"]
+    convex = inspect.signature(linear_tuning.tune_linear).parameters["steps"].default
+    assert f"by default {convex}, and {tuning.STEPS:,} of an mlp" in options["tune", "steps"]
+    assert TunedRidge().folds == 5
+    assert TunedRidge().steps == convex
+    assert "By default 5." in options["tune", "folds"]
 
 
 def test_names_and_files_in_the_documents_are_there():

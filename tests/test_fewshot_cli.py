@@ -72,6 +72,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     for words in (
         "Unseen classes",
         "A task in the middle:",
+        "a field shows 4 queries at most.",
         "Accuracy on meta-validation classes",
         "data:image/png;base64",
     ):

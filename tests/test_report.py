@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from markupsafe import Markup
 
-from bilevel.report import Card, Report, Table, convergence, render
+from bilevel.report import Card, Report, Table, convergence, render, unbroken
 
 CURVES = [[10.0, 1e-2, 1e-5], [5.0, 1e-3, 1e-6, 1e-9, 0.0]]
 
@@ -152,3 +152,11 @@ def test_a_page_without_cards_is_whole():
     text = render(report(cards=[]))
     assert "Convergence" not in text
     assert Page(text).open == []
+
+
+def test_notes_stand_above_the_results_and_names_of_options_are_kept_whole():
+    text = render(report(notes=["Less --caution <b> may help, or --penalty single."], outcome="See --steps."))
+    assert text.index("may help") < text.index('id="results"')
+    assert 'Less <span class="unbroken">--caution</span> &lt;b&gt; may help' in text
+    assert 'See <span class="unbroken">--steps</span>.' in text
+    assert unbroken("a--b -- c-- ---d 2--x") == "a--b -- c-- ---d 2--x"

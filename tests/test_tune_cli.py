@@ -287,7 +287,7 @@ def test_penalties_that_fit_the_rows_they_are_tuned_on_come_with_a_caution_and_t
     assert "does better on the rows that it is made on, and worse on the test set" in found["message"]
     advice = "Tuning on more folds may help (--folds 10), or more caution (--caution 1), or --penalty single."
     assert advice in told.err
-    assert advice in (tmp_path / "report.html").read_text()
+    assert advice in re.sub("</?span[^>]*>", "", (tmp_path / "report.html").read_text())
 
 
 def test_a_grid_that_does_better_on_the_held_out_rows_is_told(tmp_path, capsys):

@@ -45,7 +45,7 @@ class TaskSampler:
         if shots + queries > classes.counts[least]:
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; {classes.names[least]!r} has "
-                f"{classes.counts[least]}, got {shots} + {queries}. Ask for fewer queries."
+                f"{classes.counts[least]}, got {shots} + {queries}. Ask for fewer of them, or give more images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries
         self.tasks, self.episodes = tasks, episodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -192,10 +193,20 @@ def _method(text: str, rates: dict[str, float | None], *, paced: bool) -> Method
             options[key] = rate
         elif name in PRESETS and paced:
             options[optimizer] = None
-    try:
-        return METHODS[name](**options)
-    except TypeError as error:
-        raise OptionError(f"--methods: {name} has no such option: {error}.") from None
+    known = _options_of(name)
+    for key in options:
+        if key not in known:
+            raise OptionError(
+                f"--methods: {name} has no option {key!r}.{did_you_mean(key, known)} It has {', '.join(known)}."
+            )
+    return METHODS[name](**options)
+
+
+def _options_of(name: str) -> list[str]:
+    """The options of a method; a preset takes its own, those of the first preset, and those of `Penalty`."""
+    sources = (name, PRESETS[0], "penalty") if name in PRESETS else (name,)
+    found = [each for source in sources for each in inspect.signature(METHODS[source]).parameters]
+    return [each for each in dict.fromkeys(found) if each != "options"]
 
 
 def _subject(problem: str, trials: int, seed: int) -> tuple[Subject, str]:

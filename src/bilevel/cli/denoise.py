@@ -60,15 +60,20 @@ def command(
     noise: Annotated[
         float | None, typer.Option(help="Make this share of the labels wrong on purpose, to see how it does.")
     ] = None,
-    noise_kind: Annotated[Noise, typer.Option(help="Any other class, or always the next one.")] = Noise.symmetric,
+    noise_kind: Annotated[
+        Noise, typer.Option(help="What a wrong label is: any other class (symmetric), or the next one (asymmetric).")
+    ] = Noise.symmetric,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(KINDS)}, or path.py:make with make(shape, classes).")
     ] = "auto",
     method: Annotated[str, typer.Option(help=f"{', '.join(FIT)}.")] = "penalty",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the bilevel run; by default 12 passes and at least 1,200.")
+        int | None,
+        typer.Option(min=1, help="Steps of the bilevel run; by default 12 passes over the data, and at least 1,200."),
     ] = None,
-    baselines: Annotated[bool, typer.Option(help="Train what the result is compared with, too.")] = True,
+    baselines: Annotated[
+        bool, typer.Option(help="Also train on the labels as they are, and on the trusted rows alone, to compare.")
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="The folder of the run; with --apply, the cleaned data.", show_default="runs/denoise-DATA"),

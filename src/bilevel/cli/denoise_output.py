@@ -23,7 +23,9 @@ from ..applications.cleaning import Cleaned, Prepared, as_bytes, thumbnails
 from ..data import Labelled, load
 from ..report import Table as ReportTable
 from ..report.review import SIDE, Review, Suspect, render_review
+from ..report.values import cell_text
 from ..whole import whole
+from ..wording import agreeing
 from .folder import Folder
 
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
@@ -69,7 +71,8 @@ def summary(
 ) -> dict[str, Any]:  # fmt: skip
     data, found = prepared.data, cleaned.denoised
     suspects = int(found.suspect.sum())
-    message = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%) are probably wrong."
+    verb = agreeing(suspects, "is", "are")
+    message = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%) {verb} probably wrong."
     if (ours := cleaned.accuracies.get("denoised")) is not None:
         part = "the held-out part of the trusted set" if prepared.held_out else "the test set"
         message += f" The classifier trained on the cleaned data is right on {100 * ours:.1f}% of {part}"
@@ -152,7 +155,7 @@ def _name(result: Mapping[str, Any], importance: Tensor) -> str:
 def _fields(data: Labelled, rows: Tensor) -> list[list[tuple[str, str]]]:
     if data.fields:
         columns = list(data.fields.items())[:SHOWN_FIELDS]
-        return [[(name, str(values[i])) for name, values in columns] for i in rows.tolist()]
+        return [[(name, cell_text(values[i])) for name, values in columns] for i in rows.tolist()]
     shown = data.x.flatten(1)[rows, :SHOWN_FIELDS]
     return [[(str(k), f"{value:.3g}") for k, value in enumerate(row)] for row in shown.tolist()]
 

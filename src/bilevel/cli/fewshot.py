@@ -54,6 +54,7 @@ def command(
     data: Annotated[
         str | None,
         typer.Argument(
+            metavar="DATA",
             help="omniglot, cifar-fs, mini-imagenet, or a folder with a folder of images for each class.",
             show_default=False,
         ),
@@ -71,13 +72,14 @@ def command(
     network: Annotated[
         str, typer.Option("--backbone", help=f"{', '.join(BACKBONES)}, or path.py:make with make(shape).")
     ] = "conv4",
-    meta_batch: Annotated[int, typer.Option(min=1, help="Tasks of an upper step.")] = 30,
-    steps: Annotated[int, typer.Option(min=1, help="Upper steps.")] = 10_000,
+    meta_batch: Annotated[int, typer.Option(min=1, help="Tasks of a training step.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10_000,
     rotations: Annotated[
         bool | None, typer.Option(help="Turned images as further classes. By default on Omniglot alone.")
     ] = None,
     lists: Annotated[
-        Path | None, typer.Option(help="A folder with train.csv, val.csv and test.csv that name the classes.")
+        Path | None,
+        typer.Option(help="A folder with train.csv, val.csv and test.csv that name the classes of each part."),
     ] = None,
     tasks: Annotated[int, typer.Option(min=2, help="Tasks of the evaluation.")] = 600,
     evaluate: Annotated[

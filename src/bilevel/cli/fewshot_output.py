@@ -21,7 +21,7 @@ from ..data.folder import SUFFIXES, read_pixels
 from ..data.image_classes import ImageClasses
 from ..errors import DataError, OptionError
 from ..report import Card, Report, Table, render
-from ..report.few_shot_figures import accuracies, plane, task_picture
+from ..report.few_shot_figures import FIELD, accuracies, plane, task_picture
 from ..report.figures import losses
 from ..solution import Solution
 from ..whole import whole
@@ -152,7 +152,10 @@ def _report(run: Trained) -> Report:
         shown.setdefault(task, "One of the worst tasks")
     for task, which in shown.items():
         title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
-        note = "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong."
+        note = (
+            "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong; a field shows "
+            f"{FIELD**2} queries at most."
+        )
         cards.append(Card(title, _task(found, run.test, task, title), note=note))
     cards.append(_plane(run.network, run.test.classes))
     reference = 1 / result["ways"]
@@ -165,7 +168,8 @@ def _report(run: Trained) -> Report:
     )  # fmt: skip
     return Report(
         title=f"Few-shot learning on {result['data']}", outcome=result["message"], good=result["accuracy"] > reference,
-        table=table, cards=cards, settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
+        table=table, cards=cards, heading="What was learnt",
+        settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
         notes=result["notes"],
     )  # fmt: skip
 

@@ -13,10 +13,11 @@ from .. import __version__
 from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
-from .command import Command
+from .command import Command, Group
 from .stopped import INTERRUPTED, Stopped
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

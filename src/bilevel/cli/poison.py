@@ -51,7 +51,13 @@ class Norm(StrEnum):
 
 def command(
     data: DataArgument,
-    attack: Annotated[Attack, typer.Option(help="What the attack is after.")] = Attack.untargeted,
+    attack: Annotated[
+        Attack,
+        typer.Option(
+            help="What the attack is after: less accuracy (untargeted), one class taken for another (targeted), one "
+            "test row taken for another class by points whose labels are right (clean-label)."
+        ),
+    ] = Attack.untargeted,
     points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
     fraction: Annotated[
         float | None,
@@ -62,7 +68,8 @@ def command(
     ] = None,
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
     as_class: Annotated[
-        str | None, typer.Option("--as", help="The class it, or the target, is to be taken for.")
+        str | None,
+        typer.Option("--as", help="The class that --target-class, or the row of --target, is to be taken for."),
     ] = None,
     target: Annotated[int | None, typer.Option(min=0, help="Clean label: a row of the test set, from 0.")] = None,
     epsilon: Annotated[
@@ -88,7 +95,10 @@ def command(
             "bilevel's own denoiser notices the points.",
         ),
     ] = False,
-    cost: Annotated[float, typer.Option(help="What --audit calls done: this many points of accuracy lost.")] = COST,
+    cost: Annotated[
+        float | None,
+        typer.Option(help="What --audit calls done: this many points of accuracy lost.", show_default=f"{COST:g}"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/poison-DATA")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -105,12 +115,15 @@ def command(
         "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,
         "target_class": target_class, "as": as_class, "target": target, "epsilon": epsilon,
         "norm": str(norm or Norm.l2),
-        "test": test, "label": label, "rows": rows, "model": model, "steps": steps, "audit": audit, "cost": cost,
+        "test": test, "label": label, "rows": rows, "model": model, "steps": steps, "audit": audit,
+        "cost": COST if cost is None else cost,
         "seed": seed,
     }  # fmt: skip
     where = device_of(device)
     if norm is not None and epsilon is None:
         raise OptionError(f"--norm {norm} says what --epsilon measures; give --epsilon, too.")
+    if cost is not None and not audit:
+        raise OptionError(f"--cost {cost:g} is what --audit looks for; give --audit, too.")
     _refuse(asked)
     loaded = load(data, label=label, test=test)
     net = classifier_of(model, loaded, where, seed)
@@ -169,8 +182,8 @@ def _refuse(asked: Mapping[str, Any]) -> None:
                           ("target", ("clean-label",))):  # fmt: skip
         if asked[name] is not None and attack not in attacks:
             raise OptionError(f"--{name.replace('_', '-')} is for --attack {' or '.join(attacks)}; got {attack}.")
-    if not asked["cost"] > 0:
-        raise OptionError(f"--cost must be above 0; got {asked['cost']:g}.")
+    if not 0 < asked["cost"] <= 100:
+        raise OptionError(f"--cost must be above 0 and at most 100 points; got {asked['cost']:g}.")
 
 
 def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:

@@ -45,18 +45,28 @@ class Penalty(StrEnum):
 
 def command(
     data: DataArgument,
-    model: Annotated[Model, typer.Option(help="What is tuned; ridge and mlp also predict numbers.")] = Model.logistic,
-    penalty: Annotated[Penalty, typer.Option(help="What has a penalty of its own.")] = Penalty.per_feature,
+    model: Annotated[
+        Model, typer.Option(help="What is tuned: logistic for classes, ridge for numbers, mlp for either.")
+    ] = Model.logistic,
+    penalty: Annotated[
+        Penalty,
+        typer.Option(help="What has a penalty of its own: each feature, each layer of an mlp, or all together."),
+    ] = Penalty.per_feature,
     test: Annotated[
         str | None, typer.Option(help="A file or folder of the same form to measure the test loss on.")
     ] = None,
     label: LabelOption = None,
     numbers: Annotated[
-        bool, typer.Option("--numbers", help="The labels are numbers to predict; of ridge they are anyway.")
+        bool,
+        typer.Option("--numbers", help="The labels are numbers to predict with an mlp; with ridge they always are."),
     ] = False,
     folds: Annotated[
         int | None,
-        typer.Option(min=2, help="Folds that linear models are tuned on, all at once.", show_default=str(FOLDS)),
+        typer.Option(
+            min=2,
+            help="Folds that linear models are tuned on, all at once; as many as the rarest class has rows, at most.",
+            show_default=str(FOLDS),
+        ),
     ] = None,
     caution: Annotated[
         float | None,

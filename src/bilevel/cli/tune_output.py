@@ -135,8 +135,8 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
         Card(
             "The path of the validation loss",
             losses("path", {"validation loss": found.curve}, label="Validation loss against step."),
-            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then those of the features. "
-            "A caution below 1 is come to from 1 in stages; with caution above 0, the path has its price in it.",
+            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then one for each feature; a "
+            "caution below 1 is reached from 1 in stages. The price of the caution is part of the loss that is shown.",
         ),
         Card(
             "What a grid would have given",
@@ -148,7 +148,7 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
     return Report(
         title=f"Penalties of {data.name}", outcome=result["message"],
         good=not result["worse_than_single"],
-        table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)), cards=cards,
+        table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)), cards=cards, heading="How it was tuned",
         settings=[
             ("Rows", f"{result['rows']:,}"), ("Model", result["model"]), ("Penalty", result["penalty"]),
             ("Penalties", f"{result['penalties']:,}"), ("Seed", str(result["seed"])),

@@ -30,7 +30,7 @@ def names_of(values: Iterable[object], where: str) -> list[str]:
         first = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
         raise DataError(
             f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "
-            f"finite, in {agreeing(len(missing), 'row', 'rows')} (from 0) {first}. Fill or remove "
+            f"finite, in {agreeing(len(missing), 'row', 'rows')} {first} (from 0). Fill or remove "
             f"{agreeing(len(missing), 'it', 'them')}."
         )
     return [name for name in names if name is not None]
@@ -65,8 +65,9 @@ def classes_of(names: Sequence[str], where: str) -> tuple[str, ...]:
     broken = [name for name, number in numbers.items() if not number.is_integer()]
     if len(numbers) == len(found) and len(broken) > MANY:
         raise DataError(
-            f"{where}: the labels are numbers with {len(found)} different values, such as {sorted(broken)[0]}; this "
-            "looks like regression, and classes are needed. `bilevel tune --model ridge` is for numbers."
+            f"{where}: the labels are numbers with {len(found)} different values, such as "
+            f"{float(sorted(broken)[0]):.6g}; this looks like regression, and classes are needed. For numbers there "
+            "are `bilevel tune --model ridge` and `--model mlp --numbers`."
         )
     if len(classes) > MANY and len(classes) > len(names) / 2:
         raise DataError(

@@ -88,9 +88,10 @@ def _numbers(y: np.ndarray, where: str) -> Tensor:
         raise DataError(f"{where} must hold numbers to predict; its type is {y.dtype}.")
     y = y.astype(np.float64)
     if bad := int((~np.isfinite(y)).sum()):
+        first = int((~np.isfinite(y)).argmax())
         raise DataError(
-            f"{where}: {bad} of {len(y)} labels {agreeing(bad, 'is', 'are')} missing or not finite. Fill or remove "
-            f"{agreeing(bad, 'it', 'them')}."
+            f"{where}: {bad} of {len(y)} labels {agreeing(bad, 'is', 'are')} missing or not finite, "
+            f"{agreeing(bad, 'in', 'the first in')} row {first} (from 0). Fill or remove {agreeing(bad, 'it', 'them')}."
         )
     return torch.from_numpy(y)
 

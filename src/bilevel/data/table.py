@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import re
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -82,7 +83,7 @@ def read_table(path: Path, label: str | None, as_text: list[str] | None = None) 
                     dtype=dict.fromkeys(as_text or (), "str"),
                 )  # fmt: skip
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
+            raise DataError(f"{path} cannot be read as a .csv file ({_why(error)}).") from None
     frame.columns = [str(name) for name in frame.columns]
     twice = frame.columns[frame.columns.duplicated()]
     if len(twice):
@@ -91,6 +92,12 @@ def read_table(path: Path, label: str | None, as_text: list[str] | None = None) 
     if len(frame) == 0:
         raise DataError(f"{path} has no rows.")
     return frame
+
+
+def _why(error: Exception) -> str:
+    """What pandas says of a file, in our words where a line has too many fields."""
+    found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+    return f"line {found[2]} has {found[3]} fields, and those before it {found[1]}" if found else reason(error)
 
 
 def header(path: Path, label: str | None) -> tuple[list[str], str]:

@@ -6,12 +6,13 @@ A command fills a `Report`; `render` makes the page of it. All text is escaped; 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from .figures import convergence
 
@@ -50,6 +51,8 @@ class Report:
     table: Table
     cards: Sequence[Card]
     settings: Facts
+    heading: str = "Convergence"
+    """What stands above the cards."""
     legend: str = ""
     """One sentence above the cards: how to read the figures."""
     notes: Sequence[str] = ()
@@ -65,7 +68,14 @@ def fill(template: str, **values: object) -> str:
     environment = Environment(
         loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["unbroken"] = unbroken
     return environment.get_template(template).render(values)
+
+
+def unbroken(text: str) -> Markup:
+    """The text, escaped, with names of options that no line ends within: browsers break lines after hyphens."""
+    whole = r'<span class="unbroken">\g<0></span>'
+    return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", whole, str(escape(text))))
 
 
 def read(name: str) -> str:

@@ -352,6 +352,14 @@
     return say(decisions.includes(null) ? "All that are shown are reviewed." : "All are reviewed.");
   }
 
+  // A key never decides on a card that is out of sight: it brings up the one in hand, or else the first undecided.
+  function begin(inHand) {
+    const p = inHand && decisions[current] === null ? current : shown.find((q) => decisions[q] === null);
+    if (p === undefined) return next();
+    focus(p);
+    return say("Press the key again to decide on this one.");
+  }
+
   function onScreen(card) {
     if (!card) return false;
     const box = card.getBoundingClientRect();
@@ -552,8 +560,12 @@
     const inside = feed.contains(target);
     const sideways = key === "ArrowLeft" || key === "ArrowRight";
     if (!(letter in acts) && !(key in moves && (inside || (sideways && !target.closest(".scroll"))))) return;
-    if (!inside && !onScreen(cards.get(current))) {
-      // The card that a key would act on is out of sight: the first in sight takes its place, and nothing is decided.
+    const seen = onScreen(cards.get(current));
+    if (letter in acts && (!seen || (!inside && decisions[current] !== null))) {
+      event.preventDefault();
+      return void begin(inside);
+    }
+    if (!inside && !seen) {
       const first = shown.find((p) => onScreen(cards.get(p)));
       if (first === undefined) return;
       event.preventDefault();

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from ..command import Command
+from ..command import Command, Group
 from . import classical, denoising, fairness, fewshot, poisoning, synthetic, tuning
 
-app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and write what was found as a page.")
+app = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Run a study of the paper again and write what was found as a page."
+)
 app.command("synthetic", cls=Command)(synthetic.synthetic)
 app.command("complexity", cls=Command)(synthetic.complexity)
 app.command("classical", cls=Command)(classical.classical)

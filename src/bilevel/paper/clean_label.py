@@ -46,6 +46,8 @@ CANDIDATES: tuple[dict[str, Any], ...] = (
 """The paper's, and two in which what the victim does with the point counts for more."""
 CHUNK = 32
 """Targets of a cell."""
+MULTIPLE = 8
+"""On a GPU, targets side by side are filled up to a multiple of these."""
 CHOICE_TARGETS = 16
 """Targets at the end of the order that candidates are compared on; they are in no other cell."""
 CHOICE = "choice"
@@ -73,11 +75,11 @@ def cells(
     features: str, targets: Sequence[int], options: Mapping[str, Any] = PAPER, *, chunk: int = CHUNK,
     steps: Mapping[str, int] = PAPER_STEPS,
 ) -> list[Cell]:  # fmt: skip
-    """One for each chunk of targets and method, the methods of a chunk after one another, the quick ones first."""
+    """One for each chunk of targets and method, the methods of a chunk after one another: first those to compare."""
     chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
     found = []
     for some in chunks:
-        for method in ("penalty", "collision-adam", "feature-collision"):
+        for method in METHODS:
             own = {} if method == "feature-collision" else {"options": dict(options)}
             found.append(_settings(features, some, method, steps) | own)
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
@@ -102,8 +104,8 @@ def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     """The smallest epsilons that flip the targets of a cell; None where Ctrl-C came."""
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    began = time.perf_counter()
     scene = scene_of(settings["features"], str(where))
+    began = time.perf_counter()  # the photographs and the clean victim, once for all cells, are not counted
     rows = torch.tensor(settings["targets"], device=where)
     right = scene.right[rows]
     out: list[dict[str, Any]] = [{"target": int(i), "skipped": True} for i in rows[~right].tolist()]
@@ -120,9 +122,11 @@ def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[di
     last: dict[int, tuple[Tensor, float]] = {}
 
     def flips(which: Tensor, epsilons: Tensor) -> Tensor:
-        mine, bounds = targets.only(which.to(scene.device)), epsilons.to(targets.bases)
+        rows = batch.filled(len(which), scene.multiple)
+        mine, bounds = targets.only(which[rows].to(scene.device)), epsilons[rows].to(targets.bases)
         u = batch.settled(scene.attack(mine, bounds, settings), mine.bases, bounds)
         answers = batch.flipped(mine, scene.clean, scene.features, u).cpu()
+        mine, u, answers = mine.only(slice(len(which))), u[: len(which)], answers[: len(which)]
         sizes = norms(u, mine.bases, "l2").tolist()
         for i, point, size, answer in zip(which.tolist(), u, sizes, answers.tolist(), strict=True):
             if answer:
@@ -160,8 +164,9 @@ class Scene:
         weight, bias = (p.detach().to(device) for p in first.parameters())
         self.clean = batch.Clean(rows, self.train[1].to(device), weight.T, bias, STEPS, RATE)
         self.right = batch.scores(self.test_rows, *self.clean.victim)[0].argmax(1) == self.test_labels
-        if device.type == "cuda":  # from here on thousands of passes have one size, and the search for kernels pays
-            torch.backends.cudnn.benchmark = True
+        self.multiple = 1
+        if device.type == "cuda":  # from here on thousands of passes have few sizes, and the search for kernels pays
+            torch.backends.cudnn.benchmark, self.multiple = True, MULTIPLE
 
     def targets(self, rows: Tensor) -> batch.Targets:
         """Targets with the nearest test photograph of the other class, in the features, as the base."""

@@ -28,8 +28,9 @@ def kept(pairs):
     found = []
     for method, epsilons in zip(("penalty", "feature-collision"), zip(*pairs, strict=True), strict=True):
         settings = {"features": "inception", "targets": list(range(len(pairs))), "method": method, "steps": 1}
+        settings |= {"options": clean_label.PAPER} if method == "penalty" else {}
         targets = [{"target": k, "epsilon": epsilon, "l2": epsilon} for k, epsilon in enumerate(epsilons)]
-        found.append((settings, {"targets": targets}))
+        found.append((settings, {"targets": targets, "seconds": 3.0, "device": "CPU"}))
     return found
 
 
@@ -53,7 +54,7 @@ def test_targets_that_were_skipped_do_not_count(tmp_path):
     clean_label_page.write(cells, tmp_path)
     text = (tmp_path / "clean-label.md").read_text()
     assert text.count("stand-in") == 3, "at the top and beside the figure"
-    assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% |" in text
+    assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% | 1.5 |" in text
 
 
 def test_every_target_is_in_one_cell_of_each_method_and_methods_come_side_by_side():
@@ -72,6 +73,21 @@ def test_settings_are_those_with_the_least_mean_epsilon_on_other_targets():
     assert clean_label.best(found, "small") == clean_label.CANDIDATES[-1]
     assert clean_label.best(found[:-1], "small") == clean_label.PAPER, "not all were run"
     assert clean_label.best(found, "inception") == clean_label.PAPER
+
+
+def test_table_is_of_the_settings_that_were_taken(tmp_path):
+    choice = [
+        (cell.settings, {"targets": [{"target": 40, "epsilon": 9 - k}], "seconds": 1.0})
+        for k, cell in enumerate(clean_label.choice_cells("inception", [40]))
+    ]
+    cells = kept([(2, 4), (3, 5)])
+    others = [(s | {"options": clean_label.CANDIDATES[-1]}, f) for s, f in kept([(1, 4), (1, 5)])[:1]]
+    assert clean_label.in_table([*cells, *others], "inception") == cells, "nothing was chosen: the paper's"
+    assert clean_label.in_table([*cells, *others, *choice], "inception") == [*cells[1:], *others]
+    control = clean_label.cells("inception", [0], clean_label.CANDIDATES[-1])[-1].settings
+    assert control == clean_label.cells("inception", [0])[-1].settings, "what it is compared with has no such settings"
+    summary = clean_label_page.write([*cells, *others, *choice], tmp_path)
+    assert summary["inception"]["medians"]["penalty"] == 1
 
 
 # -- many targets in one tensor ----------------------------------------------------------------------------------------

@@ -80,13 +80,28 @@ def cells(
     found = []
     for some in chunks:
         for method in METHODS:
-            own = {} if method == "feature-collision" else {"options": dict(options)}
-            found.append(_settings(features, some, method, steps) | own)
+            found.append(_settings(features, some, method, steps) | _own(method, options))
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping[str, int]) -> dict[str, Any]:
     return {"features": features, "targets": list(targets), "method": method, "steps": steps[method]}
+
+
+def _own(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method takes of the options of Penalty."""
+    names = {"penalty": tuple(options), "collision-adam": ("rate",)}.get(method, ())
+    return {"options": {name: options[name] for name in names}} if names else {}
+
+
+def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
+    """The cells of a feature map that are compared: none of the choice, and none with options that were not taken."""
+    taken = best(kept, features)
+    return [
+        (settings, found) for settings, found in kept
+        if settings["features"] == features and "part" not in settings
+        and settings.get("options") == _own(settings["method"], taken).get("options")
+    ]  # fmt: skip
 
 
 def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any]:

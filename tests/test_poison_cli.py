@@ -166,7 +166,7 @@ def test_attack_does_not_see_the_test_rows(arrays, tmp_path, kind):
 @pytest.mark.parametrize(
     ("what", "options"),
     [
-        ("epsilon", ["--attack", "clean-label", "--target", 122, "--epsilon", 2, "--points", 4, "--steps", 30]),
+        ("epsilon", ["--attack", "clean-label", "--target", 88, "--epsilon", 2, "--points", 4, "--steps", 15]),
         ("fraction", ["--attack", "targeted", "--target-class", 8, "--as", 3, "--points", 8, "--steps", 40]),
     ],
 )
@@ -184,7 +184,7 @@ def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, 
     assert audit["least"] is not None, "this much poison does it"
     assert enough[audit["least"]]
     below = [value for value in audit["values"] if value < audit["least"]]
-    assert not below or enough[below[-1]] is False, "the next smaller one was tried and does not"
+    assert enough[below[-1]] is False, "the next smaller one was tried and does not"
     if what == "epsilon":
         assert audit["values"] == pytest.approx([2 * k / 16 for k in range(1, 17)])
     value = audit["least"]

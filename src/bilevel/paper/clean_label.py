@@ -27,6 +27,7 @@ from ..replay import seeded
 from . import clean_label_batch as batch
 from .clean_label_features import FEATURES, side_of
 from .photographs import CLASSES, photos
+from .repeated import let_go
 
 EPSILONS = tuple(range(1, 17))
 METHODS = ("penalty", "feature-collision", "collision-adam")
@@ -137,6 +138,7 @@ def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[di
     last: dict[int, tuple[Tensor, float]] = {}
 
     def flips(which: Tensor, epsilons: Tensor) -> Tensor:
+        let_go(scene.device)
         rows = batch.filled(len(which), scene.multiple)
         mine, bounds = targets.only(which[rows].to(scene.device)), epsilons[rows].to(targets.bases)
         u = batch.settled(scene.attack(mine, bounds, settings), mine.bases, bounds)

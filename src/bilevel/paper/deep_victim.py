@@ -27,6 +27,7 @@ from ..data import Pair, load
 from ..models import cifar_cnn
 from ..replay import seeded
 from ..training import probabilities
+from .repeated import let_go
 
 METHODS = {"penalty": "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
 ROWS, POOL, TEST = 5000, 5000, 2000
@@ -99,6 +100,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         scene.pool, scene.test[0][row], wanted, points=int(settings["points"]), features=scene.body, collision=0.0,
         device=where,
     )  # fmt: skip
+    let_go(where)
     try:
         poison = scene.attack(goal, settings)
     except KeyboardInterrupt:

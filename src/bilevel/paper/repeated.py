@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,13 @@ def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], 
     engines = Engines("graph" if like.is_cuda else "eager", _Host(moved, descent), gradients=count)
     for left in (1 - torch.arange(count, dtype=like.dtype, device=like.device) / count).unbind():
         engines.outer.call(step, (left,))
+
+
+def let_go(device: torch.device) -> None:
+    """Give back the memory of graphs that nothing replays any more: none can be given back while one is captured."""
+    if device.type == "cuda":
+        gc.collect()  # a run and its graphs refer to each other
+        torch.cuda.empty_cache()
 
 
 class _Host:

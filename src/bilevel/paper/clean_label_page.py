@@ -40,7 +40,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "are in `clean-label.json`, from which the command goes on. **The photographs are a stand-in**: dogs and fish "
         "of other sources than the paper's dog-fish set, which cannot be had.",
         "For each test photograph that the clean victim has right: the smallest epsilon of 1 to 16, in l2 over pixels "
-        "in [-1, 1], at which one poison point flips it after training the last layer anew, by bisection (16 first: "
+        "in [-1, 1], at which one poison point flips it after training the last layer anew, by bisection (8 first: "
         "an epsilon that was not tried is taken to behave like its neighbours). The base is the nearest "
         "test photograph of the other class, in the features; the point keeps its label. Penalty solves Eq. 12 with "
         "the collision term squared, as in Section 3.4, not plain, as Eq. 12 is printed; K = 200, the bound as an "

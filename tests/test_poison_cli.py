@@ -167,7 +167,11 @@ def test_attack_does_not_see_the_test_rows(arrays, tmp_path, kind):
     ("what", "options"),
     [
         ("epsilon", ["--attack", "clean-label", "--target", 88, "--epsilon", 2, "--points", 4, "--steps", 15]),
-        ("fraction", ["--attack", "targeted", "--target-class", 8, "--as", 3, "--points", 8, "--steps", 40]),
+        pytest.param(
+            "fraction",
+            ["--attack", "targeted", "--target-class", 8, "--as", 3, "--points", 8, "--steps", 40],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, monkeypatch, what, options):

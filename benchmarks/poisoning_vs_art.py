@@ -6,13 +6,15 @@
 
 All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images and some
 points of one class, rightly labelled, each changed by at most a share of a pixel's range; `SETTINGS` has how many
-points and what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come.
+points and what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come,
+and with the page to docs/results/poisoning-vs-art.json, from which a fresh copy goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import statistics
 import time
@@ -33,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "art-env"
 RESULTS = ROOT / "build" / "poisoning_vs_art.jsonl"
 PAGE = ROOT / "docs" / "results" / "poisoning-vs-art.md"
+SUMMARY = PAGE.with_suffix(".json")
 ART = "1.20.1"
 ROWS, TARGETS = 1000, 10
 SETTINGS = ((10, 0.2), (10, 0.4), (50, 0.2))
@@ -182,11 +185,19 @@ def art_collision(task: Task, goal: Goal, rate: float) -> Tensor:
 # -- run and write -----------------------------------------------------------------------------------------------------
 
 
+def kept() -> Store:
+    """The results so far: those beside the page, and those that were made here since."""
+    store = Store(RESULTS)
+    if SUMMARY.exists():
+        store.results = json.loads(SUMMARY.read_text()) | store.results
+    return store
+
+
 def run(targets: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    store, task = Store(RESULTS), Task()
+    store, task = kept(), Task()
     for points, epsilon in SETTINGS:
         for k in range(targets):
             row, wanted, goal = task.goal(k, points)
@@ -212,7 +223,7 @@ def _named(points: int, epsilon: float) -> str:
 
 def write() -> None:
     """The page, from the results so far."""
-    results = Store(RESULTS).results
+    results = kept().results
     lines = [
         "# Poisoning beside the Adversarial Robustness Toolbox",
         f"Written by `python benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {version('torch')}, one "
@@ -223,7 +234,10 @@ def write() -> None:
         "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
         "back at the end; of both feature collisions, each target takes the best of three "
         "learning rates by the distance of the features, and the seconds, of CPU time, are of all three. Gradient "
-        "matching has its defaults and one trial. Penalty has its defaults, which were settled on other targets.",
+        "matching has its defaults and one trial. Penalty has its defaults, which were settled on other targets. "
+        "All numbers are in `poisoning-vs-art.json`.",
+        "## What is found",
+        "\n".join(f"- {line}" for method in METHODS[1:4] if (line := compared(results, method))) or "Nothing was run.",
     ]
     for points, epsilon in SETTINGS:
         mine = [line for line in (_line(results, points, epsilon, method) for method in METHODS) if line]
@@ -234,7 +248,33 @@ def write() -> None:
                 "seconds |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(mine),
             ]
     PAGE.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    ordered = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))
+    SUMMARY.write_text("{\n" + ordered + "\n}\n", encoding="utf-8")
     print(PAGE)
+
+
+def compared(results: dict[str, Any], method: str) -> str:
+    """Penalty beside another method, by the sign test over targets: those of a target at several bounds go together."""
+    from scipy import stats
+
+    sums: dict[str, list[int]] = {}
+    victims = 0
+    for ours, mine in results.items():
+        if METHODS[0] in ours and (theirs := ours.replace(METHODS[0], method)) in results:
+            victims += len(VICTIMS)
+            by_target = sums.setdefault(ours.rsplit("/", 1)[1], [0, 0])
+            for i, found in enumerate((mine, results[theirs])):
+                by_target[i] += sum(found["flips"])
+    if not sums:
+        return ""
+    more, less = sum(a > b for a, b in sums.values()), sum(a < b for a, b in sums.values())
+    p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+    verdict = "the two cannot be told apart" if p > 0.05 else f"{METHODS[0] if more > less else method} has more"
+    flips = [sum(pair[i] for pair in sums.values()) for i in range(2)]
+    return (
+        f"{METHODS[0]} flips {flips[0]} of {victims} victims, {method} {flips[1]}. Of {len(sums)} targets, "
+        f"{METHODS[0]} flips more victims for {more} and fewer for {less}: by the sign test (p = {p:.2g}) {verdict}."
+    )
 
 
 def _line(results: dict[str, Any], points: int, epsilon: float, method: str) -> str:

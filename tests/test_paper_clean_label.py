@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import needs
+from test_sync import HostReadError, NoHostReadErrors, gpu, watched
 
 from bilevel.applications import poisoning_goals as goals
 from bilevel.applications.bounds import Bound, norms
@@ -25,8 +28,9 @@ def kept(pairs):
     found = []
     for method, epsilons in zip(("penalty", "feature-collision"), zip(*pairs, strict=True), strict=True):
         settings = {"features": "inception", "targets": list(range(len(pairs))), "method": method, "steps": 1}
+        settings |= {"options": clean_label.PAPER} if method == "penalty" else {}
         targets = [{"target": k, "epsilon": epsilon, "l2": epsilon} for k, epsilon in enumerate(epsilons)]
-        found.append((settings, {"targets": targets}))
+        found.append((settings, {"targets": targets, "seconds": 3.0, "device": "CPU"}))
     return found
 
 
@@ -50,14 +54,14 @@ def test_targets_that_were_skipped_do_not_count(tmp_path):
     clean_label_page.write(cells, tmp_path)
     text = (tmp_path / "clean-label.md").read_text()
     assert text.count("stand-in") == 3, "at the top and beside the figure"
-    assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% |" in text
+    assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% | 1.5 |" in text
 
 
 def test_every_target_is_in_one_cell_of_each_method_and_methods_come_side_by_side():
     cells = clean_label.cells("inception", [7, 3, 5], chunk=2)
     assert [(c.settings["targets"], c.settings["method"]) for c in cells] == [
-        ([7, 3], "penalty"), ([7, 3], "collision-adam"), ([7, 3], "feature-collision"),
-        ([5], "penalty"), ([5], "collision-adam"), ([5], "feature-collision"),
+        ([7, 3], "penalty"), ([7, 3], "feature-collision"), ([7, 3], "collision-adam"),
+        ([5], "penalty"), ([5], "feature-collision"), ([5], "collision-adam"),
     ]  # fmt: skip
 
 
@@ -69,6 +73,21 @@ def test_settings_are_those_with_the_least_mean_epsilon_on_other_targets():
     assert clean_label.best(found, "small") == clean_label.CANDIDATES[-1]
     assert clean_label.best(found[:-1], "small") == clean_label.PAPER, "not all were run"
     assert clean_label.best(found, "inception") == clean_label.PAPER
+
+
+def test_table_is_of_the_settings_that_were_taken(tmp_path):
+    choice = [
+        (cell.settings, {"targets": [{"target": 40, "epsilon": 9 - k}], "seconds": 1.0})
+        for k, cell in enumerate(clean_label.choice_cells("inception", [40]))
+    ]
+    cells = kept([(2, 4), (3, 5)])
+    others = [(s | {"options": clean_label.CANDIDATES[-1]}, f) for s, f in kept([(1, 4), (1, 5)])[:1]]
+    assert clean_label.in_table([*cells, *others], "inception") == cells, "nothing was chosen: the paper's"
+    assert clean_label.in_table([*cells, *others, *choice], "inception") == [*cells[1:], *others]
+    control = clean_label.cells("inception", [0], clean_label.CANDIDATES[-1])[-1].settings
+    assert control == clean_label.cells("inception", [0])[-1].settings, "what it is compared with has no such settings"
+    summary = clean_label_page.write([*cells, *others, *choice], tmp_path)
+    assert summary["inception"]["medians"]["penalty"] == 1
 
 
 # -- many targets in one tensor ----------------------------------------------------------------------------------------
@@ -127,6 +146,67 @@ def test_points_of_many_targets_are_those_of_each_by_itself_and_keep_their_bound
         assert torch.allclose(alone[0], together[i], atol=1e-8)
 
 
+METHODS = {
+    "penalty": lambda targets, clean, map_, epsilons: batch.penalty(
+        targets, clean, map_, epsilons, steps=3, options=clean_label.PAPER
+    ),
+    "collision-adam": lambda targets, _, map_, epsilons: batch.collision_alone(
+        targets, map_, epsilons, steps=3, options=clean_label.PAPER
+    ),
+    "feature-collision": lambda targets, _, map_, epsilons: batch.algorithm_1(targets, map_, epsilons, steps=3),
+    "victims": lambda targets, clean, map_, _: batch.trained(clean, map_(targets.bases), targets.wanted, 3)[0],
+}
+each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def watching(monkeypatch):
+    """The steps of `batch` by number, each of which may read nothing on the host."""
+    taken, plain = watched(monkeypatch, NoHostReadErrors), batch.repeat
+
+    def repeat(step, count, moved, descent=None):
+        def refused(left):
+            with NoHostReadErrors():
+                step(left)
+            taken.append(len(taken))
+
+        plain(refused, count, moved, descent)
+
+    monkeypatch.setattr(batch, "repeat", repeat)
+    return taken
+
+
+@each
+def test_no_step_reads_a_value_on_the_host(some, monkeypatch, method):
+    targets, clean = some
+    clean.victim  # noqa: B018  # trained before
+    taken = watching(monkeypatch)
+    method(targets, clean, flat, torch.full((3,), 0.5, dtype=torch.float64))
+    assert len(taken) in (3, clean.steps)
+
+
+@each
+def test_step_that_reads_a_value_on_the_host_is_caught(some, monkeypatch, method):
+    targets, clean = some
+    clean.victim  # noqa: B018
+    watching(monkeypatch)
+    plain = batch.cross_entropy
+    monkeypatch.setattr(batch, "cross_entropy", lambda x, *a, **k: plain(x * float(x.sum().item() < 9e9), *a, **k))
+    with pytest.raises(HostReadError):
+        method(targets, clean, lambda x: flat(x) * float(x.sum().item() < 9e9), torch.ones(3).double())
+
+
+@gpu
+@each
+def test_gpu_captures_every_step_and_gives_the_points_of_the_cpu(some, method):
+    """A step that cannot be captured warns, which is an error here."""
+    targets, clean = some
+    there = batch.Targets(*(getattr(targets, name).cuda() for name in targets.__dataclass_fields__))
+    moved = {name: getattr(clean, name).cuda() for name in ("features", "labels", "weight", "bias")}
+    epsilons = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
+    found = method(there, replace(clean, **moved), lambda x: torch.tanh(x.flatten(1) @ MAP.cuda()), epsilons.cuda())
+    torch.testing.assert_close(found.cpu(), method(targets, clean, flat, epsilons), rtol=0, atol=1e-4)
+
+
 def test_points_come_nearer_to_the_features_of_their_targets(some):
     targets, clean = some
     epsilons = torch.full((3,), 0.8, dtype=torch.float64)
@@ -165,6 +245,26 @@ def test_bisection_side_by_side_finds_every_smallest_value_with_few_questions():
     assert found == [1, 5, 16, None, 8]
     assert rounds == [5, 5, 5, 5, 2], "a fifth round for the two that 15 does not flip"
     assert tried[3] == [(8, False), (12, False), (14, False), (15, False), (16, False)]
+
+
+def test_filling_up_keeps_all_in_their_places_and_changes_no_answer(some):
+    assert batch.filled(3, 4).tolist() == [0, 1, 2, 2]
+    assert batch.filled(8, 8).tolist() == list(range(8))
+    assert batch.filled(5, 1).tolist() == list(range(5))
+    targets, clean = some
+    clean = replace(clean, features=clean.features[:4], labels=clean.labels[:4])  # one point in five counts for much
+    labels = batch.scores(targets.features, *clean.victim)[0].argmax(1)
+    targets = replace(targets, labels=labels, wanted=1 - labels)
+    images = (torch.zeros(3, 3, 2, 2), None)
+    found = []
+    for multiple in (1, 8):
+        scene = SimpleNamespace(
+            device=torch.device("cpu"), clean=clean, features=flat, multiple=multiple, test=images,
+            attack=lambda mine, epsilons, _: batch.algorithm_1(mine, flat, epsilons, steps=50),
+        )  # fmt: skip
+        found.append(clean_label._search(scene, targets, {"method": "feature-collision"}))
+    assert found[0] == found[1]
+    assert len({one["epsilon"] for one in found[0]}) > 1, "not all alike"
 
 
 @pytest.mark.skipif(importlib.util.find_spec(clean_label_features.PACKAGE) is not None, reason="it is installed")

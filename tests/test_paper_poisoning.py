@@ -40,6 +40,8 @@ def test_cells_cover_the_table_once_and_the_most_worth_comes_first():
     for attack in PAPER:
         places = [(s["percent"], s["seed"]) for s in table if s["attack"] == attack and s["column"] == "penalty"]
         assert sorted(places) == [(percent, seed) for percent in PERCENTS for seed in range(5)]
+        paper = [(s["percent"], s["seed"]) for s in table if s["attack"] == attack and s["column"] == "algorithm-2"]
+        assert sorted(paper) == sorted(places), "the paper's settings have as many seeds"
     ordered = [cell.settings["column"] for cell in sorted(cells, key=lambda cell: -cell.weight)]
     assert ordered.index("penalty") < ordered.index("algorithm-2") < ordered.index("rmd")
 
@@ -88,6 +90,16 @@ def test_page_has_the_numbers_and_marks_what_was_not_run(tmp_path):
         "untargeted: Penalty reaches the paper's Penalty column, within one deviation of the seeds, at 0 of 6" in text
     )
     assert "targeted: Penalty reaches the paper's Penalty column, within one deviation of the seeds, at 6 of 6" in text
+
+
+def test_page_leads_to_the_other_pages_that_are_there(tmp_path):
+    poisoning_page.write(kept(), tmp_path)
+    assert "Pages of their own" not in (tmp_path / "poisoning.md").read_text()
+    (tmp_path / "clean-label.md").write_text("# One point\n")
+    poisoning_page.write(kept(), tmp_path)
+    text = (tmp_path / "poisoning.md").read_text()
+    assert "(clean-label.md)" in text
+    assert "(deep-victim.md)" not in text
 
 
 def test_command_writes_the_page_from_what_is_there_and_runs_nothing(tmp_path, capsys):

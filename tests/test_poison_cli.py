@@ -138,6 +138,66 @@ def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, t
     assert 'class="outcome good"' in (tmp_path / "r" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("kind", ["untargeted", "targeted", "clean-label"])
+def test_attack_does_not_see_the_test_rows(arrays, tmp_path, kind):
+    """Other test rows, but for the target of a clean-label attack: the same points to the last bit."""
+    options = {
+        "untargeted": [], "targeted": ["--target-class", 8, "--as", 3],
+        "clean-label": ["--target", 0, "--as", 3, "--epsilon", 2],
+    }[kind]  # fmt: skip
+    given = dict(np.load(arrays))
+    first = given["x_test"][:1].copy()
+    random = np.random.default_rng(0)
+    order = random.permutation(len(given["y_test"]))
+    given["x_test"], given["y_test"] = random.random(given["x_test"].shape).astype("float32"), given["y_test"][order]
+    given["x_test"][:1], given["y_test"][0] = first, np.load(arrays)["y_test"][0]
+    np.savez(tmp_path / "other.npz", **given)
+    common = ["--attack", kind, "--points", 4, "--steps", 8, *options]
+    for name, path in (("a", arrays), ("b", tmp_path / "other.npz")):
+        assert run(path, *common, "--out", tmp_path / name) == 0
+    one, other = (np.load(tmp_path / name / "poison.npz") for name in "ab")
+    assert np.abs(one["poisoned"] - one["base"]).max() > 0
+    for name in ("base", "poisoned", "labels"):
+        assert np.array_equal(one[name], other[name]), name
+    tested = [json.loads((tmp_path / name / "result.json").read_text())["clean_accuracy"] for name in "ab"]
+    assert tested[0] != tested[1], "what is measured is on the test rows"
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("epsilon", ["--attack", "clean-label", "--target", 88, "--epsilon", 2, "--points", 4, "--steps", 15]),
+        pytest.param(
+            "fraction",
+            ["--attack", "targeted", "--target-class", 8, "--as", 3, "--points", 8, "--steps", 40],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, monkeypatch, what, options):
+    """And `bilevel poison` by itself, with so much, succeeds."""
+    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
+    monkeypatch.setattr(poison_audit, "SUCCESS", 0.3)  # the test rows have 30 of the class
+    common = [arrays, *options]
+    assert run(*common, "--audit", "--out", tmp_path / "a") == 0
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    audit = result["audit"]
+    enough = {r["value"]: r["enough"] for r in audit["runs"]}
+    assert audit["what"] == what
+    assert set(enough) <= set(audit["values"])
+    assert audit["least"] is not None, "this much poison does it"
+    assert enough[audit["least"]]
+    below = [value for value in audit["values"] if value < audit["least"]]
+    assert enough[below[-1]] is False, "the next smaller one was tried and does not"
+    if what == "epsilon":
+        assert audit["values"] == pytest.approx([2 * k / 16 for k in range(1, 17)])
+    value = audit["least"]
+    asked = ["--epsilon", value] if what == "epsilon" else ["--points", round(value * result["rows"])]
+    assert run(*common, *asked, "--out", tmp_path / "b") == 0  # the last of an option counts
+    success = json.loads((tmp_path / "b" / "result.json").read_text())["success"]
+    assert success is True or success >= 0.3
+
+
 @pytest.mark.slow
 def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays, tmp_path, capsys):
     options = ["--points", 40, "--steps", 25, "--audit", "--cost", 3]

@@ -27,6 +27,7 @@ from ..replay import seeded
 from . import clean_label_batch as batch
 from .clean_label_features import FEATURES, side_of
 from .photographs import CLASSES, photos
+from .repeated import let_go
 
 EPSILONS = tuple(range(1, 17))
 METHODS = ("penalty", "feature-collision", "collision-adam")
@@ -46,6 +47,8 @@ CANDIDATES: tuple[dict[str, Any], ...] = (
 """The paper's, and two in which what the victim does with the point counts for more."""
 CHUNK = 32
 """Targets of a cell."""
+MULTIPLE = 8
+"""On a GPU, targets side by side are filled up to a multiple of these."""
 CHOICE_TARGETS = 16
 """Targets at the end of the order that candidates are compared on; they are in no other cell."""
 CHOICE = "choice"
@@ -73,18 +76,33 @@ def cells(
     features: str, targets: Sequence[int], options: Mapping[str, Any] = PAPER, *, chunk: int = CHUNK,
     steps: Mapping[str, int] = PAPER_STEPS,
 ) -> list[Cell]:  # fmt: skip
-    """One for each chunk of targets and method, the methods of a chunk after one another, the quick ones first."""
+    """One for each chunk of targets and method, the methods of a chunk after one another: first those to compare."""
     chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
     found = []
     for some in chunks:
-        for method in ("penalty", "collision-adam", "feature-collision"):
-            own = {} if method == "feature-collision" else {"options": dict(options)}
-            found.append(_settings(features, some, method, steps) | own)
+        for method in METHODS:
+            found.append(_settings(features, some, method, steps) | _own(method, options))
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping[str, int]) -> dict[str, Any]:
     return {"features": features, "targets": list(targets), "method": method, "steps": steps[method]}
+
+
+def _own(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method takes of the options of Penalty."""
+    names = {"penalty": tuple(options), "collision-adam": ("rate",)}.get(method, ())
+    return {"options": {name: options[name] for name in names}} if names else {}
+
+
+def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
+    """The cells of a feature map that are compared: none of the choice, and none with options that were not taken."""
+    taken = best(kept, features)
+    return [
+        (settings, found) for settings, found in kept
+        if settings["features"] == features and "part" not in settings
+        and settings.get("options") == _own(settings["method"], taken).get("options")
+    ]  # fmt: skip
 
 
 def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any]:
@@ -102,8 +120,8 @@ def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     """The smallest epsilons that flip the targets of a cell; None where Ctrl-C came."""
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    began = time.perf_counter()
     scene = scene_of(settings["features"], str(where))
+    began = time.perf_counter()  # the photographs and the clean victim, once for all cells, are not counted
     rows = torch.tensor(settings["targets"], device=where)
     right = scene.right[rows]
     out: list[dict[str, Any]] = [{"target": int(i), "skipped": True} for i in rows[~right].tolist()]
@@ -120,9 +138,12 @@ def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[di
     last: dict[int, tuple[Tensor, float]] = {}
 
     def flips(which: Tensor, epsilons: Tensor) -> Tensor:
-        mine, bounds = targets.only(which.to(scene.device)), epsilons.to(targets.bases)
+        let_go(scene.device)
+        rows = batch.filled(len(which), scene.multiple)
+        mine, bounds = targets.only(which[rows].to(scene.device)), epsilons[rows].to(targets.bases)
         u = batch.settled(scene.attack(mine, bounds, settings), mine.bases, bounds)
         answers = batch.flipped(mine, scene.clean, scene.features, u).cpu()
+        mine, u, answers = mine.only(slice(len(which))), u[: len(which)], answers[: len(which)]
         sizes = norms(u, mine.bases, "l2").tolist()
         for i, point, size, answer in zip(which.tolist(), u, sizes, answers.tolist(), strict=True):
             if answer:
@@ -160,8 +181,9 @@ class Scene:
         weight, bias = (p.detach().to(device) for p in first.parameters())
         self.clean = batch.Clean(rows, self.train[1].to(device), weight.T, bias, STEPS, RATE)
         self.right = batch.scores(self.test_rows, *self.clean.victim)[0].argmax(1) == self.test_labels
-        if device.type == "cuda":  # from here on thousands of passes have one size, and the search for kernels pays
-            torch.backends.cudnn.benchmark = True
+        self.multiple = 1
+        if device.type == "cuda":  # from here on thousands of passes have few sizes, and the search for kernels pays
+            torch.backends.cudnn.benchmark, self.multiple = True, MULTIPLE
 
     def targets(self, rows: Tensor) -> batch.Targets:
         """Targets with the nearest test photograph of the other class, in the features, as the base."""

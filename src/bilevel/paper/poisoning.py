@@ -179,9 +179,10 @@ def _table(
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     for attack, column in product(attacks, columns):
         for percent in (0,) if column == "clean" else PERCENTS:
-            for seed in range(1 if column == "algorithm-2" else seeds):
+            for seed in range(seeds):
                 first = percent in (0, 1, 3, 6)
-                rank = ranks[column] if first or column != "algorithm-2" else 5.0
+                later = column == "algorithm-2" and (seed > 0 or not first)
+                rank = 5.0 if later else ranks[column]
                 found.append(
                     (_settings(TABLE, attack, column, percent, seed, choice), (rank, float(seed), float(not first)))
                 )

@@ -24,7 +24,6 @@ from .poisoning import (
     PAPER_CLEAN,
     PAPER_WEIGHT,
     PERCENTS,
-    SEEDS,
     SHOWN,
     SPLITS,
     TABLE,
@@ -36,6 +35,11 @@ from .poisoning import (
 )
 
 PICTURES = "poisoning-{}.png"
+FURTHER = {
+    "clean-label": "one clean-label point a target (Figures 3 and 6(a))", "deep-victim": "a deep victim",
+    "poisoning-vs-art": "beside the Adversarial Robustness Toolbox",
+}  # fmt: skip
+"""Other pages by their names."""
 
 
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     if effect := chosen(kept, part=EFFECT):
         poisoning_figures.effect(effect, folder / PICTURES.format("effect-of-T"))
     held = reached(kept)
-    write_whole(folder / "poisoning.md", page(kept, shown, held))
+    write_whole(folder / "poisoning.md", page(kept, shown, held, further(folder)))
     return {"cells": len(kept), "reached": held}
 
 
@@ -70,13 +74,20 @@ def reached(kept: Sequence[Kept]) -> dict[str, dict[str, bool | None]]:
     return out
 
 
-def page(kept: Sequence[Kept], shown: Sequence[str], held: dict[str, dict[str, bool | None]]) -> str:
+def further(folder: Path) -> str:
+    """Where the other pages on poisoning are, of those that the folder has; empty where it has none."""
+    there = [f"[{title}]({name}.md)" for name, title in FURTHER.items() if (folder / f"{name}.md").is_file()]
+    return f"Pages of their own: {', '.join(there)}." if there else ""
+
+
+def page(kept: Sequence[Kept], shown: Sequence[str], held: dict[str, dict[str, bool | None]], more: str = "") -> str:
     weights, hyper, effect = (chosen(kept, part=part) for part in (WEIGHTS, HYPER, EFFECT))
     counts = {attack: ", ".join(f"{n:,}" for n in SPLITS[attack]) for attack in MEASURES}
     parts = [
         "# Poisoning a training set",
         "Written by `bilevel reproduce poisoning` (Appendices D.2 and E.4, Tables 5 and 6, Figures 5(c) and 6 of the "
         "paper). All numbers are in `poisoning.json`, from which the command goes on.",
+        more,
         "Points are added to 1,000 MNIST images; their pixels stay in [0, 1], their labels are fixed and wrong. Every "
         "number is of a victim that is trained from scratch on the clean images and the points, on test images that "
         "the attack has not seen, in percent, as mean ± deviation over 5 seeds; where there are other than 5, their "
@@ -173,14 +184,10 @@ def _table(kept: Sequence[Kept], attack: str) -> str:
     clean = values(kept, attack, "clean", 0)
     rows = []
     for at in PERCENTS:
-        cells = [clean.show() if c == "clean" else values(kept, attack, c, at).show(usual=_usual(c)) for c in SHOWN]
+        cells = [clean.show() if c == "clean" else values(kept, attack, c, at).show() for c in SHOWN]
         rows.append([f"{at}%", *cells])
         rows.append(["the paper", *(_published(attack, column, at) for column in SHOWN)])
     return table(["poison", *(COLUMNS[column] for column in SHOWN)], rows)
-
-
-def _usual(column: str) -> int:
-    return 1 if column == "algorithm-2" else SEEDS
 
 
 def _published(attack: str, column: str, at: int) -> str:

@@ -50,7 +50,7 @@ def compared(kept: Sequence[Kept]) -> str:
         "validation images with other labels; targeted, eights with the label three: with threes and eights in equal "
         "number, as the text can be read, its success is far below the published one. `Penalty, the paper's` is "
         f"Algorithm 2 with the paper's constants, objective and coordinates, {STEPS['algorithm-2']:,} upper steps of "
-        "the paper's 5,000, one seed; `not run` where it was not."
+        "the paper's 5,000."
     )
 
 

@@ -98,7 +98,7 @@ def deep_victim(
     rows: Annotated[int, typer.Option(min=100, help="Images that the victim is trained on; the poison is 1%.")] = 5000,
     choose: Annotated[
         int, typer.Option(min=0, help="Further images that the tether of Penalty is chosen on; 0: the default.")
-    ] = 4,
+    ] = 2,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/deep-victim"),

@@ -18,6 +18,7 @@ from .shared import (
     NoRunOption,
     OutOption,
     PageOption,
+    SittingOption,
     Write,
     deadline_in,
     folders_of,
@@ -43,9 +44,7 @@ def denoising(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
     passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="No cell is begun after these, and cifar10-wrn ends with them.")
-    ] = None,
+    minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/denoising"),
     page: PageOption = None,
@@ -131,10 +130,11 @@ def _run(
         return [cell for cell in cells if cell.settings["dataset"] not in missing]
 
     folders = folders_of(out, page)
-    function = partial(
-        denoising_cells.run, device=device, checkpoints=folders[0].path / "checkpoints", deadline=deadline
-    )
-    run_filed(name, cells, function, write, folders, no_run=no_run, json=json, deadline=deadline, possible=possible)
+    checkpoints = folders[0].path / "checkpoints"
+    run_filed(
+        name, cells, partial(denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline), write,
+        folders, no_run=no_run, json=json, deadline=deadline, possible=possible, checkpoints=checkpoints,
+    )  # fmt: skip
 
 
 def _shares(text: str | None) -> list[float] | None:

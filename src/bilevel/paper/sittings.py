@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ..callbacks import Callback, Run
+from ..checkpoint import BEFORE, FILE
 from ..solution import Solution
 from ..whole import write_whole
 
@@ -55,9 +56,12 @@ class Sitting:
         return self.before + time.perf_counter() - self.began
 
     def pause(self, seconds: float) -> None:
-        """Keep the seconds for the sitting that goes on."""
+        """Keep the seconds for the sitting that goes on, and no second copy of a state: it may go on elsewhere."""
         if self.place is not None:
             write_whole(self.place / SECONDS, json.dumps(seconds))
+            for old in self.place.rglob(BEFORE):
+                if (old.parent / FILE).exists():
+                    old.unlink()
 
 
 class Deadline(Callback):

@@ -291,6 +291,12 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "| 99.01 | 98.76 |" in text
     assert "99.01 ± 0.10" in text
     assert "not run" in text
+    for part in (
+        "## CIFAR-FS, in the place of mini-ImageNet, the residual network",
+        "## The effect of T (Figure 5(b))",
+    ):
+        assert f"{part}\n\nNot run." in text
+    assert "CIFAR-FS here has 300 images a class" in text
     assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000
 
 

@@ -95,11 +95,15 @@ def _beside(ours: float, theirs: float) -> str:
 
 
 def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
+    if not cells:
+        return ["Nothing was run."]
     found = []
     for dataset in DATASETS:
         for backbone in BACKBONES[dataset]:
             some = chosen(cells, dataset=dataset, backbone=backbone)
+            found.append(f"## {TITLES[dataset]}, {NETWORKS[backbone]}")
             if not some:
+                found.append("Not run.")
                 continue
             rows = []
             for method, title in METHODS.items():
@@ -111,10 +115,10 @@ def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
             heads = ["method"]
             for ways, shots in TASKS[dataset]:
                 heads += [f"{ways}-way {shots}-shot"] + (["paper"] if dataset == OMNIGLOT else [])
-            found += [f"## {TITLES[dataset]}, {NETWORKS[backbone]}", table(heads, rows)]
-            if dataset == CIFAR and backbone == BACKBONES[CIFAR][-1]:
-                found.append(_mini())
-    return found or ["Nothing was run."]
+            found.append(table(heads, rows))
+        if dataset == CIFAR:
+            found.append(_mini())
+    return found
 
 
 def _shown(place: Sequence[Kept], usual: int) -> str:
@@ -184,7 +188,7 @@ def _speed_table(cells: Sequence[Kept]) -> str:
 
 def _effect(cells: Sequence[Kept], folder: Path) -> list[str]:
     if not cells:
-        return []
+        return ["## The effect of T (Figure 5(b))", "Not run."]
     few_shot_figures.effect(_finished(cells), folder / "few-shot-steps.png")
     rows = [
         [METHODS[s["method"]], str(s["T"]), f"{100 * f['accuracy']:.2f}{_steps(f)}", f"{f['ms_per_step']:.1f}"]

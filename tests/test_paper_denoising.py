@@ -556,7 +556,10 @@ def test_the_figures_have_commands_of_their_own(part, tmp_path, monkeypatch):
 
     monkeypatch.setattr(denoising_speed, "run", run)
     monkeypatch.setattr(denoising_runs, "loaded", lambda name: None)
-    assert main(["reproduce", f"denoising-{part}", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    call = ["reproduce", f"denoising-{part}", "--device", "cpu", "--out", str(tmp_path)]
+    assert main([*call, "--minutes", "0"]) == 0
+    assert not list((tmp_path / "cells").iterdir())
+    assert main(call) == 0
     assert {f"denoising-{part}.md", f"denoising-{part}.json", f"denoising-{part}-mlp.png"} <= {
         path.name for path in tmp_path.iterdir()
     }

@@ -89,7 +89,9 @@ def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
         "## To run it again",
         "```bash\nbilevel reproduce denoising --out runs/denoising --page docs/results\n"
         "bilevel reproduce denoising --dataset mnist --noise 0.25 --columns ours --page docs/results\n"
-        "bilevel reproduce denoising --dataset cifar10-wrn --minutes 8 --page docs/results\n```",
+        "bilevel reproduce denoising --dataset mnist --columns algorithm-2 --minutes 8 --page docs/results\n"
+        "bilevel reproduce denoising --dataset cifar10-wrn --minutes 8 --page docs/results\n```\n\n"
+        "`--minutes` ends a run in its midst; the same command goes on with it, from the state in `--out`.",
     ]
     return "\n\n".join(parts) + "\n"
 

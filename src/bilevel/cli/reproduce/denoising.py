@@ -15,6 +15,7 @@ from ...errors import OptionError
 from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
+    MinutesOption,
     NoRunOption,
     OutOption,
     PageOption,
@@ -74,6 +75,7 @@ def denoising(
 def denoising_speed(
     device: DeviceOption = "auto",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method.")] = 1,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/denoising-speed"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -82,12 +84,13 @@ def denoising_speed(
     """Denoising: accuracy against wall-clock time, Penalty and ApproxGrad (Figure 4(a)). An MLP where no GPU is."""
     from ...paper import denoising_speed as study
 
-    _figure_study(study.SPEED, device, seeds, out, page, no_run, json)
+    _figure_study(study.SPEED, device, seeds, minutes, out, page, no_run, json)
 
 
 def denoising_steps(
     device: DeviceOption = "auto",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method and T.")] = 1,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/denoising-steps"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -96,17 +99,19 @@ def denoising_steps(
     """Denoising: the last accuracy and the time of an upper iteration against T (Figure 5(a)). An MLP without a GPU."""
     from ...paper import denoising_speed as study
 
-    _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
+    _figure_study(study.STEPS, device, seeds, minutes, out, page, no_run, json)
 
 
-def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
+def _figure_study(
+    part: str, device: str, seeds: int, minutes: float | None, out: Path, page: Path | None, no_run: bool, json: bool
+) -> None:
     from ...paper import denoising_speed as study
     from ...paper import denoising_speed_page
 
     where = device_of(device)
     cells = study.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds)
     writer = partial(denoising_speed_page.write, part)
-    _run(f"denoising-{part}", cells, where, None, out, page, no_run, json, writer)
+    _run(f"denoising-{part}", cells, where, deadline_in(minutes), out, page, no_run, json, writer)
 
 
 def _run(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,12 +16,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 from safetensors import safe_open
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.cli.main import main
+from bilevel.data import load
 
 QUICK = ["--steps", "40", "--no-baselines"]
 
@@ -237,6 +241,69 @@ def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, strai
     assert ended(arrays, out, "--resume").returncode == 0
     assert (out / "importance.csv").read_text() == straight
     assert not (out / "checkpoint").exists()
+
+
+def written(kind: str, folder: Path) -> tuple[Path, list[str]]:
+    """200 digits, every fifth label wrong, in a form of file, and the words that a run of it takes."""
+    digits = load_digits()
+    images, right = (digits.images[:200] * 15.9).astype("uint8"), digits.target[:200]
+    names = np.array([f"digit {(c + 3 * (i % 5 == 0)) % 10}" for i, c in enumerate(right)])
+    source = folder / (f"set.{kind}" if kind != "folder" else "images")
+    if kind == "npz":
+        np.savez(source, x=images, y=names)
+        return source, ["--trusted", "40"]
+    if kind == "folder":
+        for i, image in enumerate(images):
+            place = source / ("train" if i >= 40 else "trusted") / (names[i] if i >= 40 else f"digit {right[i]}")
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place / f"{i:03d}.png")
+        return source, []
+    table = pd.DataFrame(images.reshape(200, 64), columns=[f"p{i}" for i in range(64)]).assign(kind=names)
+    if kind == "csv":
+        table.to_csv(source, index=False)
+        return source, ["--label", "kind", "--trusted", "40"]
+    table[40:].to_parquet(source)
+    table[:40].assign(kind=[f"digit {c}" for c in right[:40]]).to_parquet(folder / "checked.parquet")
+    return source, ["--label", "kind", "--trusted", str(folder / "checked.parquet")]
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "parquet", "folder"])
+def test_decisions_on_a_run_are_applied_by_the_command_that_its_page_names(kind, tmp_path, capsys, monkeypatch):
+    source, words = written(kind, tmp_path)
+    label = words[:2] if "--label" in words else []
+    assert run(source, *words, *QUICK, "--out", tmp_path / "r") == 0
+    rows = rows_of(tmp_path / "r")
+    assert len(rows) == 160
+    dropped, moved, kept = rows[3], rows[70], rows[159]
+    with open(tmp_path / "decisions.csv", "w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["index", "key", "decision", "label"])
+        for row, decision, name in (
+            (dropped, "drop", ""),
+            (moved, "relabel", "digit 7"),
+            (kept, "keep", kept["label"]),
+        ):
+            out.writerow([row["index"], row["key"], decision, name])
+    page = html.unescape((tmp_path / "r" / "report.html").read_text())
+    command = shlex.split(re.search(r"bilevel (denoise [^<]*? --apply decisions.csv [^<]*?--out [\w.]+)", page)[1])
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dropped"], told["relabelled"]) == (1, int(moved["label"] != "digit 7"))
+    before, after = (load(path, label=label[-1] if label else None) for path in (source, Path(command[-1])))
+    names = [[data.classes[c] for c in data.y] for data in (before, after)]
+    if kind == "folder":  # whose rows are in the order of their classes
+        renamed = {Path(key).name: name for key, name in zip(before.keys, names[0], strict=True)}
+        del renamed[Path(dropped["key"]).name]
+        renamed[Path(moved["key"]).name] = "digit 7"
+        assert {Path(key).name: name for key, name in zip(after.keys, names[1], strict=True)} == renamed
+    else:
+        expected = names[0].copy()
+        expected[int(moved["index"])] = "digit 7"
+        del expected[int(dropped["index"])]
+        assert names[1] == expected
+    assert run(Path(command[-1]), *words, *QUICK, "--out", tmp_path / "again") == 0
 
 
 def browser() -> str | None:

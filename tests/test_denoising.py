@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError, models
 from bilevel.applications.classifiers import classifier
@@ -169,6 +171,117 @@ def test_bad_examples_are_refused_with_a_sentence(train, trusted, words):
     with pytest.raises(DataError) as error:
         denoise(train, trusted, nn.Linear(4, 3), steps=2)
     assert words in str(error.value)
+
+
+class Pairs(Dataset):
+    """What a user's Dataset may be: `shown` of each input, and the label as a number of Python."""
+
+    def __init__(self, x, y, shown=lambda x, i: x):
+        self.x, self.y, self.shown = x, y, shown
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return self.shown(self.x[i], i), int(self.y[i])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (Pairs(X, Y, lambda x, i: x[: 4 - i % 2]), "inputs are tensors or arrays of one shape"),
+        (Pairs(X, Y, lambda x, i: Image.new("L", (2, 2))), "found <class 'PIL.Image.Image'>. Give it a transform"),
+        (Stream(), "must be a Dataset with a length, as every example has an importance; Stream has none"),
+        (Pairs(X[:0], Y[:0]), "must be a pair"),
+        (([[1.0, 2.0], [3.0]], [0, 1]), "must hold numbers, the labels as indices of classes; got rows of different"),
+        ((X.double() * 1e300, Y), "12 of 12 examples hold NaN or infinity"),  # in the model's float32
+    ],
+)
+def test_datasets_that_are_no_tensors_are_refused_with_a_sentence(train, words):
+    with pytest.raises(DataError) as error:
+        denoise(train, (X, Y), nn.Linear(4, 3), steps=2)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Flatten(), "model must have parameters"),
+        (nn.Linear(5, 3), "model must take inputs of shape (4,) and give one score for each class; it fails: mat1 and"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Flatten(0)), "it fails: Dimension out of range"),
+    ],
+)
+def test_models_that_do_not_take_the_inputs_are_refused_with_a_sentence(model, words):
+    with pytest.raises(OptionError) as error:
+        denoise((X, Y), (X, Y), model, steps=2)
+    assert words in str(error.value)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.scores = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.scores(self.encoder(x.squeeze(1)).flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.scores = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.scores(self.rows(x.squeeze(1))[0][:, -1])
+
+
+class Frozen(nn.Module):
+    """Features that are not trained, and a layer on them that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.scores = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.scores(self.features(x.flatten(1)).relu())
+
+
+def normalised():
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
+                         nn.Linear(288, 10))  # fmt: skip
+
+
+def words():
+    return nn.Sequential(nn.Flatten(), nn.Embedding(17, 4), nn.Flatten(), nn.Linear(256, 10))
+
+
+@pytest.mark.parametrize("make", [Attention, Recurrent, Frozen, normalised, words])
+def test_any_module_is_taken_and_a_dataset_of_any_pairs(make):
+    prepared = digits()
+    parts = [(prepared.data.x, prepared.data.y), prepared.trusted]
+    if make is words:
+        parts = [((x * 16).round().int(), y) for x, y in parts]
+    torch.manual_seed(0)
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = denoise(*(Pairs(*pair) for pair in parts), model, steps=60, seed=0)
+    wrong = (prepared.data.y != prepared.truth).numpy()
+    assert roc_auc_score(~wrong, found.quality) > 0.8
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if not name.startswith("features")}
+
+
+def test_whole_numbers_that_a_model_does_not_take_become_its_own_type_of_numbers():
+    numbers = (10 * X).round().int()
+    model = nn.Linear(4, 3)
+    found = [denoise((x, Y), (x, Y), copy.deepcopy(model), steps=3) for x in (numbers, numbers.float())]
+    assert torch.equal(found[0].importance, found[1].importance)
 
 
 @pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch", 0), ("rate", 0.0), ("final_steps", -1)])

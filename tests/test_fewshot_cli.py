@@ -292,10 +292,45 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert "| 99.01 | 98.76 |" in text
     assert "99.01 ± 0.10" in text
     assert "not run" in text
+    for part in (
+        "## CIFAR-FS, in the place of mini-ImageNet, the residual network",
+        "## The effect of T (Figure 5(b))",
+    ):
+        assert f"{part}\n\nNot run." in text
+    assert "CIFAR-FS here has 300 images a class" in text
     assert (tmp_path / "few-shot-speed.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("method", ["prototypes", "penalty"])
+def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_claim_nothing(tmp_path):
+    whole = {"accuracy": 0.99, "interval": 0.001, "steps": 3000, "of": 3000, "seconds": 24.0, "weights": 111_936,
+             "device": "CPU", "accuracy_of_means": 0.5, "ms_per_step": 8.0}  # fmt: skip
+    cut = {**whole, "accuracy": 0.9, "steps": 60, "partial": True, "ms_per_step": 99.0}
+    untimed = {name: value for name, value in whole.items() if name != "ms_per_step"}
+    kept = [
+        (study.table_settings("omniglot", "conv4", 5, 1, "penalty", 0), cut),
+        (study.table_settings("omniglot", "conv4", 5, 5, "penalty", 0), whole),
+        (study.table_settings("omniglot", "conv4", 5, 5, "penalty", 1), cut),
+        (study.table_settings("omniglot", "conv4", 5, 1, "prototypes", 0), untimed),
+        *((cell.settings, cut) for cell in study.cells([study.CHOICES, study.EFFECT], ["omniglot"], [], 1, [])[:1]),
+        (study.cells([study.EFFECT], ["omniglot"], [], 1, [])[0].settings, cut),
+    ]
+    found = few_shot_page.write(kept, tmp_path)
+    assert found["findings"] == [
+        "Omniglot, 5-way 5-shot: Penalty has 99.00 and does not reach 99.6; the paper has 99.45."
+    ]
+    text = (tmp_path / "few-shot.md").read_text()
+    assert few_shot_page.CUT in text
+    row = next(line for line in text.splitlines() if line.startswith("| Penalty, ours | 90.00"))
+    assert row.startswith(
+        "| Penalty, ours | 90.00 (1 seed) ± 0.10 (60 of 3,000 steps) | 97.83 | 99.00 (1 seed) ± 0.10 |"
+    )
+    assert "| as the table | 90.00 (60 of 3,000 steps) |" in text
+    assert "| Penalty, ours | 1 | 90.00 (60 of 3,000 steps) | 99.0 |" in text
+    assert "| omniglot | Penalty, ours | 4 tasks of 60 ways, 5 queries | 3,000 | 10 | 8.0 |" in text
+    assert "| omniglot | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |  |" in text
+
+
+@pytest.mark.parametrize("method", list(study.METHODS))
 def test_a_cell_ends_at_the_deadline_and_goes_on_to_the_same_accuracy(method, folder, tmp_path, monkeypatch):
     classes = load_classes(folder)
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))

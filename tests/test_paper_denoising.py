@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from bilevel.paper import (
 )
 from bilevel.paper.denoising_numbers import Numbers
 from bilevel.paper.filed import FiledStore
+from bilevel.paper.sittings import Deadline, Sitting
+from bilevel.training import Trainer
 
 CPU = torch.device("cpu")
 
@@ -159,6 +162,76 @@ def test_the_early_stopped_column_holds_out_a_fifth_of_the_trusted_set(monkeypat
     assert seen == {"rows": len(task.y) + 80, "steps": 7}  # 100 are trusted
 
 
+def sittings(settings, place, monkeypatch, often):
+    """A cell with little time: each sitting ends when it has looked at the clock `often` times."""
+    looks, found = [], []
+
+    def late(self):
+        looks.append(1)
+        return len(looks) % often == 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sitting, "late", late)
+        while not found or found[-1].get("partial"):
+            found.append(denoising_runs.run(settings, CPU, place, time.monotonic()))
+            if found[-1].get("partial"):
+                assert {path.name for path in place.rglob("*.safetensors")} == {"state.safetensors"}
+    return found
+
+
+@pytest.mark.parametrize("column", list(denoising.COLUMNS))
+def test_a_cell_that_was_out_of_time_again_and_again_ends_as_the_straight_one(column, tmp_path, monkeypatch):
+    passes, often = {"ours": ((2, 1), 11), "stopped": ((1, 8), 20)}.get(column, ((0.5, 2), 5))
+    settings = digits(column, passes=passes)
+    straight = denoising_runs.run(settings, CPU)
+    found = sittings(settings, tmp_path / "a", monkeypatch, often)
+    assert len(found) > 2
+    steps = [one["steps"] for one in found[:-1]]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 1
+    assert all(one["steps"] < one["of"] for one in found[:-1])
+    seconds = [one["seconds"] for one in found]
+    assert seconds == sorted(seconds)  # of all sittings
+    assert straight["seconds"] > 0
+    for one in (straight, found[-1]):
+        for name in ("seconds", "bilevel_seconds"):
+            one.pop(name, None)
+    assert found[-1] == straight
+    if column == "stopped":
+        assert straight["epoch"] < 7  # measured in a sitting before the last
+
+
+@pytest.mark.parametrize("column", ["approx-grad", "algorithm-2"])
+def test_a_long_cell_that_was_killed_goes_on_from_its_last_tenth(column, tmp_path, monkeypatch):
+    settings = digits(column, passes=(1, 1))
+    straight = denoising_runs.run(settings, CPU)
+    pretrained, steps = [], []
+
+    def killed(self, run):
+        steps.append(run.step)
+        if steps == [1, 2, 3, 4, 5, 6, 7]:
+            raise SystemExit
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Deadline, "log", killed)
+        with pytest.raises(SystemExit):
+            denoising_runs.run(settings, CPU, tmp_path / "a")
+        again = denoising_runs.run(settings, CPU, tmp_path / "a")
+    assert steps[:8] == [1, 2, 3, 4, 5, 6, 7, 7]  # saved after the sixth
+    assert again | {"seconds": 0} == straight | {"seconds": 0}
+    monkeypatch.setattr(Trainer, "step", lambda *rest: pretrained.append(1))
+    assert denoising_runs.run(settings, CPU, tmp_path / "a")["steps"] == straight["steps"]
+    assert not pretrained
+
+
+def test_cells_of_seconds_are_saved_only_where_time_is_short(tmp_path):
+    denoising_runs.run(digits("plain"), CPU, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    denoising_runs.run(digits("plain"), CPU, tmp_path / "a", time.monotonic() + 1000)
+    assert (tmp_path / "a").exists()
+
+
 def small(part, trusted, network="linear"):
     return {"part": part, "dataset": "digits", "network": network, "rows": 300, "trusted": trusted, "noise": 0.4,
             "seed": 1, "steps": 30}  # fmt: skip
@@ -290,6 +363,23 @@ def test_a_page_without_cells_says_so(tmp_path):
     assert "Nothing was run." in (tmp_path / "denoising.md").read_text(encoding="utf-8")
 
 
+def test_cells_that_are_not_finished_are_named_and_in_no_table(tmp_path):
+    settings, found = mnist("algorithm-2", 0.95)
+    _, whole = mnist("ours", 0.99)
+    ours = [(mnist("ours", 0.99, seed)[0], whole | {"seconds": 30.0 + seed}) for seed in range(4)]
+    cut = (mnist("ours", 0.99, 4)[0], {"partial": True, "steps": 40, "of": 100, "seconds": 1.0, "device": "other"})
+    kept = [(settings, found | {"partial": True, "steps": 1200, "of": 29_500}), *ours, cut]
+    text = denoising_page.page(kept, [])
+    line = next(line for line in text.splitlines() if line.startswith("| MNIST, 25% symmetric |"))
+    assert line.endswith("| not run | not run | 99.00 ± 0.00 (4 seeds) |")
+    assert text.count("95.00") == 1
+    assert "MNIST was run on CPU (ours 32 s a run, 33 at most)." in text
+    assert (
+        "Begun, and in no table: MNIST, 25% symmetric, Penalty, the paper's, seed 0 (1,200 of 29,500 steps, 95.00 so "
+        "far); MNIST, 25% symmetric, Penalty, ours, seed 4 (40 of 100 steps).\n"
+    ) in text
+
+
 def few(trusted, accuracy, alone):
     settings = {"part": "how-few", "dataset": "mnist", "network": "mlp", "rows": 5000, "trusted": trusted, "noise": 0.4,
                 "seed": 0}  # fmt: skip
@@ -377,7 +467,7 @@ ONE = ["--dataset", "digits", "--noise", "0.25", "--columns", "trusted,plain", "
 def test_reproduce_denoising_runs_what_is_missing_and_shows_all_that_is_there(tmp_path, capsys, monkeypatch):
     ran = []
 
-    def run(settings, device):
+    def run(settings, device, place, deadline):
         ran.append(settings["column"])
         return {"accuracy": 0.9, "device": "CPU"}
 
@@ -412,10 +502,34 @@ def test_a_data_set_that_cannot_be_loaded_is_named_and_the_page_is_written(tmp_p
 
 def test_ctrl_c_ends_the_command_and_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
     results = iter([{"accuracy": 0.9}, None])
-    monkeypatch.setattr(denoising_runs, "run", lambda settings, device: next(results))
+    monkeypatch.setattr(denoising_runs, "run", lambda *arguments: next(results))
     assert main(["reproduce", "denoising", *ONE, "--out", str(tmp_path)]) == 130
     assert "1 of 2 cells are finished" in " ".join(capsys.readouterr().err.split())
     assert len(list((tmp_path / "cells").glob("*.json"))) == 1
+
+
+def test_minutes_end_a_cell_in_its_midst_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(denoising.STUDIES, "digits", replace(denoising.STUDIES["digits"], final_passes=1))
+    call = ["reproduce", "denoising", *ONE, "--out", str(tmp_path / "a")]
+    looks = []
+
+    def late(self):
+        looks.append(1)
+        return len(looks) == 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sitting, "late", late)
+        assert main([*call, "--minutes", "5"]) == 0
+    assert "2 cells were run" in (told := " ".join(capsys.readouterr().out.split()))
+    assert ", 1 of them until the time was over;" in told
+    assert "Begun, and in no table: digits (MLP), 25% symmetric, Val-only" in (tmp_path / "a/denoising.md").read_text()
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["digits-0.25-symmetric-trusted-0-92-1"]
+    assert main(call) == 0
+    assert "1 cell was run" in capsys.readouterr().out
+    assert not list((tmp_path / "a/checkpoints").iterdir())
+    assert main([*call[:-1], str(tmp_path / "b")]) == 0
+    first, second = (json.loads((tmp_path / x / "denoising.json").read_text())["cells"] for x in "ab")
+    assert [found["accuracy"] for _, found in first] == [found["accuracy"] for _, found in second]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +556,10 @@ def test_the_figures_have_commands_of_their_own(part, tmp_path, monkeypatch):
 
     monkeypatch.setattr(denoising_speed, "run", run)
     monkeypatch.setattr(denoising_runs, "loaded", lambda name: None)
-    assert main(["reproduce", f"denoising-{part}", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    call = ["reproduce", f"denoising-{part}", "--device", "cpu", "--out", str(tmp_path)]
+    assert main([*call, "--minutes", "0"]) == 0
+    assert not list((tmp_path / "cells").iterdir())
+    assert main(call) == 0
     assert {f"denoising-{part}.md", f"denoising-{part}.json", f"denoising-{part}-mlp.png"} <= {
         path.name for path in tmp_path.iterdir()
     }

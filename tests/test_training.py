@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from bilevel.training import fit, probabilities
+from bilevel.training import Trainer, fit, probabilities
 
 
 def task(n: int = 60, *, dropout: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -86,7 +86,31 @@ def test_stopped_training_goes_on_with_the_same_bits(stop, tmp_path):
     done: list[int] = []
     fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=done.append)
     assert torch.equal(weights(straight), weights(again))
-    assert done == list(range(stop - stop % 2 + 1, 21))  # saved at every second step
+    assert done == list(range(stop + 1, 21))
+
+
+def test_a_training_that_is_killed_goes_on_from_the_tenth_that_it_had_ended(tmp_path, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    def step(self: Trainer, *rest: object) -> torch.Tensor:
+        done.append(1)
+        if len(done) == 8:
+            raise KilledError
+        return plain(self, *rest)
+
+    straight, x, y = task(dropout=True)
+    killed, again = copy.deepcopy(straight), copy.deepcopy(straight)
+    fit(straight, x, y, steps=20, batch=20)
+    done: list[int] = []
+    plain = Trainer.step
+    monkeypatch.setattr(Trainer, "step", step)
+    with pytest.raises(KilledError):
+        fit(killed, x, y, steps=20, batch=20, checkpoint=tmp_path)
+    heard: list[int] = []
+    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=heard.append)
+    assert heard == list(range(7, 21))  # saved at every second step
+    assert torch.equal(weights(straight), weights(again))
 
 
 def test_a_training_ends_where_its_watch_says_so_and_goes_on_from_there(tmp_path):

@@ -29,7 +29,7 @@ from .replay import random_state, seeded, set_random_state
 Augment = Callable[[Tensor], Tensor]
 """A batch of inputs, changed at random by torch's draws; the shape stays."""
 Watch = Callable[[int], object]
-"""Told how many steps are done; where it returns True, the training ends there, and is saved."""
+"""Told how many steps are done; where it returns True or raises, the training ends there, and is saved."""
 DRAWS = 8
 """How often inputs are changed at random where the mean of the answers is asked for."""
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -94,12 +94,17 @@ class Trainer:
                 if k < done:
                     continue
                 self.engines.outer.call(self.inner, (index, rates[k]))
+                keeps = checkpoint if first_rank() else None
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
-                if checkpoint is not None and first_rank() and due:
-                    self.save(checkpoint, task, k + 1)
-                if watch is not None and watch(k + 1) is True:
-                    if checkpoint is not None and first_rank() and not due:
-                        self.save(checkpoint, task, k + 1)
+                if keeps is not None and due:
+                    self.save(keeps, task, k + 1)
+                ends = True  # where the watch raises, too
+                try:
+                    ends = watch is not None and watch(k + 1) is True
+                finally:
+                    if keeps is not None and ends and not due:
+                        self.save(keeps, task, k + 1)
+                if ends:
                     break
         self.model.eval()
 

@@ -22,17 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 from ..batch_scales import DEEP_RATE
 from ..callbacks import Callback
 from ..distributed import first_rank
-from ..errors import CheckpointError, DataError, ProblemError
+from ..errors import CheckpointError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
 from ..options import in_range
@@ -45,11 +43,9 @@ from ..solve import solve
 from ..training import Augment, Trainer, probabilities
 from ..weighting import weighted_mean
 from ..whole import write_whole
-from ..wording import agreeing
+from .examples import Examples, with_trusted
 from .mistakes import mistakes
 
-Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
-"""Inputs and labels, or a torch Dataset of (input, label)."""
 PASSES, LEAST_STEPS = 12, 1200
 """A run sees every example this often, and has at least this many steps."""
 CERTAIN = 2.5
@@ -108,16 +104,15 @@ def denoise(
 ) -> Denoised:
     """Learn the importance of each training example, and train `model` in place on what that leaves.
 
-    `model` maps inputs to one score for each class; it may be on any device. `steps` are those of the bilevel run;
-    None: 12 passes over `train`, and 1,200 at least. `final_steps` are those of each training before and after it;
-    None: as many. `rate` is the learning rate of the trainings; None: 1e-3 before the run, and after it the one that
-    the method chose for the lower level. `augment` changes inputs at random in all of it. `checkpoint` names a folder
-    that a stopped run goes on from with `resume=True`. `callbacks` watch the bilevel run, `watch` the trainings.
+    `model` maps inputs to one score for each class; it may be on any device. Whole numbers as inputs stay so where it
+    takes them, as a model of words does. `steps` are those of the bilevel run; None: 12 passes over `train`,
+    and 1,200 at least. `final_steps` are those of each training before and after it; None: as many. `rate` is the
+    learning rate of the trainings; None: 1e-3 before the run, and after it the one that the method chose for the lower
+    level. `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from
+    with `resume=True`. `callbacks` watch the bilevel run, `watch` the trainings.
     """
     began = time.perf_counter()
-    dtype = next(model.parameters()).dtype
-    (x, y), (x_trusted, y_trusted) = examples(train, "train", dtype), examples(trusted, "trusted", dtype)
-    classes = _classes(x, y, x_trusted, y_trusted, model)
+    (x, y), (x_trusted, y_trusted), classes = with_trusted(train, trusted, model)
     in_range("batch", batch, least=1)
     in_range("steps", steps, least=1)
     in_range("final_steps", final_steps, least=1)
@@ -240,58 +235,6 @@ def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(task))
-
-
-def examples(given: Examples, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs of this type and labels as int64, on the CPU; or an error that says what is wrong with them."""
-    if isinstance(given, Dataset):
-        columns = default_collate([given[i] for i in range(len(given))]) if len(given) else ()  # type: ignore[arg-type]
-    else:
-        columns = given
-    if not isinstance(columns, (tuple, list)) or len(columns) != 2:
-        raise DataError(
-            f"{name} must be a pair (inputs, labels) or a Dataset of such pairs; got {type(given).__name__}."
-        )
-    try:
-        x, y = (part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part)) for part in columns)
-    except TypeError:
-        kinds = " and ".join(str(np.asarray(part).dtype) for part in columns)
-        raise DataError(f"{name} must hold numbers, the labels as indices of classes; got {kinds}.") from None
-    if x.ndim < 2:
-        raise DataError(f"the inputs of {name} must have a row for each example; got shape {tuple(x.shape)}.")
-    if len(x) != len(y):
-        raise DataError(f"{name} must have one label for each input; got {len(x)} inputs and {len(y)} labels.")
-    if y.ndim != 1:
-        raise DataError(f"the labels of {name} must be one index for each input; got shape {tuple(y.shape)}.")
-    if y.is_floating_point() and (wrong := int((~torch.isfinite(y) | (y != y.round())).sum())):
-        raise DataError(f"the labels of {name} must be whole numbers; {wrong} of {len(y)} are not.")
-    x, y = x.detach().to("cpu", dtype), y.detach().cpu()
-    if bad := int((~torch.isfinite(x)).flatten(1).any(1).sum()):
-        hold = agreeing(bad, "holds", "hold")
-        raise DataError(f"the inputs of {name} must be finite; {bad} of {len(x)} examples {hold} NaN or infinity.")
-    return x, y.long()
-
-
-def _classes(x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, model: nn.Module) -> int:
-    """The number of classes that the model tells apart; refuses labels that do not fit to it."""
-    if x.shape[1:] != x_trusted.shape[1:]:
-        shapes = tuple(x.shape[1:]), tuple(x_trusted.shape[1:])
-        raise DataError(f"train and trusted must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
-    if not len(y):
-        raise DataError("train must have at least one example; got none.")
-    classes = probabilities(model, x[:2]).shape[1]
-    for name, labels in (("train", y), ("trusted", y_trusted)):
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            raise DataError(
-                f"the labels of {name} must be 0 to {classes - 1}, as the model has {classes} scores; got "
-                f"{int(labels.min())} to {int(labels.max())}."
-            )
-    if missing := sorted(set(y.tolist()) - set(y_trusted.tolist())):
-        raise DataError(
-            f"the trusted set must have an example of every class of train; it has none of {missing[:10]}. Add some, "
-            "or leave these classes out of train."
-        )
-    return classes
 
 
 def loaders(

@@ -38,7 +38,7 @@ from ..solution import Solution, Status
 from ..solve import solve
 from ..training import probabilities
 from .bounds import Bound, Within, norms
-from .denoising import Examples, examples
+from .examples import Examples, examples
 from .poisoning_goals import Goal
 from .victims import Features, Loss, Recipe, decayed, mapped, row_losses, trained
 from .whitening import Whitened, whitened

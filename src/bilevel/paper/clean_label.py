@@ -49,7 +49,7 @@ CHUNK = 32
 """Targets of a cell."""
 MULTIPLE = 8
 """On a GPU, targets side by side are filled up to a multiple of these."""
-CHOICE_TARGETS = 16
+CHOICE_TARGETS = 12
 """Targets at the end of the order that candidates are compared on; they are in no other cell."""
 CHOICE = "choice"
 STEPS, RATE = 1000, 1e-3

@@ -38,7 +38,7 @@ def cells(
 
 
 def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None) -> Found | None:
-    """Run a cell of any part of the study; None where Ctrl-C came."""
+    """Run a cell of any part of the study, those of the table until the deadline; None where Ctrl-C came."""
     match settings.get("part"):
         case denoising_small.HYPER_CLEANING | denoising_small.HOW_FEW:
             return denoising_small.run(settings, device)
@@ -46,7 +46,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
             return denoising_speed.run(settings, device)
     if settings["dataset"] == denoising_wide.NAME:
         return denoising_wide.run(settings, device, checkpoints, deadline)
-    return denoising_runs.run(settings, device)
+    return denoising_runs.run(settings, device, checkpoints / Cell(settings, 0).name, deadline)
 
 
 def missing(datasets: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str
     mine = [
         pair
         for pair in chosen(kept, dataset=dataset, noise=noise, kind=kind)
-        if "part" not in pair[0] and pair[0]["passes"][1] == final
+        if "part" not in pair[0] and pair[0]["passes"][1] == final and not pair[1].get("partial")
     ]
     return {column: chosen(mine, column=column) for column in COLUMNS}
 
@@ -89,7 +89,9 @@ def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
         "## To run it again",
         "```bash\nbilevel reproduce denoising --out runs/denoising --page docs/results\n"
         "bilevel reproduce denoising --dataset mnist --noise 0.25 --columns ours --page docs/results\n"
-        "bilevel reproduce denoising --dataset cifar10-wrn --minutes 8 --page docs/results\n```",
+        "bilevel reproduce denoising --dataset mnist --columns algorithm-2 --minutes 8 --page docs/results\n"
+        "bilevel reproduce denoising --dataset cifar10-wrn --minutes 8 --page docs/results\n```\n\n"
+        "`--minutes` ends a run in its midst; the same command goes on with it, from the state in `--out`.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -166,12 +168,12 @@ def _table(kept: Sequence[Kept]) -> str:
 def _run_on(kept: Sequence[Kept]) -> str:
     parts = []
     for dataset in STUDIES:
-        mine = [pair for pair in chosen(kept, dataset=dataset) if "part" not in pair[0]]
+        mine = [pair for pair in chosen(kept, dataset=dataset) if "part" not in pair[0] and not pair[1].get("partial")]
         alone = [pair for pair in chosen(mine, column="ours") if "beside" not in pair[1]]
         ours = numbers(alone, "seconds")
         if mine:
             text = f"{TITLES[dataset]} was run on {devices(mine)}"
-            parts.append(text + (f" (ours {ours.mean:.0f} s a run)" if ours else ""))
+            parts.append(text + (f" (ours {ours.mean:.0f} s a run, {max(ours.values):.0f} at most)" if ours else ""))
         if bad := diverged(mine, "column"):
             parts.append(f"{TITLES[dataset]}: {bad[0].lower()}{bad[1:-1]}")
     return "; ".join(parts) + "." if parts else ""
@@ -254,4 +256,20 @@ def _left(kept: Sequence[Kept]) -> str:
     total = len(STUDIES) * len(NOISES) * len(SHOWN)
     empty = sum(len(one["columns"]) for one in left)
     text = f"{empty} of {total} places of the table are not filled" + (":\n\n" + "\n".join(lines) if lines else ".")
-    return text + ("\n\nFewer than 5 seeds: " + "; ".join(fewer) + "." if fewer else "")
+    text += "\n\nFewer than 5 seeds: " + "; ".join(fewer) + "." if fewer else ""
+    begun = _begun(kept)
+    return text + ("\n\nBegun, and in no table: " + "; ".join(begun) + "." if begun else "")
+
+
+def _begun(kept: Sequence[Kept]) -> list[str]:
+    """The cells of the table that the limit of time has ended, each with how far it got."""
+    found = []
+    for settings, cell in kept:
+        if cell.get("partial") and settings.get("dataset") in STUDIES:
+            title = _title(settings["dataset"], settings["noise"], settings["kind"])
+            so_far = f", {100 * cell['accuracy']:.2f} so far" if "accuracy" in cell else ""
+            found.append(
+                f"{title}, {COLUMNS[settings['column']]}, seed {settings['seed']} "
+                f"({cell['steps']:,} of {cell['of']:,} steps{so_far})"
+            )
+    return found

@@ -1,10 +1,14 @@
-"""One cell of the denoising study: the data as the paper splits it, one way of training, and its scores."""
+"""One cell of the denoising study: the data as the paper splits it, one way of training, and its scores.
+
+A cell that has no time left ends with its state saved, and goes on from there, to the same bits on a CPU.
+"""
 
 from __future__ import annotations
 
 import copy
-import time
+import json
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +24,12 @@ from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..replay import seeded
 from ..rows import Rows
+from ..solution import Status
 from ..solve import solve
 from ..training import accuracy, fit, probabilities
-from .denoising import STUDIES, Study
+from ..whole import write_whole
+from .denoising import ONE_SEED, STUDIES, Study
+from .sittings import Deadline, Leave, OutOfTimeError, Sitting
 
 loaded = cache(load)
 """A data set, read once."""
@@ -33,8 +40,9 @@ HELD_OUT = 5
 class Task:
     """The data of a cell, on the device, and the network at its start."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device, sitting: Sitting | None = None) -> None:
         self.study: Study = STUDIES[settings["dataset"]]
+        self.sitting = sitting or Sitting()
         self.seed = int(settings["seed"])
         self.passes, self.final_passes = settings["passes"]
         self.device = device
@@ -56,10 +64,20 @@ class Task:
     def accuracy(self, model: nn.Module) -> float:
         return accuracy(model, self.test)
 
-    def fit(self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None) -> None:
+    def fit(
+        self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None, before: int | None = None
+    ) -> None:
+        """Train the model. Where the training comes before a run of so many steps, its own are not counted."""
+
+        def heard(done: int) -> None:
+            if watch is not None:
+                watch(done)
+            self.sitting.reached(*((done, steps) if before is None else (0, before)))
+
         fit(
             model, x, y, steps=steps, batch=self.study.batch, rate=self.study.rate, seed=self.seed,
-            augment=self.study.augment, precision=self.precision, watch=watch,
+            augment=self.study.augment, precision=self.precision, watch=heard,
+            checkpoint=self.sitting.folder("training"),
         )  # fmt: skip
 
     def found(self, importance: Tensor, suspect: Tensor) -> Found:
@@ -72,14 +90,26 @@ class Task:
         }
 
 
-def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """Run a cell, on a GPU where there is one; None where Ctrl-C came."""
-    task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    began = time.perf_counter()
-    result = COLUMN_RUNS[settings["column"]](task)
-    if result is None:
-        return None
-    return result | {"seconds": round(time.perf_counter() - began, 2), "device": device_name(task.device)}
+def run(
+    settings: Settings, device: torch.device | None = None, place: Path | None = None, deadline: float | None = None
+) -> Found | None:
+    """Run a cell, on a GPU where there is one, or go on with it, until the deadline; None where Ctrl-C came.
+
+    `place` is the folder of its state. What is begun with no deadline and takes seconds leaves none there: to save it
+    would count among them.
+    """
+    long = settings["column"] in ONE_SEED or deadline is not None or (place is not None and place.exists())
+    sitting = Sitting(place if long else None, deadline)
+    task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), sitting)
+    sitting.go_on()
+    try:
+        result = COLUMN_RUNS[settings["column"]](task)
+    except OutOfTimeError:
+        result = {"partial": True, "steps": sitting.done, "of": sitting.of}
+    seconds = round(sitting.seconds(), 2)
+    if result is None or result.get("partial"):
+        sitting.pause(seconds)
+    return None if result is None else result | {"seconds": seconds, "device": device_name(task.device)}
 
 
 def device_name(device: torch.device) -> str:
@@ -87,12 +117,16 @@ def device_name(device: torch.device) -> str:
 
 
 def ours(task: Task) -> Found | None:
-    study, rows = task.study, len(task.y)
+    study, rows, sitting = task.study, len(task.y), task.sitting
+    steps, rounds = task.steps(task.passes, rows), task.steps(task.final_passes, rows + study.trusted)
+    begins = {"trusted set": 0, "round 1": rounds + steps, "round 2": 2 * rounds + steps}
+    of = 3 * rounds + steps
     try:
         found = denoise(
-            (task.x, task.y), task.trusted, task.model, steps=task.steps(task.passes, rows), batch=study.batch,
-            final_steps=task.steps(task.final_passes, rows + study.trusted), rate=study.rate, augment=study.augment,
-            seed=task.seed, precision=task.precision,
+            (task.x, task.y), task.trusted, task.model, steps=steps, batch=study.batch, final_steps=rounds,
+            rate=study.rate, augment=study.augment, seed=task.seed, precision=task.precision,
+            checkpoint=sitting.place, resume=sitting.place is not None, callbacks=[Leave(sitting, rounds, of)],
+            watch=lambda stage, done, total: sitting.reached(begins[stage] + done, of),
         )  # fmt: skip
     except KeyboardInterrupt:
         return None
@@ -133,16 +167,21 @@ def stopped(task: Task) -> Found:
     held = torch.arange(len(y)) % HELD_OUT == 0
     inputs, labels = torch.cat([task.x, x[~held]]), torch.cat([task.y, y[~held]])
     each = task.steps(1, len(labels))
-    best: dict[str, Any] = {"held": -1.0}
+    file = task.sitting.folder("best.json")
+    best: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else []
 
     def watch(done: int) -> None:
+        while best and best[-1]["epoch"] * each >= done:  # measured after the state that the training goes on from
+            best.pop()
         if done % each == 0:
             score = float((probabilities(task.model, x[held]).argmax(1) == y[held]).double().mean())
-            if score > best["held"]:
-                best.update(held=score, accuracy=task.accuracy(task.model), epoch=done // each)
+            if not best or score > best[-1]["held"]:
+                best.append({"held": score, "accuracy": task.accuracy(task.model), "epoch": done // each})
+                if file is not None:
+                    write_whole(file, json.dumps(best))
 
     task.fit(task.model, inputs, labels, steps=task.steps(task.final_passes, len(labels)), watch=watch)
-    return {"accuracy": best["accuracy"], "epoch": best["epoch"]}
+    return {"accuracy": best[-1]["accuracy"], "epoch": best[-1]["epoch"]}
 
 
 def approx_grad(task: Task) -> Found | None:
@@ -160,22 +199,25 @@ def algorithm_2(task: Task) -> Found | None:
 
 def _bilevel(task: Task, method: Method) -> Found | None:
     """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
-    model = copy.deepcopy(task.model)
-    task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5))
+    model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
+    task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y].clamp(1e-3, 1 - 1e-3)
     u = Rows(len(task.y), init=torch.logit(p) / 2, device=task.device)  # (tanh u + 1) / 2 = p
     data = loaders(task.x, task.y, *task.trusted, task.study.batch)
     model.train()
     solution = solve(
         importance_problem(task.study.augment, lambda u: (torch.tanh(u) + 1) / 2), method, u, model, data,
-        max_steps=task.steps(task.passes, len(task.y)), seed=task.seed, hypergradient=False, precision=task.precision,
+        max_steps=steps, seed=task.seed, hypergradient=False, precision=task.precision,
+        callbacks=[Deadline(task.sitting)], checkpoint=task.sitting.folder("importance"),
+        resume=task.sitting.place is not None,
     )  # fmt: skip
     if solution.interrupted:
         return None
     importance = (torch.tanh(u.values.cpu()) + 1) / 2
+    so_far = {"partial": True, "of": steps} if solution.status is Status.STOPPED else {}
     return {
         "accuracy": task.accuracy(model), **task.found(importance, importance < 0.5), "engine": solution.engine,
-        "steps": solution.steps, "status": solution.status.name.lower(),
+        "steps": solution.steps, "status": solution.status.name.lower(), **so_far,
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ as it got, and goes on from its checkpoint.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch.nn.functional import relu
 from .. import models
 from ..applications.denoising import importance_problem, loaders
 from ..augmentation import crop_and_flip
-from ..callbacks import Callback, Run
 from ..cells import Cell, Found, Settings
 from ..data import corrupt, split_trusted
 from ..methods.penalty import Penalty
@@ -32,6 +30,7 @@ from ..solve import solve
 from ..training import accuracy
 from .denoising import ONE_SEED
 from .denoising_runs import device_name, loaded
+from .sittings import Deadline, Sitting
 
 NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75
@@ -52,16 +51,6 @@ def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> li
         for seed in range(1 if column in ONE_SEED else seeds)
     ]  # fmt: skip
     return [Cell(settings, -1000.0 - i) for i, settings in enumerate(found)]
-
-
-class Deadline(Callback):
-    """Ends a run at a time of `time.monotonic`."""
-
-    def __init__(self, at: float | None) -> None:
-        self.at = at
-
-    def log(self, run: Run) -> bool:
-        return self.at is not None and time.monotonic() >= self.at
 
 
 def positive(u: Tensor) -> Tensor:
@@ -86,6 +75,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
     with seeded(seed):
         depth, width = settings["network"]
         model = models.wide_resnet(depth, width, len(data.classes)).to(device)
+    place = checkpoints / Cell(settings, 0).name
     ours, whole = settings["column"] == "ours", settings.get("steps") or settings["passes"] * rows // BATCH
     u = Rows(rows, init=0.0 if ours else 1.0, device=device)
     if device.type == "cuda":
@@ -94,8 +84,8 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
     solution = solve(
         importance_problem(crop_and_flip, torch.sigmoid if ours else positive), method(settings["column"]), u, model,
         loaders(data.x, y, *trusted, BATCH), hypergradient=False, max_steps=whole, seed=seed,
-        precision="bf16" if device.type == "cuda" else None, callbacks=[Deadline(deadline)],
-        checkpoint=checkpoints / Cell(settings, 0).name, resume=True,
+        precision="bf16" if device.type == "cuda" else None, callbacks=[Deadline(Sitting(place, deadline))],
+        checkpoint=place, resume=True,
     )  # fmt: skip
     if solution.interrupted:
         return None

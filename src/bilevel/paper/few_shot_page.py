@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cells import Found
 from ..whole import write_whole
 from . import few_shot_figures
 from .denoising_numbers import NOT_RUN, chosen, devices, diverged, numbers, percent, seeds, values
@@ -28,6 +29,7 @@ from .markdown import table
 
 TITLES = {OMNIGLOT: "Omniglot", CIFAR: "CIFAR-FS, in the place of mini-ImageNet"}
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
+CUT = "Where steps stand behind a number, the limit of time has ended the run there; the same command goes on with it."
 LIKE = {"paper": "penalty"}
 """Whose column of the paper's table stands beside a method's."""
 
@@ -37,7 +39,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     mine = [pair for pair in kept if pair[1].get("accuracy") is not None]
     cells = chosen(mine, part=TABLE)
-    said = findings(cells)
+    said = findings(_finished(cells))
     usual = max((len(values(chosen(cells, dataset=d), "seed")) for d in DATASETS), default=1) or 1
     text = [
         "# Few-shot learning: one representation, many tasks",
@@ -49,7 +51,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *(["\n".join(f"- {sentence}" for sentence in said)] if said else []),
         *_tables(cells, usual),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),
-        *([part] if (part := _partial(mine)) else []),
+        *([CUT] if any(found.get("partial") for _, found in mine) else []),
         *_curves(cells, folder),
         *_effect(chosen(mine, part=EFFECT), folder),
         *_choices(chosen(mine, part=CHOICES)),
@@ -93,11 +95,15 @@ def _beside(ours: float, theirs: float) -> str:
 
 
 def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
+    if not cells:
+        return ["Nothing was run."]
     found = []
     for dataset in DATASETS:
         for backbone in BACKBONES[dataset]:
             some = chosen(cells, dataset=dataset, backbone=backbone)
+            found.append(f"## {TITLES[dataset]}, {NETWORKS[backbone]}")
             if not some:
+                found.append("Not run.")
                 continue
             rows = []
             for method, title in METHODS.items():
@@ -109,17 +115,29 @@ def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
             heads = ["method"]
             for ways, shots in TASKS[dataset]:
                 heads += [f"{ways}-way {shots}-shot"] + (["paper"] if dataset == OMNIGLOT else [])
-            found += [f"## {TITLES[dataset]}, {NETWORKS[backbone]}", table(heads, rows)]
-            if dataset == CIFAR and backbone == BACKBONES[CIFAR][-1]:
-                found.append(_mini())
-    return found or ["Nothing was run."]
+            found.append(table(heads, rows))
+        if dataset == CIFAR:
+            found.append(_mini())
+    return found
 
 
 def _shown(place: Sequence[Kept], usual: int) -> str:
     if not place:
         return NOT_RUN
-    text = percent(place).show(usual=usual)
-    return text if len(place) > 1 else f"{text} ± {100 * place[0][1]['interval']:.2f}"
+    some = _finished(place) or place[:1]
+    text = percent(some).show(usual=usual)
+    if len(some) > 1:
+        return text
+    return f"{text} ± {100 * some[0][1]['interval']:.2f}{_steps(some[0][1])}"
+
+
+def _finished(cells: Sequence[Kept]) -> list[Kept]:
+    return [pair for pair in cells if not pair[1].get("partial")]
+
+
+def _steps(found: Found) -> str:
+    """How far a run got that the limit of time has ended."""
+    return f" ({found['steps']:,} of {found['of']:,} steps)" if found.get("partial") else ""
 
 
 def _paper(ways: int, shots: int, method: str) -> str:
@@ -139,11 +157,6 @@ def _mini() -> str:
 
 def _named(cells: Sequence[Kept]) -> list[Kept]:
     return [({**s, "run": f"{s['dataset']}, {s['ways']}-way {s['shots']}-shot, {s['method']}"}, f) for s, f in cells]
-
-
-def _partial(cells: Sequence[Kept]) -> str:
-    names = [f"{s['run']} ({f['steps']:,} of {f['of']:,} steps)" for s, f in _named(cells) if f.get("partial")]
-    return f"Ended by the limit of time, and shown as far as they got: {'; '.join(names)}." if names else ""
 
 
 def _curves(cells: Sequence[Kept], folder: Path) -> list[str]:
@@ -175,10 +188,10 @@ def _speed_table(cells: Sequence[Kept]) -> str:
 
 def _effect(cells: Sequence[Kept], folder: Path) -> list[str]:
     if not cells:
-        return []
-    few_shot_figures.effect(cells, folder / "few-shot-steps.png")
+        return ["## The effect of T (Figure 5(b))", "Not run."]
+    few_shot_figures.effect(_finished(cells), folder / "few-shot-steps.png")
     rows = [
-        [METHODS[s["method"]], str(s["T"]), f"{100 * f['accuracy']:.2f}", f"{f['ms_per_step']:.1f}"]
+        [METHODS[s["method"]], str(s["T"]), f"{100 * f['accuracy']:.2f}{_steps(f)}", f"{f['ms_per_step']:.1f}"]
         for s, f in sorted(cells, key=lambda pair: (pair[0]["method"] != "penalty", pair[0]["T"]))
     ]
     return [
@@ -194,7 +207,12 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
     if not cells:
         return []
     rows = [
-        [s["varied"], f"{100 * f['accuracy']:.2f}", f"{100 * f['accuracy_of_means']:.2f}", f"{f['ms_per_step']:.1f}"]
+        [
+            s["varied"],
+            f"{100 * f['accuracy']:.2f}{_steps(f)}",
+            f"{100 * f['accuracy_of_means']:.2f}",
+            f"{f['ms_per_step']:.1f}",
+        ]
         for s, f in cells
     ]
     return [
@@ -214,9 +232,10 @@ def _what(cells: Sequence[Kept]) -> str:
             if some:
                 s = some[0][0]
                 episode = f"{s['tasks']} tasks of {s['train_ways']} ways, {s['queries']} queries"
+                ms = numbers(_finished(some), "ms_per_step")
                 rows.append([
                     dataset, title, episode, f"{s['steps']:,}", str(s.get("T", "")),
-                    numbers(some, "ms_per_step").show(1, len(some)),
+                    ms.show(1, len(ms.values)) if ms else "",
                 ])  # fmt: skip
     sizes = sorted({found["weights"] for _, found in cells})
     return (

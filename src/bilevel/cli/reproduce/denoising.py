@@ -15,9 +15,11 @@ from ...errors import OptionError
 from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
+    MinutesOption,
     NoRunOption,
     OutOption,
     PageOption,
+    SittingOption,
     Write,
     deadline_in,
     folders_of,
@@ -43,9 +45,7 @@ def denoising(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
     passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="No cell is begun after these, and cifar10-wrn ends with them.")
-    ] = None,
+    minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/denoising"),
     page: PageOption = None,
@@ -75,6 +75,7 @@ def denoising(
 def denoising_speed(
     device: DeviceOption = "auto",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method.")] = 1,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/denoising-speed"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -83,12 +84,13 @@ def denoising_speed(
     """Denoising: accuracy against wall-clock time, Penalty and ApproxGrad (Figure 4(a)). An MLP where no GPU is."""
     from ...paper import denoising_speed as study
 
-    _figure_study(study.SPEED, device, seeds, out, page, no_run, json)
+    _figure_study(study.SPEED, device, seeds, minutes, out, page, no_run, json)
 
 
 def denoising_steps(
     device: DeviceOption = "auto",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method and T.")] = 1,
+    minutes: MinutesOption = None,
     out: OutOption = Path("runs/denoising-steps"),
     page: PageOption = None,
     no_run: NoRunOption = False,
@@ -97,17 +99,19 @@ def denoising_steps(
     """Denoising: the last accuracy and the time of an upper iteration against T (Figure 5(a)). An MLP without a GPU."""
     from ...paper import denoising_speed as study
 
-    _figure_study(study.STEPS, device, seeds, out, page, no_run, json)
+    _figure_study(study.STEPS, device, seeds, minutes, out, page, no_run, json)
 
 
-def _figure_study(part: str, device: str, seeds: int, out: Path, page: Path | None, no_run: bool, json: bool) -> None:
+def _figure_study(
+    part: str, device: str, seeds: int, minutes: float | None, out: Path, page: Path | None, no_run: bool, json: bool
+) -> None:
     from ...paper import denoising_speed as study
     from ...paper import denoising_speed_page
 
     where = device_of(device)
     cells = study.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds)
     writer = partial(denoising_speed_page.write, part)
-    _run(f"denoising-{part}", cells, where, None, out, page, no_run, json, writer)
+    _run(f"denoising-{part}", cells, where, deadline_in(minutes), out, page, no_run, json, writer)
 
 
 def _run(
@@ -131,10 +135,11 @@ def _run(
         return [cell for cell in cells if cell.settings["dataset"] not in missing]
 
     folders = folders_of(out, page)
-    function = partial(
-        denoising_cells.run, device=device, checkpoints=folders[0].path / "checkpoints", deadline=deadline
-    )
-    run_filed(name, cells, function, write, folders, no_run=no_run, json=json, deadline=deadline, possible=possible)
+    checkpoints = folders[0].path / "checkpoints"
+    run_filed(
+        name, cells, partial(denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline), write,
+        folders, no_run=no_run, json=json, deadline=deadline, possible=possible, checkpoints=checkpoints,
+    )  # fmt: skip
 
 
 def _shares(text: str | None) -> list[float] | None:

@@ -11,11 +11,11 @@ import typer
 from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
-    MinutesOption,
     NoRunOption,
     OutOption,
     PageOption,
     QuickOption,
+    SittingOption,
     deadline_in,
     folders_of,
     run_filed,
@@ -34,7 +34,7 @@ def fewshot(
     backbones: Annotated[str | None, typer.Option(help="conv4, resnet, with commas. By default both.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 1,
     quick: QuickOption = False,
-    minutes: MinutesOption = None,
+    minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/few-shot"),
     page: PageOption = None,
@@ -53,5 +53,8 @@ def fewshot(
     if quick:
         cells = study.small_cells()
     where, folders, deadline = device_of(device), folders_of(out, page), deadline_in(minutes)
-    function = partial(few_shot_runs.run, device=where, folder=folders[0].path / "checkpoints", deadline=deadline)
-    run_filed("few-shot", cells, function, few_shot_page.write, folders, no_run=no_run, json=json, deadline=deadline)
+    checkpoints = folders[0].path / "checkpoints"
+    run_filed(
+        "few-shot", cells, partial(few_shot_runs.run, device=where, folder=checkpoints, deadline=deadline),
+        few_shot_page.write, folders, no_run=no_run, json=json, deadline=deadline, checkpoints=checkpoints,
+    )  # fmt: skip

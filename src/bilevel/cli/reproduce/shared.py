@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ RayOption = Annotated[
     str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
 ]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
+SittingOption = Annotated[
+    float | None,
+    typer.Option("--minutes", min=0, help="The cell that runs then ends, is saved, and is gone on with the next time."),
+]
 Function = Callable[[Settings], Found | None]
 Write = Callable[[Sequence[tuple[Settings, Found]], Path], dict[str, Any]]
 """Writes the page of these cells into a folder; returns the summary, with its `message` where the study has one."""
@@ -84,14 +89,16 @@ def run_filed(
     where: Where | None = None,
     possible: Callable[[list[Cell]], list[Cell]] = list,
     then: Callable[[Sequence[Kept]], list[Cell]] | None = None,
+    checkpoints: Path | None = None,
 ) -> None:
     """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
 
     The weightiest first; after the deadline none is begun. `possible` leaves out those that cannot be run here. `then`
-    has the cells that depend on what came of the first.
+    has the cells that depend on what came of the first. `checkpoints` has a folder for each cell that is begun, which
+    is of no more use when the cell is kept.
     """
     store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
-    began, done, total, complete = time.monotonic(), 0, 0, True
+    began, done, total, complete, unfinished = time.monotonic(), 0, 0, True, 0
     for stage in () if no_run else (None, then)[: 1 if then is None else 2]:
         wanted = cells if stage is None else stage(store.all())
         left = possible([cell for cell in wanted if store.get(cell) is None])
@@ -100,9 +107,13 @@ def run_filed(
             task = bar.add_task(name, total=len(left))
 
             def tell(cell: Cell, bar: Progress = bar, task: TaskID = task) -> None:
-                nonlocal done
+                nonlocal done, unfinished
                 done += 1
                 bar.advance(task)
+                if store.get(cell) is None:
+                    unfinished += 1
+                elif checkpoints is not None:
+                    shutil.rmtree(checkpoints / cell.name, ignore_errors=True)
 
             complete = run_cells(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
         if not complete:
@@ -115,7 +126,8 @@ def run_filed(
     if message is None:
         were = agreeing(done, "was", "were")
         seconds = f"{time.monotonic() - began:.0f} s"
-        message = f"{counted(done, 'cell')} {were} run in {seconds}; the page shows {summary['cells']}."
+        rest = f", {unfinished} of them until the time was over" if unfinished else ""
+        message = f"{counted(done, 'cell')} {were} run in {seconds}{rest}; the page shows {summary['cells']}."
     end(name, message, summary, folders, json)
 
 

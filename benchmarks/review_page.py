@@ -1,0 +1,142 @@
+"""Whether the review page stays smooth with thousands of suspects: docs/results/review-page.md.
+
+    python benchmarks/review_page.py            measure in Chromium (BILEVEL_CHROMIUM or the one on the path), and write
+
+The page of 100 suspects and that of 5,000, the most that it shows, are opened by turns. Work is what the browser does
+for a key or a scroll until the page is laid out, on its one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from playwright.sync_api import Page, sync_playwright
+
+from bilevel.paper.denoising_speed import load
+from bilevel.paper.markdown import table
+from bilevel.report import Table
+from bilevel.report.review import MOST, Review, Suspect, render_review
+from bilevel.whole import write_whole
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+COUNTS = (100, MOST)
+ROUNDS = 5
+WORK = """async ([what, times]) => {
+    const found = [];
+    const height = document.documentElement.scrollHeight - innerHeight;
+    for (let i = 0; i < times; i++) {
+        await new Promise(requestAnimationFrame);
+        const began = performance.now();
+        if (what === "scroll") {
+            scrollTo(0, height * i / times);
+            document.dispatchEvent(new Event("scroll"));
+            await new Promise(requestAnimationFrame);
+        } else {
+            document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: what, bubbles: true}));
+        }
+        document.body.offsetHeight;  // lays the page out
+        found.push(performance.now() - began);
+    }
+    return found;
+}"""
+ACTIONS = {
+    "opening the page": "",
+    "dropping a suspect by its key": "d",
+    "undoing that": "u",
+    "scrolling by a hundredth": "scroll",
+}
+TIMES = 100
+
+
+def example(count: int) -> Review:
+    """Suspects of ten classes with noise for pictures, which no format makes smaller."""
+    draw = np.random.default_rng(0)
+    return Review(
+        run=f"{count} suspects", title="Labels of noise", outcome="Measured.", good=True,
+        accuracy=Table("How well", ["Trained on", "Accuracy"], [["all", "70"]]),
+        classes=[f"class {c}" for c in range(10)], noise_rate=0.25,
+        history={"step": [1, 2], "upper": [2.0, 1.0], "lower": [2.0, 1.0]}, importance=draw.random(4 * count),
+        suspects=[Suspect(i, f"{i}.png", i % 10, (i + 1) % 10, 0.4 * i / count, 0.9) for i in range(count)],
+        pictures=draw.integers(0, 256, (count, 28, 28), dtype=np.uint8), fields=None, command="bilevel denoise",
+        settings=[("Seed", "0")], notes=[],
+    )  # fmt: skip
+
+
+def measured(page: Page, path: Path) -> dict[str, list[float]]:
+    """Milliseconds of each action on a fresh page, and what it weighs."""
+    page.goto(path.as_uri())
+    page.wait_for_selector(".suspect")
+    found = {"opening the page": [page.evaluate("performance.getEntriesByType('navigation')[0].domInteractive")]}
+    page.locator(".suspect").first.click()
+    for name, what in ACTIONS.items():
+        if what:
+            found[name] = page.evaluate(WORK, [what, TIMES])
+    found["elements"] = [page.evaluate("document.querySelectorAll('*').length")]
+    done = page.locator("#progress").text_content() or ""
+    assert done.startswith("0 of"), done  # every key was heard, and undone
+    return found
+
+
+def run(chromium: str) -> dict[str, Any]:
+    results: dict[int, dict[str, list[float]]] = {count: {} for count in COUNTS}
+    sizes = {}
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        paths = {count: Path(folder) / f"{count}.html" for count in COUNTS}
+        for count, path in paths.items():
+            path.write_text(render_review(example(count)), encoding="utf-8")
+            sizes[count] = path.stat().st_size
+        for _ in range(ROUNDS):
+            for count, path in paths.items():
+                context = browser.new_context(viewport={"width": 1280, "height": 800})
+                for name, values in measured(context.new_page(), path).items():
+                    results[count].setdefault(name, []).extend(values)
+                context.close()
+        version = browser.version
+        browser.close()
+    return {"chromium": version, "load": load(), "bytes": sizes, "milliseconds": results}
+
+
+def write(found: dict[str, Any]) -> None:
+    def shown(values: list[float]) -> str:
+        slow = sorted(values)[max(0, round(0.99 * len(values)) - 1)]
+        return f"{statistics.median(values):.1f}" + (f" / {slow:.1f}" if len(values) > ROUNDS else "")
+
+    by = found["milliseconds"]
+    rows = [[name, *(shown(by[count][name]) for count in COUNTS)] for name in ACTIONS]
+    rows.append(["elements of the page, at the end", *(f"{max(by[count]['elements']):,.0f}" for count in COUNTS)])
+    rows.append(["megabytes", *(f"{found['bytes'][count] / 1e6:.1f}" for count in COUNTS)])
+    text = [
+        "# The review page with thousands of suspects",
+        "Written by `python benchmarks/review_page.py`: milliseconds of work in the browser until the page is laid "
+        f"out, median / the slowest of a hundred, over {ROUNDS} rounds. A scroll includes the wait for the next frame, "
+        "which comes every 16.7 ms. Pictures are noise of 28x28 pixels; the page shows the "
+        f"{MOST:,} worst suspects at most.",
+        table(["", *(f"{count:,} suspects" for count in COUNTS)], rows),
+        f"Headless Chromium {found['chromium']}; the machine had {found['load']} programs a core that wanted to run: "
+        "above 1, times are too long.",
+    ]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_whole(RESULTS / "review-page.md", "\n\n".join(text) + "\n")
+
+
+def main() -> None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = os.environ.get("BILEVEL_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if chromium is None:
+        sys.exit("Chromium is needed: install it, or name it with BILEVEL_CHROMIUM.")
+    found = run(chromium)
+    write(found)
+    print(json.dumps({"page": str(RESULTS / "review-page.md"), "load": found["load"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -107,6 +107,33 @@ def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_
     assert len([name for name in names if name.endswith("to-its-end")]) == 1
 
 
+class Forgetful:
+    """An `Aside` that keeps nothing: what was set aside begins anew."""
+
+    state = property(lambda self: None, lambda self, state: None)
+
+
+@pytest.mark.parametrize(("problem", "first"), [(two_minimisers, 2), (corner, 10)])
+def test_start_that_was_set_aside_goes_on_from_there_with_the_bits_of_one_that_begins_anew(monkeypatch, problem, first):
+    monkeypatch.setattr("bilevel.starts.FIRST", first)
+    ends = []
+    for begun in ([0, 0, 0, first], [0, 0, 0, 0]):
+        steps = []
+
+        class Heard(Callback):
+            def start(self, run, steps=steps):
+                steps.append(run.step)
+
+        u, v = leaf(0.7), leaf(0.8)
+        solution = solve(problem(), Penalty(), u, v, max_steps=400, seed=0, starts=3, callbacks=[Heard()])
+        assert steps == begun
+        assert solution.status is Status.CONVERGED
+        assert solution.steps == len(solution.history) > first
+        ends.append((u.item(), v.item(), solution.steps, solution.history["upper"]))
+        monkeypatch.setattr("bilevel.starts.Aside", Forgetful)
+    assert ends[0] == ends[1]
+
+
 def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
     monkeypatch.setattr("bilevel.starts.FIRST", 4)
     monkeypatch.setattr("bilevel.starts.LATER", 2)

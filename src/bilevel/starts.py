@@ -4,7 +4,9 @@ The first is the point that was passed. The others are drawn: in a `Box` with fi
 Sobol sequence, stretched so that every sixth coordinate lies on a bound; elsewhere normal around the first, with a
 deviation of 1 + the root mean square of the tensor, and projected. Four times as many as are needed are drawn, and at
 each the lower problem is solved, which shows f: of two starts, one is the best of those that are left (the most
-feasible, then the least f), the other the one whose u is farthest from those of all starts before it.
+feasible, then the least f; those that are better than all of their nearest neighbours come before all others, so that
+one valley does not take the starts of another), the other the one whose u is farthest from those of all starts before
+it.
 
 A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
 have ended without one; where none did, the best of those set aside goes on to its end. Where `AGREE` of them ended at
@@ -38,6 +40,8 @@ POOL = 4
 STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12
+NEIGHBOURS = 4
+"""How many of the nearest draws a draw is better than where it is the best of a valley."""
 ROUGH = 1e-4
 """The tolerance of the lower solutions at points that are only looked at."""
 NEAR = 1e-6
@@ -131,13 +135,28 @@ def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: tor
     finally:
         for variable, value in zip((u, v), first, strict=True):
             place(value, variable)
-    pool.sort(key=lambda d: (round(d.violation, 3), d.upper))
+    pool = _ordered(pool)
     out: list[Draw] = []
     while pool and len(out) < count:
         out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
         pool.remove(out[-1])
         places.append(out[-1].place)
     return out
+
+
+def _ordered(pool: Sequence[Draw]) -> list[Draw]:
+    """The best of each valley first; all by feasibility, then by f."""
+
+    def key(d: Draw) -> tuple[float, float]:
+        return round(d.violation, 3), d.upper
+
+    def follows(d: Draw) -> bool:
+        others = sorted(
+            (other for other in pool if other is not d), key=lambda other: float((other.place - d.place).norm())
+        )
+        return any(key(other) < key(d) for other in others[:NEIGHBOURS])
+
+    return sorted(pool, key=lambda d: (follows(d), *key(d)))
 
 
 def _apart(place: Tensor, others: Sequence[Tensor]) -> float:

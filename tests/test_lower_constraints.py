@@ -207,9 +207,11 @@ def test_derivative_with_lower_constraints_is_that_of_the_objective_as_written(p
             assert slope.reshape(-1)[i].item() == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-7)
 
 
-def test_gradient_evaluates_objectives_once_and_lower_constraints_twice():
+@pytest.mark.parametrize("start", [0, 1])
+def test_gradient_evaluates_objectives_and_lower_constraints_once_and_once_more_for_a_cut(start):
+    """In the smooth rounds, with which start 0 begins, and in a piece, with which start 1 does."""
     problem, u, v = circle()
-    counts = dict.fromkeys(("upper", "lower", "c", "d"), 0)
+    counts = {}
 
     def counting(name, function):
         def counted(*arguments):
@@ -223,22 +225,43 @@ def test_gradient_evaluates_objectives_once_and_lower_constraints_twice():
         lower_inequalities=counting("c", problem.lower_inequalities[0]),
         lower_equalities=counting("d", problem.lower_equalities[0]),
     )  # fmt: skip
-    kkt = KKT(counted, Variable(u, "u"), Variable(v, "v"), None)
-    d = Derivatives(kkt.problem(), kkt.u, Variable(v, "v"), "exact")
-    prices = Prices(
-        torch.ones((), dtype=torch.float64), [torch.zeros(2, dtype=torch.float64)],
-        [torch.ones((), dtype=torch.float64)] * 2, [torch.zeros_like(h) for h in d.constraints(None)],
-    )  # fmt: skip
-    counts.update(dict.fromkeys(counts, 0))
-    d.penalised([(None, None)], prices, with_u=True)
-    assert counts == {"upper": 1, "lower": 1, "c": 2, "d": 2}
-    # A cut compares g here with g and the constraints there.
-    kkt.cuts.add(torch.tensor([0.2, 0.1], dtype=torch.float64))
-    d.problem = kkt.problem()
-    prices.gamma_h, prices.mu = [prices.gamma_h[0]] * 3, [torch.zeros_like(h) for h in d.constraints(None)]
-    counts.update(dict.fromkeys(counts, 0))
-    d.penalised([(None, None)], prices, with_u=True)
-    assert counts == {"upper": 1, "lower": 3, "c": 3, "d": 3}
+    found = []
+
+    class Counting(Penalty):
+        def init(self, setting):
+            state = super().init(replace(setting, start=start))
+            assert (state.kkt.active is None) is (start == 0)
+            for cuts in range(3):
+                counts.update(dict.fromkeys(counts, 0))
+                state._penalised(state.search.x)
+                assert counts == {"upper": 1, "lower": 1 + cuts, "c": 1 + cuts, "d": 1 + cuts}
+                found.append(state.derivatives.lower_evaluations)
+                state.kkt.cuts.add(torch.tensor([0.2, 0.1], dtype=torch.float64))
+                state._set_problem()
+                state._measure()
+            return state
+
+    counts.update(dict.fromkeys(("upper", "lower", "c", "d"), 0))
+    solve(counted, Counting(), u, v, max_steps=1, seed=0)
+    assert len(found) == 3
+
+
+def test_difference_of_gradients_takes_no_lower_constraint_from_another_point():
+    """Where g has no second derivative, v is moved within one gradient of F."""
+    problem, u, v = circle()
+    found = []
+
+    class Watched(Penalty):
+        def init(self, setting):
+            state = super().init(setting)
+            found.append(state._penalised(state.search.x + 0.01)[1])
+            return state
+
+    for curvature in ("exact", "difference"):
+        _, u, v = circle()
+        solve(problem, Watched(curvature=curvature), u, v, max_steps=1, seed=0)
+    # eps^(2/3) of a central difference, and what the first rounds make of it.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):

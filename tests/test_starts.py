@@ -80,6 +80,19 @@ def test_every_other_start_is_the_farthest_from_those_before_it():
     assert torch.equal(both[0].leaves[0].detach(), leaf(0.4, 0.4).detach())
 
 
+def test_best_draw_of_another_valley_comes_before_the_second_best_of_the_first():
+    """f is (u - 0.3)^2 left of 0.8, and right of it no less than 0.1, which is more than at most draws on the left."""
+    problem = Problem(
+        lambda u, v, _: torch.sum(torch.where(u < 0.8, (u - 0.3) ** 2, 0.1 + (u - 0.9) ** 2)),
+        lambda u, v, _: torch.sum((v - u) ** 2),
+        project_upper=Box(0.0, 1.0),
+    )
+    both = variables(problem, leaf(0.5), leaf(0.0))
+    first, _, second, *_ = drawn(problem, *both, 7, torch.Generator().manual_seed(0))
+    assert first.u[0].item() == pytest.approx(0.3, abs=0.05)
+    assert second.u[0].item() == pytest.approx(0.9, abs=0.05)
+
+
 def test_first_start_is_the_run_without_starts():
     alone, several = (leaf(0.7), leaf(0.8)), (leaf(0.7), leaf(0.8))
     solve(two_minimisers(), Penalty(), *alone, max_steps=500, seed=0)
@@ -107,6 +120,33 @@ def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_
     assert len([name for name in names if name.endswith("to-its-end")]) == 1
 
 
+class Forgetful:
+    """An `Aside` that keeps nothing: what was set aside begins anew."""
+
+    state = property(lambda self: None, lambda self, state: None)
+
+
+@pytest.mark.parametrize(("problem", "first"), [(two_minimisers, 2), (corner, 10)])
+def test_start_that_was_set_aside_goes_on_from_there_with_the_bits_of_one_that_begins_anew(monkeypatch, problem, first):
+    monkeypatch.setattr("bilevel.starts.FIRST", first)
+    ends = []
+    for begun in ([0, 0, 0, first], [0, 0, 0, 0]):
+        steps = []
+
+        class Heard(Callback):
+            def start(self, run, steps=steps):
+                steps.append(run.step)
+
+        u, v = leaf(0.7), leaf(0.8)
+        solution = solve(problem(), Penalty(), u, v, max_steps=400, seed=0, starts=3, callbacks=[Heard()])
+        assert steps == begun
+        assert solution.status is Status.CONVERGED
+        assert solution.steps == len(solution.history) > first
+        ends.append((u.item(), v.item(), solution.steps, solution.history["upper"]))
+        monkeypatch.setattr("bilevel.starts.Aside", Forgetful)
+    assert ends[0] == ends[1]
+
+
 def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
     monkeypatch.setattr("bilevel.starts.FIRST", 4)
     monkeypatch.setattr("bilevel.starts.LATER", 2)
@@ -116,9 +156,9 @@ def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkey
         def end(self, solution):
             ends.append(solution.steps)
 
-    solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=9, seed=0, starts=6, callbacks=[Heard()])
+    solve(two_minimisers(), Penalty(), leaf(0.7), leaf(0.8), max_steps=7, seed=0, starts=6, callbacks=[Heard()])
     assert ends[:6] == [4, 4, 4, 4, 2, 2]
-    assert ends[6:] == [9]
+    assert ends[6:] == [7]
 
 
 def test_starts_resume_from_the_folders_of_their_runs(tmp_path):

@@ -49,7 +49,7 @@ class Cuts:
         scale = kkt.bend * size
 
         def cut(u: Any, v: Any, batch: Any) -> Tensor:
-            here = kkt.source.lower(kkt.plain_u.value, kkt.v.value, batch).reshape(())
+            here = kkt.lower_value(batch)
             there, c, d = kkt.parts(batch, w)
             # Met, too, where w is no point of the lower level, which only constraints that u moves can bring about.
             outside = [x / size for x, size in zip(c, kkt.sizes_c, strict=True)]

@@ -18,7 +18,8 @@ where the multiplier says that f falls there. Cuts are inequalities beside those
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,8 @@ class KKT:
         self.cuts = Cuts(self)
         self.gap: float | None = None
         self.gap_starts = 0
+        self._sharing = False
+        self._shared: tuple[list[int], tuple[Tensor, list[Tensor], list[Tensor]]] | None = None
         self.u = Extended(u, [*self.a, *self.b])
         self.alone = Extended(u, [*self.a, *self.b], alone=True)
 
@@ -81,6 +84,31 @@ class KKT:
             [function(u, at, batch) for function in p.lower_inequalities],
             [function(u, at, batch) for function in p.lower_equalities],
         )
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """For one gradient of F: g, c and d of the present point are evaluated for L, and taken from there.
+
+        Only so long as nothing moves u or v, which a difference of gradients does.
+        """
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing, self._shared = False, None
+
+    def _made(self) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        """What L was last made of, where it is shared and still that of the present point."""
+        return self._shared[1] if self._shared is not None and self._shared[0] == self._versions() else None
+
+    def _versions(self) -> list[int]:
+        """Numbers that change whenever u or v does."""
+        return [leaf._version for leaf in (*self.plain_u.leaves, *self.v.leaves)]
+
+    def lower_value(self, batch: Any) -> Tensor:
+        """g at the present point."""
+        made = self._made()
+        return self.source.lower(self.plain_u.value, self.v.value, batch).reshape(()) if made is None else made[0]
 
     @property
     def alpha(self) -> list[Tensor]:
@@ -153,7 +181,7 @@ class KKT:
     def problem(self) -> Problem:
         """The problem without lower constraints, as the present phase has it."""
         source = self.source
-        equalities: list[Objective] = [*source.equalities, *source.lower_equalities]
+        equalities: list[Objective] = [*source.equalities, *(self._equality(j) for j in range(len(self.b)))]
         inequalities: list[Objective] = list(source.inequalities)
         for i in range(len(self.a)):
             equalities.append(self._complementarity(i))
@@ -166,14 +194,25 @@ class KKT:
         )  # fmt: skip
 
     def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
-        g, c, d = self.parts(batch)
+        parts = g, c, d = self.parts(batch)
+        if self._sharing:
+            self._shared = self._versions(), parts
         for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):
             g = g + torch.sum(multiplier * value)
         return g
 
+    def _equality(self, j: int) -> Objective:
+        def equality(u: Any, v: Any, batch: Any) -> Tensor:
+            made = self._made()
+            return self.source.lower_equalities[j](u, v, batch) if made is None else made[2][j]
+
+        return equality
+
     def _slack(self, i: int, batch: Any) -> Tensor:
         """b_i = -c / |J_c|."""
-        c = self.source.lower_inequalities[i](self.plain_u.value, self.v.value, batch)
+        made = self._made()
+        function = self.source.lower_inequalities[i]
+        c = function(self.plain_u.value, self.v.value, batch) if made is None else made[1][i]
         return -c / self.sizes_c[i]
 
     def _complementarity(self, i: int) -> Objective:

@@ -35,6 +35,8 @@ class LBFGS:
     extra: Any = None
     shortest: float = 0.0
     """Below this length the line search gives up; where it is not 0, it tells lengths apart to a hundredth."""
+    _products: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False, repr=False)
+    """Each bend that was seen last, with its 1 / <s, y>."""
 
     @classmethod
     def start(cls, function: Function, x: Tensor, *, memory: int = 50, metric: Tensor | None = None) -> LBFGS:
@@ -44,20 +46,28 @@ class LBFGS:
     def direction(self) -> Tensor:
         """-H gradient by the two-loop recursion."""
         q = self.gradient.clone()
-        tape = []
-        for s, y in zip(reversed(self.moves), reversed(self.bends), strict=True):
-            rho = 1 / torch.dot(s, y)
+        rhos, tape = self._rhos(), []
+        for s, y, rho in zip(reversed(self.moves), reversed(self.bends), reversed(rhos), strict=True):
             a = rho * torch.dot(s, q)
             q -= a * y
-            tape.append((rho, a))
+            tape.append(a)
         if self.metric is not None:
             q *= self.metric
         if self.moves:
             s, y = self.moves[-1], self.bends[-1]
             q *= torch.dot(s, y) / torch.dot(y, y if self.metric is None else y * self.metric)
-        for s, y, (rho, a) in zip(self.moves, self.bends, reversed(tape), strict=True):
+        for s, y, rho, a in zip(self.moves, self.bends, rhos, reversed(tape), strict=True):
             q += (a - rho * torch.dot(y, q)) * s
         return -q
+
+    def _rhos(self) -> list[Tensor]:
+        """1 / <s, y> of each pair: those of new pairs are formed, the others kept."""
+        held = {id(y): (y, rho) for y, rho in self._products}
+        self._products = [
+            held[id(y)] if id(y) in held else (y, 1 / torch.dot(s, y))
+            for s, y in zip(self.moves, self.bends, strict=True)
+        ]
+        return [rho for _, rho in self._products]
 
     def iterate(self, function: Function) -> bool:
         """One iteration. False where no step along the direction, nor along -gradient, lowers the value."""

@@ -44,6 +44,7 @@ class Loop:
         *,
         writes: bool = True,
         together: Ranks | None = None,
+        keeps: bool = False,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
@@ -51,6 +52,9 @@ class Loop:
         self.seed, self.fingerprint = seed, identity
         self.ranks, self.writes, self.together = setting.ranks, writes, together
         """The ranks that share the work, and those that begin and end together: without data there are no shares."""
+        self.keeps = keeps
+        self.kept: dict[str, Any] | None = None
+        """Where asked for: what a run that the budget ended can be gone on from, as from a checkpoint."""
         self.sent = self.counted = 0
         """Bytes that went to other ranks in the steps of this process, and how many steps these were."""
         self.history = History()
@@ -112,6 +116,9 @@ class Loop:
         """Save, leave u and v as they are returned, and measure them."""
         if status is not Status.DIVERGED:
             self._save(status)
+        # In the other modes steps depend on the budget that they are part of.
+        if self.keeps and status is Status.MAX_STEPS and self.state.mode == "deterministic":
+            self.kept = _clone(self._whole(status))
         with self.state.derivatives.full_precision():
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
             state = self.state.state_dict()
@@ -241,23 +248,27 @@ class Loop:
             share_buffers(self.ranks, self.variables)
         if self.folder is None:
             return
+        saved = self._whole(status)
+        if self.writes:
+            store.save(self.folder, saved)
+
+    def _whole(self, status: Status | None) -> dict[str, Any]:
+        """What a checkpoint has. All ranks call it; tensors that they share out are whole on the one that writes."""
         device = self.setting.v.device
         more = {} if self.ranks is None else {"ranks": self.ranks.gather(list(random_state(device)))}
         u, v = self.variables
-        found = whole_state(u, v, self.state.state_dict(), self._like_v, first=self.writes)
-        if not self.writes:
-            return
-        store.save(self.folder, {
+        return {
             "fingerprint": self.fingerprint, "seed": self.seed, "step": self.step, "seconds": self.seconds,
             "max_steps": self.setting.max_steps, "status": status.name if status else None,
-            **found, "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
+            **whole_state(u, v, self.state.state_dict(), self._like_v, first=self.writes),
+            "sources": self.setting.sources.state_dict(), "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(), "generator": self.setting.generator.get_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             "history": torch.tensor(self.history.to_lists(), dtype=torch.float64), **more,
-        })  # fmt: skip
+        }  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if saved["max_steps"] != self.setting.max_steps:
+        if saved["max_steps"] != self.setting.max_steps and self.state.mode != "deterministic":
             warnings.warn(
                 f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "

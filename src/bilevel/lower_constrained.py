@@ -86,9 +86,9 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: Lowe
         with d.holding_u(False):
             d.lower_evaluations += 1
             g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-            for m, r, x in zip(alpha, prices(kkt.sizes_c), c, strict=True):
-                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - torch.sum(m * m / r)) / 2
-            for m, r, x in zip(beta, prices(kkt.sizes_d), e, strict=True):
+            for m, r, x, paid in zip(alpha, rho_c, c, constant, strict=True):
+                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - paid) / 2
+            for m, r, x in zip(beta, rho_d, e, strict=True):
                 g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
             return g.item(), flatten(gradient(g, d.v.leaves)), None
 
@@ -100,6 +100,8 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: Lowe
     vain = 0
     for _ in range(ROUNDS):
         origin = x
+        rho_c, rho_d = prices(kkt.sizes_c), prices(kkt.sizes_d)
+        constant = [torch.sum(m * m / r) for m, r in zip(alpha, rho_c, strict=True)]
         search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
         for _ in range(ITERATIONS):
             slope = search.gradient.norm().item()
@@ -119,11 +121,11 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: Lowe
             _, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
             moved = [
                 (torch.maximum(v, -m / r) / s).abs().amax()
-                for v, m, r, s in zip(c, alpha, prices(kkt.sizes_c), kkt.sizes_c, strict=True)
+                for v, m, r, s in zip(c, alpha, rho_c, kkt.sizes_c, strict=True)
             ]
             outside = max(violation_of(kkt, c, e), *(m.item() for m in moved), 0.0)
-            alpha = [(m + r * v).clamp(min=0) for m, r, v in zip(alpha, prices(kkt.sizes_c), c, strict=True)]
-            beta = [m + r * v for m, r, v in zip(beta, prices(kkt.sizes_d), e, strict=True)]
+            alpha = [(m + r * v).clamp(min=0) for m, r, v in zip(alpha, rho_c, c, strict=True)]
+            beta = [m + r * v for m, r, v in zip(beta, rho_d, e, strict=True)]
         if (outside <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
             break
         if outside > max(best / 4, goal * size):

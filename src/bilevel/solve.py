@@ -29,7 +29,7 @@ from .replay import seeded
 from .shares import Sharing
 from .solution import Solution
 from .sources import Sources
-from .starts import several
+from .starts import Aside, several
 from .starts_data import several_with_data
 
 
@@ -120,24 +120,29 @@ class _Order:
     accumulate: int
     hypergradient: bool | None
 
-    def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution:
-        """One run from the present u and v, in the reading that the method has."""
+    def run(self, folder: Path | None, seed: int | None, start: int = 0, aside: Aside | None = None) -> Solution:
+        """One run from the present u and v, in the reading that the method has; see `Aside`."""
         if getattr(self.method, "reading", "optimistic") == "pessimistic":
             if self.data is not None or folder is not None:
                 given = "data" if self.data is not None else "checkpoint"
                 raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
             return worst_case(self, seed, start)
-        return self.once(folder, seed, start)
+        return self.once(folder, seed, start, aside)
 
-    def once(self, folder: Path | None, seed: int | None, start: int) -> Solution:
+    def once(self, folder: Path | None, seed: int | None, start: int, aside: Aside | None = None) -> Solution:
         """One run from the present u and v, by this process or by all ranks."""
         ranks = Ranks.here(self.lower.device)
         with nullcontext() if ranks is None else ranks.telling():
-            return self._once(folder, seed, start, ranks)
+            return self._once(folder, seed, start, ranks, aside)
 
-    def _once(self, folder: Path | None, seed: int | None, start: int, ranks: Ranks | None) -> Solution:
+    def _once(
+        self, folder: Path | None, seed: int | None, start: int, ranks: Ranks | None, aside: Aside | None
+    ) -> Solution:
         problem, upper, lower = self.problem, self.upper, self.lower
         saved = _open(folder, self.resume) if ranks is None else by_first(ranks, lambda: _open(folder, self.resume))
+        stored = saved is not None
+        if saved is None and aside is not None:
+            saved = aside.state
         if seed is None:
             seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
             seed = seed if ranks is None else ranks.share(seed)
@@ -166,16 +171,19 @@ class _Order:
                     state = self.method.init(setting)
                     loop = Loop(
                         setting, state, self._heard(ranks), folder, self.every, self.log_every, seed, identity,
-                        writes=ranks is None or ranks.first, together=ranks,
+                        writes=ranks is None or ranks.first, together=ranks, keeps=aside is not None,
                     )  # fmt: skip
                     if setting.ranks is not None:
                         apart(setting.ranks, seed, lower.device)
-                    if saved is not None and folder is not None:
-                        with store.understood(folder):
+                    if saved is not None:
+                        with store.understood(folder) if stored and folder is not None else nullcontext():
                             loop.restore(saved)
                 for rows in upper.rows:
                     rows.let_go()
-                return loop.run(self.hypergradient)
+                solution = loop.run(self.hypergradient)
+                if aside is not None:
+                    aside.state = loop.kept
+                return solution
             finally:
                 upper.release()
                 take_back(upper.rows)

@@ -4,10 +4,12 @@ The first is the point that was passed. The others are drawn: in a `Box` with fi
 Sobol sequence, stretched so that every sixth coordinate lies on a bound; elsewhere normal around the first, with a
 deviation of 1 + the root mean square of the tensor, and projected. Four times as many as are needed are drawn, and at
 each the lower problem is solved, which shows f: of two starts, one is the best of those that are left (the most
-feasible, then the least f), the other the one whose u is farthest from those of all starts before it.
+feasible, then the least f; those that are better than all of their nearest neighbours come before all others, so that
+one valley does not take the starts of another), the other the one whose u is farthest from those of all starts before
+it.
 
 A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
-have ended without one; where none did, the best of those set aside is run to its end. Where `AGREE` of them ended at
+have ended without one; where none did, the best of those set aside goes on to its end. Where `AGREE` of them ended at
 one f, and none at a smaller one, the rest are left out.
 """
 
@@ -17,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ POOL = 4
 STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12
+NEIGHBOURS = 4
+"""How many of the nearest draws a draw is better than where it is the best of a valley."""
 ROUGH = 1e-4
 """The tolerance of the lower solutions at points that are only looked at."""
 NEAR = 1e-6
@@ -131,13 +135,28 @@ def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: tor
     finally:
         for variable, value in zip((u, v), first, strict=True):
             place(value, variable)
-    pool.sort(key=lambda d: (round(d.violation, 3), d.upper))
+    pool = _ordered(pool)
     out: list[Draw] = []
     while pool and len(out) < count:
         out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
         pool.remove(out[-1])
         places.append(out[-1].place)
     return out
+
+
+def _ordered(pool: Sequence[Draw]) -> list[Draw]:
+    """The best of each valley first; all by feasibility, then by f."""
+
+    def key(d: Draw) -> tuple[float, float]:
+        return round(d.violation, 3), d.upper
+
+    def follows(d: Draw) -> bool:
+        others = sorted(
+            (other for other in pool if other is not d), key=lambda other: float((other.place - d.place).norm())
+        )
+        return any(key(other) < key(d) for other in others[:NEIGHBOURS])
+
+    return sorted(pool, key=lambda d: (follows(d), *key(d)))
 
 
 def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
@@ -164,6 +183,14 @@ def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw |
     return Draw(copied(u), copied(v), where, f, outside)
 
 
+@dataclass
+class Aside:
+    """What a run left that its budget ended, and what a run goes on from where it is given one."""
+
+    state: dict[str, Any] | None = None
+    """As a checkpoint has it; None where there is nothing to go on from but the starting point."""
+
+
 class Runs(Protocol):
     """What `solve` was asked for: its problem and variables, and how to run from where they are."""
 
@@ -175,7 +202,7 @@ class Runs(Protocol):
     def lower(self) -> Variable: ...
     @property
     def max_steps(self) -> int: ...
-    def run(self, folder: Path | None, seed: int | None, start: int = 0) -> Solution: ...
+    def run(self, folder: Path | None, seed: int | None, start: int = 0, aside: Aside | None = None) -> Solution: ...
 
 
 def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
@@ -186,14 +213,19 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     points = [(copied(both[0]), copied(both[1]))]
     points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
     found: dict[int, tuple[Solution, Candidate]] = {}
+    kept: dict[int, Aside] = {}
 
     def run(k: int, most: int, name: str) -> bool:
         """Run a start; whether others are still worth one."""
         for variable, value in zip(both, points[k], strict=True):
             place(value, variable)
         limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
-        solution = limited.run(None if folder is None else folder / name, seed + k, k)
+        aside = kept.pop(k, Aside())
+        solution = limited.run(None if folder is None else folder / name, seed + k, k, aside)
+        kept[k] = aside
         found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
+        for other in set(kept) - {best_aside()}:  # a state may be large
+            del kept[other]
         # Ctrl-C may reach one rank after the run of all has ended.
         interrupted = solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted))
         return not interrupted and not agreed([c for _, c in found.values()])
@@ -201,15 +233,17 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
+    def best_aside() -> int | None:
+        """Of the starts that were set aside, the one that goes on if no other is solved."""
+        aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
+        return None if solved() or not aside else ranked(aside)[0].start
+
     def steps(k: int) -> int:
         return min(LATER if k >= FEW or solved() else FIRST, order.max_steps)
 
     more = all(run(k, steps(k), f"start-{k}") for k in range(len(points)))
-    if more and not solved():
-        aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
-        if aside:
-            k = ranked(aside)[0].start
-            run(k, order.max_steps, f"start-{k}-to-its-end")
+    if more and (k := best_aside()) is not None:
+        run(k, order.max_steps, f"start-{k}-to-its-end")
     best = chosen([s for s, _ in found.values()], [c for _, c in found.values()])
     for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
         place(value, variable)

@@ -22,7 +22,7 @@ from ..kkt import KKT
 from ..lower_constrained import LowerPoint, Resolved, minimise_constrained, resolve
 from ..lower_level import flatten, write
 from ..method import Setting
-from ..prices import violation
+from ..prices import Gradients, violation
 from ..scales import Scales, lower_curvature
 from ..vectors import gradient, norm
 from .lagrangian import Lagrangian, default_tolerance
@@ -48,7 +48,10 @@ LESS = 1e-6
 
 
 class Constrained(Lagrangian):
-    """A run with lower constraints. Each gradient of F evaluates f and g once, and each lower inequality twice."""
+    """A run with lower constraints.
+
+    Each gradient of F evaluates f, g and each lower constraint once, and for each cut g and these once more.
+    """
 
     patience = 8
     shortest = 1e-4
@@ -133,6 +136,10 @@ class Constrained(Lagrangian):
     def _reach(self) -> float:
         """That of u and v: multipliers of the lower level need not be bounded."""
         return 1 + norm([*self.kkt.plain_u.leaves, *self.v.leaves]).item()
+
+    def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
+        with self.kkt.sharing():
+            return super()._penalised(z)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from common import leaf, two_minimisers
 from bilevel import Box, Callback, OptionError, Penalty, Problem, Status, solve
 from bilevel.check import variables
 from bilevel.solution import Candidate, Certificate
-from bilevel.starts import drawn, ranked
+from bilevel.starting_points import drawn
+from bilevel.starts import ranked
 
 
 def test_starts_end_at_the_optimistic_solution_and_list_the_other():

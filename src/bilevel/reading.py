@@ -32,7 +32,8 @@ from .lower_level import flatten, minimise, write
 from .problem import Objective, Problem, Projection, Variable
 from .scales import lower_curvature, measure
 from .solution import Solution, Status
-from .starts import candidate, copied, drawn_seed, place
+from .starting_points import copied, place
+from .starts import candidate, drawn_seed
 from .vectors import gradient, norm
 
 ROUNDS = 6

@@ -1,6 +1,6 @@
 """Several starting points for a problem with data: at once over a trial dimension, or one after another.
 
-The first start is the point that was passed; in the others u is drawn as without data (see `bilevel.starts`), and each
+The first start is the point that was passed; in the others u is drawn as without data (see `starting_points`), and each
 tensor of v moves by a normal draw of its own root mean square. All run for the whole budget.
 
 At once means one run of a problem with k trials, `torch.func.vmap` of the user's functions over copies of u and v. It
@@ -33,7 +33,8 @@ from .problem import Objective, Problem, Variable
 from .replay import undisturbed
 from .solution import Candidate, Certificate, Solution, Status
 from .sources import Sources
-from .starts import POOL, Scatter, chosen, copied, drawn_seed, place
+from .starting_points import POOL, Scatter, copied, place
+from .starts import chosen, drawn_seed
 from .vectors import gradient
 
 AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}

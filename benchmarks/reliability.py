@@ -35,8 +35,8 @@ READERS = {
 WORDS = {
     "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
-    "kills of a rank": "SIGKILL of one of two ranks of `solve` at a random moment; the other names it; resumed, the "
-    "same bits, every file readable",
+    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others name it alone; "
+    "resumed, the same bits, every file readable",
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
     "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",

@@ -1,8 +1,10 @@
 """Faults tried and survived, at full counts: writes docs/reliability.md.
 
-.venv/bin/python benchmarks/reliability.py --minutes 60
+    python benchmarks/reliability.py --minutes 60
+    python benchmarks/reliability.py --page runs/reliability/page.md --only "read-only,pages"
 
-Each fault is a cell that is run once and kept; the same command goes on where it was stopped. The disks need root.
+Each fault is a cell that is run once and kept, beside the page, too; the same command goes on where it was stopped, and
+another page begins anew. The disks need root.
 """
 
 from __future__ import annotations
@@ -101,13 +103,21 @@ def _solve_kills(folder: Path, count: int, seed: int) -> Any:
     return tally
 
 
+def _time(kept: list[tuple[Settings, Found]]) -> str:
+    """How long all of it took."""
+    minutes = sum(found.get("seconds", 0) for _, found in kept) / 60
+    return f"about {max(1, round(minutes))} minutes"
+
+
 def page(kept: list[tuple[Settings, Found]]) -> str:
     by_name = {settings["fault"]: (settings, found) for settings, found in kept}
     lines = [
         "# Faults tried and survived", "",
-        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped. The tests in "
-        "`tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is "
-        "survived where all that its line says holds.", "",
+        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing twice. "
+        f"To repeat all of it, in {_time(kept)}, beside this page: `python benchmarks/reliability.py --page "
+        "runs/reliability/page.md`; one fault alone: `--only pages`. The tests in `tests/faults` run a few of each "
+        "fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
+        "says holds.", "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}.", "",
         "| fault | tried | survived | besides |", "| --- | --- | --- | --- |",

@@ -137,7 +137,7 @@ def _word(caller: socket.socket) -> dict[str, Any] | None:
             letter += more
     try:
         word = json.loads(letter)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return word if isinstance(word, dict) else None
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 PATIENCE = 1.0
 """Seconds that a machine has to answer at a door."""
@@ -59,6 +59,7 @@ class Doors:
         with suppress(OSError):
             family, host = _own_host()
             self._socket = socket.socket(family)
+            finalize(self, self._socket.close)
             self._socket.bind((host, 0))
             self._socket.listen(BACKLOG)
             self._socket.setblocking(False)

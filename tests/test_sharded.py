@@ -231,7 +231,7 @@ def test_a_sharded_run_of_any_method_resumes_from_a_checkpoint_that_is_whole(tmp
 
 
 def dying() -> None:
-    """The second rank is killed in an objective; the first waits for it inside of its model, in a collective of FSDP."""
+    """The second rank is killed in an objective; the first waits for it in its model, in one of FSDP's collectives."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -6,6 +6,7 @@ finding at the doors of all: they name the rank that was lost first, and not tho
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +49,7 @@ class Search:
                 break
             word = None
             time.sleep(0.05)
-        found = f"{self._of(gone, there)}: {reason(error)}."
+        found = f"{self._of(gone, there)}: {_why(error)}."
         self.doors.knock(self._word(found=found))
         return f"{found} {AGAIN}"
 
@@ -73,6 +74,11 @@ class Search:
     def _names(self, ranks: Sequence[int], one: str, many: str) -> str:
         names = ", ".join(map(str, ranks))
         return f"ranks {names} of {self.size} {many}" if len(ranks) > 1 else f"rank {names} of {self.size} {one}"
+
+
+def _why(error: Exception) -> str:
+    """What a collective says of its failure, without the place in its source and its advice."""
+    return reason(RuntimeError(re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]))
 
 
 def between_ranks(error: RuntimeError) -> bool:

@@ -162,8 +162,11 @@ def main() -> None:
     parser.add_argument("--only", help="faults, with commas")
     options = parser.parse_args()
     store = FiledStore(options.out / "cells", options.page.parent / "results" / "reliability.json")
-    wanted = None if options.only is None else options.only.split(",")
-    some = [cell for cell in cells(options.soak) if wanted is None or cell.settings["fault"] in wanted]
+    names = [cell.settings["fault"] for cell in cells(options.soak)]
+    wanted = names if options.only is None else options.only.split(",")
+    if unknown := set(wanted) - set(names):
+        parser.error(f"--only must be of {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    some = [cell for cell in cells(options.soak) if cell.settings["fault"] in wanted]
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     began = time.monotonic()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ from parallel_cases import CASES, FEW, STEPS, all_cases, data, decays, network, 
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset
 
-from bilevel import DataError, OptionError, Penalty, ProblemError, solve, weighted_mean
+from bilevel import BilevelWarning, DataError, OptionError, Penalty, ProblemError, solve, weighted_mean
 from bilevel.cli.main import main
 from bilevel.distributed import _meeting
 from bilevel.shares import Share, Sharing
@@ -76,6 +77,22 @@ def test_bytes_of_a_step_are_those_of_its_means(two, alone):
     # One step of warm-up, and the scales at its end, which are measured in the step after it: 4 pairs of batches.
     scales = 8 * 4 * (2 * weights + 2 + weights)
     assert two[0]["penalty, steps on v"]["bytes"] == ((STEPS - 1) * expected + warm_up + scales) / STEPS
+
+
+def with_engine(name: str) -> tuple[str, list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = solve(ridge(), Penalty(lower_steps=1), decays(), network(), data(), max_steps=2, engine=name, seed=0)
+    return found.engine, [str(w.message) for w in told if w.category is BilevelWarning]
+
+
+def test_an_engine_that_ranks_do_not_have_is_named_in_a_sentence_and_steps_run_as_written():
+    for engine, told in on_ranks(2, with_engine, "compile"):
+        assert engine == "eager"
+        assert told == [
+            "engine 'compile' cannot run these steps: ranks average gradients in the midst of a step, which a record "
+            "does not hold. They run as they are written (engine='eager')."
+        ]
 
 
 # -- shares --------------------------------------------------------------------------------------------------------

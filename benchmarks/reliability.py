@@ -42,7 +42,8 @@ WORDS = {
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
     "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",
-    "values": "NaN or infinity in f, g, their gradients or the data; named with its step, the last finite state back",
+    "values": "NaN or infinity in f, g, their gradients or the data, in every method; named with its step, the last "
+    "finite state back",
     "pages": "labels, columns and file names that are markup, on the page in Chromium: they stay text",
 }
 

@@ -1,8 +1,10 @@
 """Faults tried and survived, at full counts: writes docs/reliability.md.
 
-.venv/bin/python benchmarks/reliability.py --minutes 60
+    python benchmarks/reliability.py --minutes 60
+    python benchmarks/reliability.py --page runs/reliability/page.md --only "read-only,pages"
 
-Each fault is a cell that is run once and kept; the same command goes on where it was stopped. The disks need root.
+Each fault is a cell that is run once and kept, beside the page, too; the same command goes on where it was stopped, and
+another page begins anew. The disks need root.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ READERS = {
 WORDS = {
     "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
-    "kills of a rank": "SIGKILL of one of two ranks of `solve` at a random moment; the other names it; resumed, the "
-    "same bits, every file readable",
+    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others name it alone; "
+    "resumed, the same bits, every file readable",
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
     "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",
-    "values": "NaN or infinity in f, g, their gradients or the data; named with its step, the last finite state back",
+    "values": "NaN or infinity in f, g, their gradients or the data, in every method; named with its step, the last "
+    "finite state back",
     "pages": "labels, columns and file names that are markup, on the page in Chromium: they stay text",
 }
 
@@ -101,13 +104,21 @@ def _solve_kills(folder: Path, count: int, seed: int) -> Any:
     return tally
 
 
+def _time(kept: list[tuple[Settings, Found]]) -> str:
+    """How long all of it took."""
+    minutes = sum(found.get("seconds", 0) for _, found in kept) / 60
+    return f"about {max(1, round(minutes))} minutes"
+
+
 def page(kept: list[tuple[Settings, Found]]) -> str:
     by_name = {settings["fault"]: (settings, found) for settings, found in kept}
     lines = [
         "# Faults tried and survived", "",
-        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped. The tests in "
-        "`tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is "
-        "survived where all that its line says holds.", "",
+        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing twice. "
+        f"To repeat all of it, in {_time(kept)}, beside this page: `python benchmarks/reliability.py --page "
+        "runs/reliability/page.md`; one fault alone: `--only pages`. The tests in `tests/faults` run a few of each "
+        "fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
+        "says holds.", "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}.", "",
         "| fault | tried | survived | besides |", "| --- | --- | --- | --- |",
@@ -152,8 +163,11 @@ def main() -> None:
     parser.add_argument("--only", help="faults, with commas")
     options = parser.parse_args()
     store = FiledStore(options.out / "cells", options.page.parent / "results" / "reliability.json")
-    wanted = None if options.only is None else options.only.split(",")
-    some = [cell for cell in cells(options.soak) if wanted is None or cell.settings["fault"] in wanted]
+    names = [cell.settings["fault"] for cell in cells(options.soak)]
+    wanted = names if options.only is None else options.only.split(",")
+    if unknown := set(wanted) - set(names):
+        parser.error(f"--only must be of {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    some = [cell for cell in cells(options.soak) if cell.settings["fault"] in wanted]
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     began = time.monotonic()
 

@@ -213,7 +213,7 @@ def test_ctrl_c_during_a_run_ends_the_demo_and_the_run_is_not_counted(tmp_path, 
 def test_ctrl_c_that_no_command_handles_ends_with_its_exit_code_too():
     slow = (
         "import signal, sys; import bilevel.doctor; from bilevel.cli import main\n"
-        "bilevel.doctor.examine = lambda: signal.raise_signal(signal.SIGINT); sys.exit(main.main(['doctor']))"
+        "bilevel.doctor.parts = lambda _: signal.raise_signal(signal.SIGINT); sys.exit(main.main(['doctor']))"
     )
     ended = subprocess.run([sys.executable, "-c", slow], capture_output=True, text=True, env=os.environ, timeout=120)
     assert (ended.returncode, ended.stderr.strip()) == (130, "bilevel: Stopped by Ctrl-C.")

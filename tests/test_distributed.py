@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from parallel_cases import CASES, FEW, STEPS, all_cases, data, decays, network, ridge
+import torch.distributed as dist
+from parallel_cases import BOTH, CASES, FEW, STEPS, all_cases, data, decays, network, ridge
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset
 
-from bilevel import DataError, OptionError, Penalty, ProblemError, solve, weighted_mean
+from bilevel import (
+    BilevelWarning,
+    Callback,
+    DataError,
+    OptionError,
+    Penalty,
+    Problem,
+    ProblemError,
+    Run,
+    solve,
+    weighted_mean,
+)
 from bilevel.cli.main import main
 from bilevel.distributed import _meeting
 from bilevel.shares import Share, Sharing
@@ -40,6 +53,11 @@ def assert_alike(name: str, expected: dict[str, Any], found: dict[str, Any]) -> 
     assert found["advanced"] == expected["advanced"]
     for column in expected.keys() - {"ranks", "bytes", "advanced"}:
         assert found[column] == pytest.approx(expected[column], rel=tolerance, abs=tolerance), column
+
+
+def test_one_rank_is_one_process(alone):
+    for name in ("penalty, rows", "value gap"):
+        assert on_ranks(1, all_cases, [name])[0][name] == alone[name]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,6 +94,66 @@ def test_bytes_of_a_step_are_those_of_its_means(two, alone):
     # One step of warm-up, and the scales at its end, which are measured in the step after it: 4 pairs of batches.
     scales = 8 * 4 * (2 * weights + 2 + weights)
     assert two[0]["penalty, steps on v"]["bytes"] == ((STEPS - 1) * expected + warm_up + scales) / STEPS
+
+
+def talk_of_one_step() -> list[str]:
+    """An upper iteration of the penalty method with T = 1: its evaluations and all-reduces, in their order."""
+    told: list[str] = []
+    whole, problem = dist.all_reduce, ridge()
+
+    class Awaited:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            told.append("wait")
+            self.work.wait()
+
+    def counted(tensor: torch.Tensor, **options: Any) -> Any:
+        told.append("begin")
+        return Awaited(whole(tensor, **options))
+
+    def said(name: str, objective: Any) -> Any:
+        def evaluated(*given: Any) -> Any:
+            told.append(name)
+            return objective(*given)
+
+        return evaluated
+
+    class Log(Callback):
+        every_rank = True
+
+        def log(self, run: Run) -> None:
+            told.append("log")
+
+    dist.all_reduce = counted
+    method = Penalty(mode="stochastic", lower_steps=1, warm_up=0.0, advance_every=1000, **BOTH)
+    both = Problem(said("f", problem.upper), said("g", problem.lower))
+    solve(both, method, decays(), network(), data(), max_steps=3, seed=0, log_every=1, callbacks=[Log()],
+          hypergradient=False)  # fmt: skip
+    last = [i for i, what in enumerate(told) if what == "log"][-2:]
+    return told[last[0] + 1 : last[1]]
+
+
+def test_a_gradient_has_two_means_of_one_all_reduce_each_and_that_of_s_is_under_way_while_f_is_evaluated():
+    for told in on_ranks(2, talk_of_one_step):
+        assert told == ["g", "begin", "f", "wait", "begin", "wait"] * 2
+
+
+def with_engine(name: str) -> tuple[str, list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = solve(ridge(), Penalty(lower_steps=1), decays(), network(), data(), max_steps=2, engine=name, seed=0)
+    return found.engine, [str(w.message) for w in told if w.category is BilevelWarning]
+
+
+def test_an_engine_that_ranks_do_not_have_is_named_in_a_sentence_and_steps_run_as_written():
+    for engine, told in on_ranks(2, with_engine, "compile"):
+        assert engine == "eager"
+        assert told == [
+            "engine 'compile' cannot run these steps: ranks average gradients in the midst of a step, which a record "
+            "does not hold. They run as they are written (engine='eager')."
+        ]
 
 
 # -- shares --------------------------------------------------------------------------------------------------------

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
+import sys
 
 import torch
+from torch._inductor import cpu_vec_isa
 
+from bilevel import doctor
 from bilevel.cli.doctor import lines
 from bilevel.cli.main import main
-from bilevel.doctor import data, examine, tried
+from bilevel.doctor import data, parts, tried
 
 
 def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
@@ -30,6 +34,7 @@ def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
     assert found["devices"][0]["name"] == "cpu"
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert found["engines"]["double_backward"]["works"] is True
+    assert found["engines"]["compile"]["works"] or not shutil.which("g++"), found["engines"]["compile"]["note"]
     assert found["engines"]["graph"]["works"] is torch.cuda.is_available()
     assert found["data"]["mnist"] == str(tmp_path / "mnist")
     assert found["data"]["digits"] == "comes with scikit-learn"
@@ -41,11 +46,28 @@ def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
     assert abs(free - shutil.disk_usage(".").free) < 2**31
 
 
-def test_doctor_says_it_for_people_too(capsys):
-    assert main(["doctor"]) == 0
+def test_doctor_says_it_for_people_too_and_shows_on_a_terminal_what_it_waits_for(capsys, monkeypatch):
+    shown, terminal = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(terminal, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        assert main(["doctor"]) == 0
     told = capsys.readouterr().out
     for words in (f"torch {torch.__version__}", "torch.compile: ", "CUDA graph capture: ", "GiB free", "digits: comes"):
         assert words in told
+    assert "trying" not in told
+    assert b"trying torch.compile" in os.read(shown, 2**16)
+    os.close(shown)
+
+
+def test_what_takes_long_is_tried_when_all_else_is_told():
+    found = parts()
+    assert [next(found)[0] for _ in range(6)] == ["versions", "system", "devices", "data", "environment", "disk_free"]
+
+
+def test_trying_a_compiler_leaves_later_compilations_as_they_are():
+    tried(doctor._compiled)
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
 
 
 def test_doctor_says_what_brings_data_that_are_not_here(monkeypatch, tmp_path):
@@ -55,7 +77,7 @@ def test_doctor_says_what_brings_data_that_are_not_here(monkeypatch, tmp_path):
     for part in ("train", "val", "test"):
         (lists / f"{part}.csv").write_text("filename,label\na.jpg,n01\n")
     assert data()["mini-imagenet"] is None  # the images are no part of the lists
-    shown = lines(examine())
+    shown = lines({"data": data()})
     assert any(line.startswith("  mini-imagenet: not here; put it into $BILEVEL_DATA/mini-imagenet") for line in shown)
     assert any(line.startswith("  photos: not here; ") and "$BILEVEL_DATA/photos" in line for line in shown)
     (lists / "images").mkdir()

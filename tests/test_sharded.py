@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import ends, on_ranks, started
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -226,3 +228,27 @@ def test_a_sharded_run_of_any_method_resumes_from_a_checkpoint_that_is_whole(tmp
     found = on_ranks(2, in_turn, str(tmp_path), names)
     for name in names:
         check_resumed(tmp_path, name, found)
+
+
+def dying() -> None:
+    """The second rank is killed in an objective; the first waits for it in its model, in one of FSDP's collectives."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    calls = [0]
+
+    def lower_then_killed(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] > 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lower(u, v, batch)
+
+    v, u = reader(), torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)
+    fully_shard(v)
+    solve(Problem(upper, lower_then_killed), METHODS["value gap"], u, v, data(), max_steps=6, seed=3)
+
+
+def test_a_rank_that_is_lost_in_a_collective_of_the_model_is_named():
+    found = ends(*started(2, dying), 1)
+    assert found[0][1].startswith("RankError: rank 1 of 2 is lost: ")

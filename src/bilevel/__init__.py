@@ -1,5 +1,8 @@
 """Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
 
+from .cli import starting as _starting  # noqa: F401  (before what takes long to import)
+
+# isort: split
 from .callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
 from .cells import run_many
 from .check import Check, check

@@ -148,7 +148,7 @@ def run_many(
     """`function` of each item, in their order; each result is a file in `folder` as soon as it is there.
 
     An item is a dict of plain settings (a seed, a target, a point of a grid), its result a dict that JSON can say. Runs
-    go to `workers` processes of this machine or, with `address`, to the Ray cluster there (`auto`, or
+    go to `workers` processes of this machine or, with `address`, to the Ray cluster there (`auto`, `host:6379` or
     `ray://host:10001`), each with `gpus` of its GPUs. One that fails, or whose process dies, is tried `retries` times
     more. The same call goes on where one was stopped: finished runs are not run again. With several workers, `function`
     is one of a module, and a script calls this under `if __name__ == "__main__":`.

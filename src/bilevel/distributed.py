@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .doors import Doors
 from .errors import OptionError, RankError, reason
+from .lost import AGAIN, Search, between_ranks
 
-GRACE = 5.0
-"""Seconds that the others have to say that they are there, once a collective has failed."""
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a rank, where the user has not set up the ranks."""
 
@@ -62,19 +62,22 @@ class Ranks:
     """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
 
     _runs = 0
-    _talk: tuple[Any, Any] = None, None
-    """The group of all ranks, and that of their CPUs, which is made once."""
+    _talk: tuple[Any, Any, Any] = None, None, None
+    """The group of all ranks, that of their CPUs, and their doors, which are made once."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.payload = 0
         backends = dist.get_backend_config()
         everyone = dist.group.WORLD
-        if Ranks._talk[0] is not everyone:
-            Ranks._talk = everyone, everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
-        self._host = Ranks._talk[1]
+        if new := Ranks._talk[0] is not everyone:
+            host = everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
+            Ranks._talk = everyone, host, Doors(self.rank)
+        _, self._host, self._doors = Ranks._talk
         Ranks._runs += 1
-        self._run = f"bilevel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{Ranks._runs}"
+        self._search = Search(self._doors, self.size, Ranks._runs)
+        if new:
+            self._doors.meet(self.gather(self._doors.own))
 
     @classmethod
     def here(cls, device: torch.device) -> Ranks | None:
@@ -98,7 +101,7 @@ class Ranks:
                     world_size=size, store=store,
                 )  # fmt: skip
             except (RuntimeError, ValueError) as error:
-                raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {_again()}") from error
+                raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
             atexit.register(_leave)
         return cls(device)
 
@@ -219,7 +222,11 @@ class Ranks:
         except RankError:
             raise
         except BaseException as error:
-            self._leave_word(f"{type(error).__name__}: {reason(error)}" if isinstance(error, Exception) else "stopped")
+            if isinstance(error, RuntimeError) and between_ranks(error):
+                raise RankError(self._search.sentence(error)) from error
+            self._search.leave(
+                f"{type(error).__name__}: {reason(error)}" if isinstance(error, Exception) else "stopped"
+            )
             raise
 
     @contextmanager
@@ -230,50 +237,7 @@ class Ranks:
         except (RuntimeError, ConnectionError) as error:
             if isinstance(error, NotImplementedError):
                 raise
-            raise RankError(self._lost(error)) from error
-
-    def _leave_word(self, text: str) -> None:
-        try:
-            self._store().set(f"{self._run}/word/{self.rank}", text)
-        except Exception:  # the store goes with the rank that holds it
-            return
-
-    def _lost(self, error: Exception) -> str:
-        """Ask who is still there, and say who is not."""
-        others = [r for r in range(self.size) if r != self.rank]
-        said: dict[int, str] = {}
-        self._leave_word("")
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end and len(said) < len(others):
-            try:
-                store = self._store()
-                for r in others:
-                    if r not in said and store.check([f"{self._run}/word/{r}"]):
-                        said[r] = store.get(f"{self._run}/word/{r}").decode()
-            except Exception:
-                return f"rank 0, which holds the ranks together, is lost: {reason(error)}. {_again()}"
-            if any(said.values()):
-                break
-            time.sleep(0.05)
-        for r, word in said.items():
-            if word:
-                return f"rank {r} of {self.size} ended: {word} {_again()}"
-        gone = [r for r in others if r not in said]
-        if not gone:
-            return f"the ranks lost each other, though all are there: {reason(error)}. {_again()}"
-        names = ", ".join(map(str, gone))
-        if len(gone) > 1:  # one that still waits for this rank in a collective cannot leave word
-            return (
-                f"ranks {names} of {self.size} do not answer, one of them at least is lost: {reason(error)}. {_again()}"
-            )
-        return f"rank {names} of {self.size} is lost: {reason(error)}. {_again()}"
-
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
-
-
-def _again() -> str:
-    return "Start the job again: with checkpoint= and resume=True it goes on from the last checkpoint, at any number."
+            raise RankError(self._search.sentence(error)) from error
 
 
 def _meeting(store: Any, rank: int, size: int) -> str:

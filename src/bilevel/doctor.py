@@ -7,7 +7,9 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,30 @@ Findings = dict[str, Any]
 
 def examine() -> Findings:
     """All of it, as JSON can say it. Nothing is downloaded; what is tried is tried on a few numbers."""
-    return {
-        "versions": versions(),
-        "system": {
-            "platform": platform.platform(), "machine": platform.machine(), "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(), "memory_free": free_memory(),
-        },
-        "devices": devices(),
-        "engines": {"compile": tried(_compiled), "graph": tried(_captured), "double_backward": tried(_twice)},
-        "data": data(),
-        "environment": {name: os.environ[name] for name in ("BILEVEL_DATA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-                        if name in os.environ},
-        "disk_free": {str(path): shutil.disk_usage(path).free for path in (Path.cwd(), Path(tempfile.gettempdir()))},
+    return dict(parts())
+
+
+def parts(trying: Callable[[str], AbstractContextManager[object]] = nullcontext) -> Iterator[tuple[str, Any]]:
+    """What there is to say, each with its name, as it is found; `trying` surrounds each trial of an engine.
+
+    The trials come last: that of a compiler takes seconds.
+    """
+    yield "versions", versions()
+    yield "system", {
+        "platform": platform.platform(), "machine": platform.machine(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "memory_free": free_memory(),
     }  # fmt: skip
+    yield "devices", devices()
+    yield "data", data()
+    names = ("BILEVEL_DATA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    yield "environment", {name: os.environ[name] for name in names if name in os.environ}
+    places = (Path.cwd(), Path(tempfile.gettempdir()))
+    yield "disk_free", {str(path): shutil.disk_usage(path).free for path in places}
+    found = {}
+    for name, attempt in {"double_backward": _twice, "graph": _captured, "compile": _compiled}.items():
+        with trying(name):
+            found[name] = tried(attempt)
+    yield "engines", found
 
 
 def versions() -> dict[str, str | None]:
@@ -69,7 +82,9 @@ def devices() -> list[dict[str, Any]]:
 def tried(attempt: Callable[[], str]) -> dict[str, Any]:
     """Whether something works here, and where it does not, why."""
     try:
-        return {"works": True, "note": attempt()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, which are no reason
+            return {"works": True, "note": attempt()}
     except Exception as error:  # compilers and drivers raise anything
         return {"works": False, "note": reason(error)}
 
@@ -92,12 +107,22 @@ def how_to_get(name: str) -> str:
 
 
 def _compiled() -> str:
-    """A function and its gradient through torch.compile, as `engine="compile"` uses it."""
-    function = torch.compile(_bent)
-    x = torch.linspace(-1, 1, 64, device=_device()).requires_grad_()
-    (found,) = torch.autograd.grad(function(x), x)
-    (right,) = torch.autograd.grad(_bent(x), x)
-    if not torch.allclose(found, right, atol=1e-5):
+    """A gradient recorded and compiled by inductor, as `engine="compile"` does it.
+
+    On a CPU without its vector instructions: inductor tries those out one by one the first time, for half a minute.
+    """
+    from torch._inductor import compile as compile_graph
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.linspace(-1, 1, 64, device=_device())
+    slope = torch.func.grad(_bent)
+    graph = make_fx(slope)(x)
+    try:
+        found = compile_graph(graph, [x], options={"cpp.vec_isa_ok": False})(x)
+    finally:
+        valid_vec_isa_list.cache_clear()  # it would hold for what this process compiles later, too
+    if not torch.allclose(found, slope(x), atol=1e-5):
         raise RuntimeError("the compiled gradient is another than the plain one")
     return f"on {x.device.type}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import signal
+import socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,6 +26,8 @@ Found = Generator[tuple[int, Any], None, None]
 """Places of items with their results."""
 Queue = deque[tuple[int, int]]
 """Places of the items that wait, each with the number of its next try."""
+REACH = 10.0
+"""Seconds in which the address of a cluster has to answer."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,13 @@ def one_thread() -> Iterator[None]:
 # -- Ray ---------------------------------------------------------------------------------------------------------------
 
 
+def _reach(address: str) -> None:
+    """Raise OSError where nothing listens at `host:port`: Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+
+
 def _on_ray(
     function: Callable[[Any], Any], items: Sequence[Any], left: Queue, where: Where, late: Callable[[], bool]
 ) -> Found:
@@ -176,6 +186,7 @@ def _on_ray(
     mine = not ray.is_initialized()
     if mine:
         try:
+            _reach(where.address or "")
             ray.init(address=where.address, log_to_driver=False, logging_level="error")
         except Exception as error:  # Ray raises several, and none is a base of the others
             raise OptionError(f"there is no Ray cluster at {where.address} ({reason(error)}).") from None

@@ -1,4 +1,4 @@
-"""One rank of two killed at random moments: the other names it, and the run goes on to the same bits."""
+"""One rank of three killed at random moments: the others name it alone, and the run goes on to the same bits."""
 
 from __future__ import annotations
 

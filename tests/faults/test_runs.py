@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 from bilevel.cells import Cell, Store, run_cells, run_many
 from bilevel.errors import DataError, OptionError, RunError
 from bilevel.workers import Where
+
+NO_RAY = "Ray is not installed: pip install 'bilevel[ray]'"
 
 
 def logged(settings, result):
@@ -119,8 +125,8 @@ def test_counts_are_checked(items, tmp_path):
 
 
 SCRIPT = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
+import json, os, sys
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from test_runs import slow, run_many
 
 if __name__ == "__main__":
@@ -132,16 +138,21 @@ if __name__ == "__main__":
 """
 
 
+def until_two_are_kept(folder: Path) -> None:
+    """Wait for two results, while the other two runs are under way."""
+    limit = time.monotonic() + 300
+    while len(list(folder.glob("out/*.json"))) < 2 or len(begun(folder / "log")) < 4:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_study_that_is_stopped_keeps_what_is_finished_and_leaves_no_process(items, tmp_path, number):
     (tmp_path / "study.py").write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, tmp_path / "study.py", Path(__file__).parent, json.dumps(items), tmp_path / "out"]
     )
-    limit = time.monotonic() + 300
-    while len(list(tmp_path.glob("out/*.json"))) < 2 or len(begun(tmp_path / "log")) < 4:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    until_two_are_kept(tmp_path)
     process.send_signal(number)
     assert process.wait(120) == (7 if number == signal.SIGINT else -9)
     kept = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
@@ -162,16 +173,46 @@ def test_study_that_is_stopped_keeps_what_is_finished_and_leaves_no_process(item
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """The address of a cluster on this machine with two workers."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'bilevel[ray]'")
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    context = ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )  # fmt: skip
-    yield context.address_info["address"]
-    ray.shutdown()
+def addresses():
+    """The two of a cluster on this machine with two workers, which another process has started."""
+    place = Path(__file__).parent
+    path = os.pathsep.join([str(place), str(place.parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short path
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray makes one, in the user's home
+        patch.setenv("PYTHONPATH", path)
+        pytest.importorskip("ray", reason=NO_RAY)
+        port, client = free_port(), free_port()
+        start = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", f"--port={port}",
+            f"--ray-client-server-port={client}", "--min-worker-port=0", "--max-worker-port=0",
+            f"--dashboard-agent-listen-port={free_port()}", "--include-dashboard=false", "--disable-usage-stats",
+            f"--temp-dir={folder}",
+        ]  # fmt: skip
+        head = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            listening(port, head)
+            yield f"127.0.0.1:{port}", f"ray://127.0.0.1:{client}"
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
+@pytest.fixture
+def cluster(addresses):
+    return addresses[0]
+
+
+def listening(port: int, head: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until the cluster is there."""
+    limit = time.monotonic() + 120
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            assert head is None or head.poll() is None, f"the cluster ended with code {head.returncode}"
+            assert time.monotonic() < limit, "there is no cluster after two minutes"
+            time.sleep(0.2)
 
 
 def test_runs_go_to_the_workers_of_a_ray_cluster_and_are_kept(cluster, items, tmp_path):
@@ -179,6 +220,12 @@ def test_runs_go_to_the_workers_of_a_ray_cluster_and_are_kept(cluster, items, tm
         found = run_many(square, items, tmp_path / "out", address=cluster)
         assert [one["value"] for one in found] == [0, 1, 4, 9]
     assert len(pids(tmp_path / "log")) == 4
+    assert os.getpid() not in pids(tmp_path / "log")
+
+
+def test_runs_go_to_a_ray_cluster_by_its_address_for_clients(addresses, items, tmp_path):
+    listening(int(addresses[1].rpartition(":")[2]))
+    assert [one["value"] for one in run_many(square, items, tmp_path / "out", address=addresses[1])] == [0, 1, 4, 9]
     assert os.getpid() not in pids(tmp_path / "log")
 
 
@@ -192,6 +239,28 @@ def test_run_that_fails_on_ray_is_named(cluster, items, tmp_path):
     with pytest.raises(RunError, match=r"1 of 4 runs failed, each tried 2 times: 2-.*FloatingPointError"):
         run_many(fails_at_two, items, tmp_path / "out", address=cluster, retries=1)
     assert len(list((tmp_path / "out").glob("*.json"))) == 3
+
+
+def test_study_on_ray_that_is_stopped_by_ctrl_c_keeps_what_is_finished_and_goes_on(cluster, items, tmp_path):
+    (tmp_path / "study.py").write_text(SCRIPT.replace("workers=2", f"address={cluster!r}"))
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "study.py", Path(__file__).parent, json.dumps(items), tmp_path / "out"]
+    )
+    until_two_are_kept(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 7
+    assert len(list(tmp_path.glob("out/*.json"))) == 2
+    found = run_many(square, items, tmp_path / "out", address=cluster)
+    assert [one["value"] for one in found] == [0, 1, 4, 9]
+    assert [len(found) for found in begun(tmp_path / "log").values()] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_address_at_which_nothing_listens_is_refused_at_once(items, tmp_path, scheme):
+    pytest.importorskip("ray", reason=NO_RAY)
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(OptionError, match=f"there is no Ray cluster at {address} .*refused"):
+        run_many(square, items, tmp_path / "out", address=address)
 
 
 def test_address_without_ray_says_what_to_install(items, tmp_path, monkeypatch):

@@ -12,10 +12,21 @@ from tally import Tally
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bilevel import Callback, Penalty, Problem, Run, Solution, Status, solve
-from bilevel.methods.alternating import Alternating
-from bilevel.methods.approx_grad import ApproxGrad
-from bilevel.methods.reverse_mode import ReverseMode
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Callback,
+    ForwardMode,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Run,
+    Solution,
+    Status,
+    ValueFunction,
+    ValueGap,
+    solve,
+)
 
 QUANTITIES = ("upper", "lower", "gradient of upper", "gradient of lower", "data")
 BAD = (math.nan, math.inf, -math.inf)
@@ -27,6 +38,9 @@ METHODS: dict[str, Any] = {
     "approx-grad": ApproxGrad(lower_steps=2),
     "reverse-mode": ReverseMode(lower_steps=2),
     "alternating": Alternating(lower_steps=2),
+    "forward-mode": ForwardMode(lower_steps=2),
+    "value-gap": ValueGap(lower_steps=2),
+    "value-function": ValueFunction(lower_steps=2),
 }
 WITH_DATA = [name for name in METHODS if "without" not in name]
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -22,6 +22,12 @@ def progress_bar() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal or not first_rank())
+
+
+def waiting(label: str) -> AbstractContextManager[object]:
+    """What is being waited for, and that it goes on, where standard error is a terminal; it is gone afterwards."""
+    console = Console(stderr=True)
+    return console.status(label) if console.is_terminal and first_rank() else nullcontext()
 
 
 class Lines:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json as text
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
 import typer
 
 from ..wording import counted
+from .bar import waiting
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
@@ -15,41 +18,68 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print it as one J
 
     Paste it in a bug report. It holds paths of this machine, and nothing of your data.
     """
-    from ..doctor import examine
+    from ..doctor import parts
 
-    found = examine()
-    typer.echo(text.dumps(found, indent=2) if json else "\n".join(lines(found)))
+    found = {}
+    for name, part in parts(_trying):
+        found[name] = part
+        if not json:
+            typer.echo("\n".join(lines({name: part})))
+    if json:
+        typer.echo(text.dumps(found, indent=2))
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The findings for people."""
-    from ..doctor import how_to_get
+    return [line for name, part in found.items() for line in SECTIONS[name](part)]
 
-    absent = [name for name, version in found["versions"].items() if version is None]
-    present = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
-    shown = ["versions", *(f"  {version}" for version in present)]
-    if absent:
-        shown.append(f"  not installed: {', '.join(absent)}")
-    system = found["system"]
-    cores = "an unknown number of cores" if system["cores"] is None else counted(system["cores"], "core")
-    shown += ["system", f"  {system['platform']}, {cores}, torch uses {counted(system['threads'], 'thread')}"]
-    if system["memory_free"] is not None:
-        shown.append(f"  {_size(system['memory_free'])} of memory free")
-    shown.append("devices")
-    for device in found["devices"]:
+
+def _trying(engine: str) -> AbstractContextManager[object]:
+    return waiting(f"trying {ENGINES[engine]}{', which takes seconds' if engine == 'compile' else ''}")
+
+
+def _versions(found: dict[str, str | None]) -> list[str]:
+    absent = [name for name, version in found.items() if version is None]
+    present = [f"  {name} {version}" for name, version in found.items() if version is not None]
+    return ["versions", *present, *([f"  not installed: {', '.join(absent)}"] if absent else [])]
+
+
+def _system(found: dict[str, Any]) -> list[str]:
+    cores = "an unknown number of cores" if found["cores"] is None else counted(found["cores"], "core")
+    shown = ["system", f"  {found['platform']}, {cores}, torch uses {counted(found['threads'], 'thread')}"]
+    return shown if found["memory_free"] is None else [*shown, f"  {_size(found['memory_free'])} of memory free"]
+
+
+def _devices(found: list[dict[str, Any]]) -> list[str]:
+    shown = ["devices"]
+    for device in found:
         memory = f", {_size(device['memory'])}, CUDA {device['cuda']}" if "memory" in device else ""
         shown.append(f"  {device['name']}: {device['model']}{memory}")
-    names = {"compile": "torch.compile", "graph": "CUDA graph capture", "double_backward": "double backward"}
-    shown.append("what works here")
-    for key, name in names.items():
-        engine = found["engines"][key]
-        shown.append(f"  {name}: {'yes' if engine['works'] else 'no'}, {engine['note']}")
-    shown.append("data")
-    shown += [f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found["data"].items()]
-    shown += ["environment", *(f"  {name}={value}" for name, value in found["environment"].items())]
-    shown += ["disk", *(f"  {path}: {_size(free)} free" for path, free in found["disk_free"].items())]
     return shown
+
+
+def _engines(found: dict[str, dict[str, Any]]) -> list[str]:
+    shown = [f"  {ENGINES[key]}: {'yes' if one['works'] else 'no'}, {one['note']}" for key, one in found.items()]
+    return ["what works here", *shown]
+
+
+def _data(found: dict[str, str | None]) -> list[str]:
+    from ..doctor import how_to_get
+
+    return ["data", *(f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found.items())]
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
+
+
+ENGINES = {"compile": "torch.compile", "graph": "CUDA graph capture", "double_backward": "double backward"}
+SECTIONS: dict[str, Callable[[Any], list[str]]] = {
+    "versions": _versions,
+    "system": _system,
+    "devices": _devices,
+    "data": _data,
+    "environment": lambda found: ["environment", *(f"  {name}={value}" for name, value in found.items())],
+    "disk_free": lambda found: ["disk", *(f"  {path}: {_size(free)} free" for path, free in found.items())],
+    "engines": _engines,
+}

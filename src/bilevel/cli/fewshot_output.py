@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from .. import __version__
@@ -189,6 +188,8 @@ def _task(found: Evaluation, test: TaskSampler, task: int, label: str) -> Any:
 
 def _plane(network: nn.Module, classes: ImageClasses) -> Card:
     """The first classes of the test on the two main directions of their features."""
+    from sklearn.decomposition import PCA  # it takes a second, which every command would wait for
+
     some = classes.select(range(min(SHOWN_CLASSES, len(classes.names))))
     rows, names = [], []
     for first, count, name in zip(some.firsts, some.counts, some.names, strict=True):

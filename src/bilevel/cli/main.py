@@ -14,7 +14,8 @@ from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
 from .command import Command, Group
-from .stopped import INTERRUPTED, Stopped
+from .starting import over
+from .stopped import BY_CTRL_C, INTERRUPTED, Stopped
 
 app = typer.Typer(
     cls=Group,
@@ -62,13 +63,14 @@ def _say(error: Exception) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (that of the process by default) and return its exit code."""
     try:
+        over()
         with warnings.catch_warnings():
             warnings.showwarning = _note
             app(args=None if arguments is None else list(arguments), prog_name="bilevel")
     except SystemExit as end:
         if end.code != INTERRUPTED:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
-        print("bilevel: Stopped by Ctrl-C.", file=sys.stderr)
+        print(f"bilevel: {BY_CTRL_C}", file=sys.stderr)
         return INTERRUPTED
     except Stopped as end:
         if str(end):

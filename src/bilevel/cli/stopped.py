@@ -4,6 +4,8 @@ from __future__ import annotations
 
 INTERRUPTED = 130
 """128 + SIGINT: what shells take for Ctrl-C, and what typer makes of one that no command has handled."""
+BY_CTRL_C = "Stopped by Ctrl-C."
+"""What is said of one that no command has handled."""
 
 
 class Stopped(Exception):  # noqa: N818

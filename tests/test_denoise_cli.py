@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import chromium
 from PIL import Image
 from safetensors import safe_open
 from sklearn.datasets import load_digits, load_iris
@@ -238,12 +238,7 @@ def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, strai
     assert not (out / "checkpoint").exists()
 
 
-def browser() -> str | None:
-    given = os.environ.get("BILEVEL_CHROMIUM")
-    return given or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(browser() is None, reason="needs Chromium")
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium")
 def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
     """From the command to the cleaned file: filter, relabel, undo, drop, export, apply."""
     from playwright.sync_api import sync_playwright
@@ -251,8 +246,8 @@ def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
     out = tmp_path / "r"
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", out) == 0
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
-        page = chromium.new_page()
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        page = browser.new_page()
         page.goto((out / "report.html").as_uri())
         page.get_by_label("Given label").select_option("3")
         page.keyboard.press("n")
@@ -263,7 +258,7 @@ def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
         with page.expect_download() as download:
             page.get_by_role("button", name="Save decisions").first.click()
         download.value.save_as(tmp_path / "decisions.csv")
-        chromium.close()
+        browser.close()
     decisions = rows_of(tmp_path, "decisions.csv")
     assert sorted(row["decision"] for row in decisions) == ["drop", "relabel"]
     capsys.readouterr()

@@ -64,6 +64,18 @@ def test_the_ridge_cell_measures_penalties_and_test_errors():
     assert 1 < found["test_error"] < found["best_single_error"] < 4
 
 
+@pytest.mark.parametrize("left_out", ["folds", "rows"])
+def test_the_curve_cell_measures_how_far_a_single_penalty_is_from_the_closed_form(left_out, tmp_path):
+    settings = {"part": "curve", "left_out": left_out, "seed": 1}
+    found = tuning.run(settings)
+    assert found is not None
+    assert found["penalty"] == pytest.approx(found["minimiser"], rel=1e-3)
+    off = {"penalty": 1.02, "minimiser": 1.0}
+    tuning_page.write([(settings, found), (settings | {"seed": 2}, off)], tmp_path)
+    title = {"folds": "five folds", "rows": "single rows"}[left_out]
+    assert f"| {title} | 2.0000% | 1 of 2 |" in (tmp_path / "tuning.md").read_text()
+
+
 @needs("mnist")
 def test_the_scale_cell_measures_both_sides():
     found = tuning.run({"part": "scale", "hidden": 6, "steps": 12, "turns": 2})

@@ -11,14 +11,17 @@ from typing import Any
 from ..cells import Found, Settings
 from ..whole import write_whole
 from .markdown import table
-from .tuning import BUDGETS, FIXED, RIDGE_GRID, SCALE_STEPS, WAYS, cells
+from .tuning import BUDGETS, FIXED, SCALE_STEPS, WAYS, cells
 from .tuning_data import DATASETS, INFORMATIVE, NOISE, REGRESSION_FOLDS, REGRESSION_ROWS, SIZES
+from .tuning_ridge import GRID, LEFT_OUT
 
 Kept = Sequence[tuple[Settings, Found]]
 TITLES = {"a9a": "a9a", "digits": "digits", "text": "20,000-dimensional text"}
 TARGET = 3.5
 """The largest ratio of tuning to plain training that is aimed at."""
 CAUTIOUS = "per-feature, caution 1"
+NEAR = 0.01
+"""How far a single penalty may be from the minimiser of the closed form."""
 RATIO = 100
 """How much more a noise feature is to be penalised than an informative one."""
 
@@ -39,6 +42,8 @@ def write(found: Kept, folder: Path) -> dict[str, Any]:
         parts.append(_scale(scale[0]))
     if ridge := [r for s, r in found if s["part"] == "ridge"]:
         parts.append(_ridge(ridge))
+    if curve := [(s, r) for s, r in found if s["part"] == "curve"]:
+        parts.append(_curve(curve))
     if missing := _missing(found):
         parts.append("Not run yet, for one seed: " + "; ".join(missing) + ".")
     parts.append(AGAIN)
@@ -53,12 +58,14 @@ def _missing(found: Kept) -> list[str]:
     """What a study of one seed has and this one has not."""
     kept = [dict(settings) for settings, _ in found]
     left = [cell.settings for cell in cells(seeds=1) if dict(cell.settings) not in kept]
-    return [", ".join(str(s[key]) for key in ("part", "dataset", "way") if key in s) for s in left if _told(s)]
+    return [
+        ", ".join(str(s[key]) for key in ("part", "dataset", "way", "left_out") if key in s) for s in left if _told(s)
+    ]
 
 
 def _told(settings: Settings) -> bool:
     """Of the regression's seeds one stands for all."""
-    return bool(settings["part"] != "ridge" or settings["seed"] == 0)
+    return bool(settings["part"] not in ("ridge", "curve") or settings["seed"] == 0)
 
 
 def _linear(name: str, found: Kept) -> tuple[str, dict[str, Any]]:
@@ -155,9 +162,21 @@ def _ridge(found: Sequence[Found]) -> str:
     intro = (
         f"## Ridge regression with noise features\n\n{INFORMATIVE} informative and {NOISE} noise features, "
         f"{REGRESSION_ROWS} rows, {REGRESSION_FOLDS} folds, no caution; the noise has the variance 1. The single "
-        f"penalty is the best of {RIDGE_GRID} by the test rows themselves."
+        f"penalty is the best of {GRID} by the test rows themselves."
     )
     return "\n\n".join([intro, table(["penalties", "test error (mean square)"], rows), said])
+
+
+def _curve(found: Kept) -> str:
+    rows = []
+    for what, title in LEFT_OUT.items():
+        runs = [r for s, r in found if s["left_out"] == what]
+        if runs:
+            apart = [100 * abs(r["penalty"] / r["minimiser"] - 1) for r in runs]
+            within = sum(share <= 100 * NEAR for share in apart)
+            rows.append([title, f"{max(apart):.4f}%", f"{within} of {len(runs)}"])
+    columns = ["left out in turn", "furthest from the minimiser", f"within {NEAR:.0%}"]
+    return "\n\n".join([CURVE, table(columns, rows)])
 
 
 def _network(found: Kept) -> str:
@@ -220,6 +239,12 @@ end at the best test accuracy of its range. All are then trained for the same st
 The temperature was added to the validation loss after results with seed 0 had been seen, so that the accuracy with that
 seed is no independent measure of it. The comparison with 50 trials of Optuna is in
 [tuning-vs-optuna.md](tuning-vs-optuna.md) where it was run."""
+
+CURVE = """## One penalty of ridge regression
+
+The same regressions with one penalty for all features, whose leave-out error has a closed form: by the normal equations
+of each fold, and for single rows by the residuals and the diagonal of the hat matrix. How far the penalty that is tuned
+by gradient is from the minimiser of that curve."""
 
 AGAIN = """## To run it again
 

@@ -27,7 +27,7 @@ from .shared import (
 
 def tuning(
     parts: Annotated[
-        str | None, typer.Option(help="linear, ridge, network, scale, with commas. By default all.")
+        str | None, typer.Option(help="linear, ridge, network, scale, curve, with commas. By default all.")
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="a9a, digits, text, with commas. By default all.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,

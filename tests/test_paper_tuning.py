@@ -105,9 +105,15 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
     assert "More CPU seconds than the budget: per feature; per feature, caution 1; single, by gradient; " in page
     assert "Test loss, per feature: 0.02500 below that of the best single penalty." in page
     assert "5 folds, caution 1: the same as that of the best single penalty." in page
+    assert "best single penalty, both at once: per feature." in page
+    assert said["claims"]["digits"]["both_at_once"] is True
     gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
     assert gap == pytest.approx(0.25 - 0.275)
     assert "test losses of a9a and digits with seed 0" in page
+    for worse in ({"test_loss": 0.4}, {"valid_loss": 0.4}):
+        changed = [(s, r | worse if s["way"] == "per-feature" else r) for s, r in found]
+        assert tuning_page.write(changed, tmp_path)["claims"]["digits"]["both_at_once"] is False
+        assert "both at once: no setting." in (tmp_path / "tuning.md").read_text()
     regression = [
         ({"part": "ridge", "seed": seed}, {"ratio": ratio, "test_error": error, "best_single_error": 2.0})
         for seed, (ratio, error) in enumerate([(50.0, 1.5), (2e5, 1.25), (300.0, 2.5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from common import needs
@@ -19,7 +20,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(tuning_data, "WORDS", 300)
 
 
-def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, capsys):
+def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, capsys, monkeypatch):
     arguments = [
         "reproduce",
         "tuning",
@@ -47,6 +48,15 @@ def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, cap
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert main(arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    assert (tmp_path / "tuning.md").read_text() == page
+    # The file beside the page has them all, too; a cell of settings that the study no longer has is not shown.
+    stale = [{"part": "linear", "dataset": "text", "way": "single", "seed": 0, "old": 1}, {"valid_loss": 9.0}]
+    (tmp_path / "tuning.json").write_text(json.dumps({"cells": [*kept, stale]}))
+    shutil.rmtree(tmp_path / "cells")
+    monkeypatch.setattr(tuning, "run", None)
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == len(tuning.WAYS)
     assert (tmp_path / "tuning.md").read_text() == page
 
 

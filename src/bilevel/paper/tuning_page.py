@@ -1,8 +1,7 @@
-"""The page of the tuning study, and its numbers as JSON."""
+"""The page of the tuning study."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -27,7 +26,7 @@ RATIO = 100
 
 
 def write(found: Kept, folder: Path) -> dict[str, Any]:
-    """Write tuning.md and tuning.json; returns what the command prints."""
+    """Write tuning.md; returns what the command prints."""
     parts = [INTRODUCTION]
     linear = [(s, r) for s, r in found if s["part"] == "linear"]
     claims: dict[str, Any] = {}
@@ -49,8 +48,6 @@ def write(found: Kept, folder: Path) -> dict[str, Any]:
     parts.append(AGAIN)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tuning.md", "\n\n".join(parts) + "\n")
-    lines = ",\n".join(json.dumps([s, r]) for s, r in found)
-    write_whole(folder / "tuning.json", '{"cells": [\n' + lines + "\n]}\n")
     return {"cells": len(found), "claims": claims}
 
 
@@ -266,5 +263,5 @@ AGAIN = """## To run it again
 
     BILEVEL_DATA=folder OMP_NUM_THREADS=1 bilevel reproduce tuning --page docs/results
 
-Finished cells in `--out` are not run again. All numbers are in [tuning.json](tuning.json). Beside Optuna:
+Cells that are finished, in `--out` or in [tuning.json](tuning.json) beside the page, are not run again. Beside Optuna:
 `benchmarks/tuning_vs_optuna.py`."""

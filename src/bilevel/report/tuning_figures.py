@@ -42,7 +42,8 @@ def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: 
 
 def _some(order: np.ndarray, most: int) -> np.ndarray:
     """As many of these at most, the first and the last among them."""
-    return order[np.unique(np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int))]
+    found: np.ndarray = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int))]
+    return found
 
 
 def _shape(name: str, values: np.ndarray, label: str) -> Markup:

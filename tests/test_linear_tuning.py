@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from torch import Tensor
 
 from bilevel import DataError
-from bilevel.applications.caution import tune_cautiously
+from bilevel.applications.caution import beyond_chance, tune_cautiously
 from bilevel.applications.folded_model import FoldedModel, Rows
 from bilevel.applications.linear_tuning import held_out_loss, trained, tune_linear
 from bilevel.applications.nested import Nested
@@ -202,6 +202,23 @@ def test_rows_decide_the_caution():
     y = x @ torch.from_numpy(draw.choice([-1.0, 1.0], 40)) + 8 * torch.from_numpy(draw.normal(size=120))
     _, caution = tune_cautiously(Rows(x, y, torch.arange(120) % 2, "squared"), tolerance=1e-3)
     assert caution != 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_whose_labels_are_noise_ask_for_a_single_penalty(seed):
+    draw = np.random.default_rng(seed)
+    x, y = torch.from_numpy(draw.normal(size=(100, 12))), torch.from_numpy(draw.integers(0, 2, 100)).double()
+    found, caution = tune_cautiously(Rows(x, y, torch.arange(100) % 2, "logistic"), tolerance=1e-2)
+    assert caution is None
+    assert bool((found.alpha == found.single).all())
+
+
+def test_a_gain_is_beyond_chance_where_its_mean_is_above_the_standard_error():
+    gains = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    error = float(gains.std()) / 2
+    assert beyond_chance(gains - 1.5 + 1.01 * error)
+    assert not beyond_chance(gains - 1.5 + 0.99 * error)
+    assert not beyond_chance(torch.zeros(5))
 
 
 def test_a_budget_of_seconds_ends_the_tuning():

@@ -120,6 +120,11 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
     gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
     assert gap == pytest.approx(0.25 - 0.275)
     assert "test losses of a9a and digits with seed 0" in page
+    decided = [cell("folds, auto", seed, 0.2, 0.2) for seed in (0, 1)]
+    auto = [(s, r | {"caution": caution}) for (s, r), caution in zip(decided, (None, 0.1), strict=True)]
+    tuning_page.write([*found, *auto], tmp_path)
+    said_of_it = "Caution by the rows ended with a single penalty on 1 of 2 seeds"
+    assert said_of_it in (tmp_path / "tuning.md").read_text()
     for worse in ({"test_loss": 0.4}, {"valid_loss": 0.4}):
         changed = [(s, r | worse if s["way"] == "per-feature" else r) for s, r in found]
         assert tuning_page.write(changed, tmp_path)["claims"]["digits"]["both_at_once"] is False

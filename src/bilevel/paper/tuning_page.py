@@ -124,6 +124,13 @@ def _claims(means: dict[str, Any], found: Kept, budget: float) -> tuple[str, dic
             size = f"{abs(gap):.5f}"
             where = "the same as" if not float(size) else f"{size} {'above' if gap > 0 else 'below'}"
             lines.append(f"Test loss, {WAYS[way]}: {where} that of the best single penalty.")
+    if decided := [r for s, r in found if s["way"] == "folds, auto"]:
+        alone = sum(r["caution"] is None for r in decided)
+        lines.append(
+            f"Caution by the rows ended with a single penalty on {alone} of {len(decided)} "
+            f"seed{'s' * (len(decided) != 1)}, where it is what it is compared with. It does so, too, where the budget "
+            "leaves no time to try others."
+        )
     if single and "least_validation_loss" in claims:
         ours = [way for way in ("per-feature", CAUTIOUS) if way in means]
         least = min(means[way]["valid_loss"] for way in split)
@@ -239,7 +246,12 @@ How caution was made: the deviation of its prior, 1, was chosen by the test loss
 of the tables below. The test losses of caution 1 with seed 0 are therefore no independent measure of it. The low end of
 the range per feature was chosen by the validation losses of a9a with seeds 0 and 1 and of digits with seed 0; that a
 small caution is come to in stages, by the validation losses of six seeds of the regression, whose test errors were
-seen, too. Optuna is on a page of its own, [tuning-vs-optuna.md](tuning-vs-optuna.md)."""
+seen, too. That a caution must gain more than one standard error over a single penalty came after the tables had been
+seen, in which caution by the rows was worse than the single penalty on digits with seed 2, the one cell that it changes.
+It was decided on the regression and a9a with seeds 100 to 102 and digits with 100 and 101: it changed one of these
+eight, to a lower test loss. A stricter form, the most cautious way within one standard error of the best, was dropped
+for one of the regressions. Optuna is on a page of its own,
+[tuning-vs-optuna.md](tuning-vs-optuna.md)."""
 
 NETWORK = """## A small network on MNIST
 

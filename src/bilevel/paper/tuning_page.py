@@ -247,8 +247,8 @@ of the tables below. The test losses of caution 1 with seed 0 are therefore no i
 the range per feature was chosen by the validation losses of a9a with seeds 0 and 1 and of digits with seed 0; that a
 small caution is come to in stages, by the validation losses of six seeds of the regression, whose test errors were
 seen, too. That a caution must gain more than one standard error over a single penalty came after the tables had been
-seen, in which caution by the rows was worse than the single penalty on digits with seed 2, the one cell that it changes.
-It was decided on the regression and a9a with seeds 100 to 102 and digits with 100 and 101: it changed one of these
+seen, in which caution by the rows was worse than the single penalty on digits with seed 2, the one cell of a9a and
+digits that it changes. It was decided on the regression and a9a with seeds 100 to 102 and digits with 100 and 101: it changed one of these
 eight, to a lower test loss. A stricter form, the most cautious way within one standard error of the best, was dropped
 for one of the regressions. Optuna is on a page of its own,
 [tuning-vs-optuna.md](tuning-vs-optuna.md)."""

@@ -248,9 +248,9 @@ the range per feature was chosen by the validation losses of a9a with seeds 0 an
 small caution is come to in stages, by the validation losses of six seeds of the regression, whose test errors were
 seen, too. That a caution must gain more than one standard error over a single penalty came after the tables had been
 seen, in which caution by the rows was worse than the single penalty on digits with seed 2, the one cell of a9a and
-digits that it changes. It was decided on the regression and a9a with seeds 100 to 102 and digits with 100 and 101: it changed one of these
-eight, to a lower test loss. A stricter form, the most cautious way within one standard error of the best, was dropped
-for one of the regressions. Optuna is on a page of its own,
+digits that it changes. It was decided on the regression and a9a with seeds 100 to 102 and digits with 100 and 101: it
+changed one of these eight, to a lower test loss. A stricter form, the most cautious way within one standard error of
+the best, was dropped for one of the regressions. Optuna is on a page of its own,
 [tuning-vs-optuna.md](tuning-vs-optuna.md)."""
 
 NETWORK = """## A small network on MNIST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ def needs(name: str) -> pytest.MarkDecorator:
     folder = os.environ.get("BILEVEL_DATA")
     here = folder is not None and (Path(folder) / name).is_dir()
     return pytest.mark.skipif(not here, reason=f"{name} is neither in $BILEVEL_DATA nor in ../shared/data")
+
+
+def chromium() -> str | None:
+    """The path of a Chromium, where there is one."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return os.environ.get("BILEVEL_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
 def leaf(*values: float) -> Tensor:

@@ -49,7 +49,8 @@ def test_json_is_the_result_and_nothing_else_is_on_standard_output(ran):
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     assert result == json.loads((folder / "result.json").read_text())
-    assert process.stderr == ""
+    told = process.stderr.splitlines()  # on a slow machine, how far it is
+    assert all(re.fullmatch(r"[\w ,]+: \d+ of \d+ runs", line) for line in told)
 
 
 def test_the_result_has_plain_keys_and_every_start_is_solved(ran):

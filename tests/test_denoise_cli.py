@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from common import chromium
 from PIL import Image
 from safetensors import safe_open
 from sklearn.datasets import load_digits, load_iris
@@ -284,7 +284,7 @@ def test_decisions_on_a_run_are_applied_by_the_command_that_its_page_names(kind,
             (kept, "keep", kept["label"]),
         ):
             out.writerow([row["index"], row["key"], decision, name])
-    page = html.unescape((tmp_path / "r" / "report.html").read_text())
+    page = html.unescape(re.sub(r"</?span[^>]*>", "", (tmp_path / "r" / "report.html").read_text()))
     command = shlex.split(re.search(r"bilevel (denoise [^<]*? --apply decisions.csv [^<]*?--out [\w.]+)", page)[1])
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
@@ -306,12 +306,7 @@ def test_decisions_on_a_run_are_applied_by_the_command_that_its_page_names(kind,
     assert run(Path(command[-1]), *words, *QUICK, "--out", tmp_path / "again") == 0
 
 
-def browser() -> str | None:
-    given = os.environ.get("BILEVEL_CHROMIUM")
-    return given or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(browser() is None, reason="needs Chromium")
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium")
 def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
     """From the command to the cleaned file: filter, relabel, undo, drop, export, apply."""
     from playwright.sync_api import sync_playwright
@@ -319,8 +314,8 @@ def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
     out = tmp_path / "r"
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", out) == 0
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
-        page = chromium.new_page()
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        page = browser.new_page()
         page.goto((out / "report.html").as_uri())
         page.get_by_label("Given label").select_option("3")
         page.keyboard.press("n")
@@ -331,7 +326,7 @@ def test_suspects_reviewed_in_a_browser_make_cleaned_data(tmp_path, capsys):
         with page.expect_download() as download:
             page.get_by_role("button", name="Save decisions").first.click()
         download.value.save_as(tmp_path / "decisions.csv")
-        chromium.close()
+        browser.close()
     decisions = rows_of(tmp_path, "decisions.csv")
     assert sorted(row["decision"] for row in decisions) == ["drop", "relabel"]
     capsys.readouterr()

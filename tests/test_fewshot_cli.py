@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 
 from bilevel.applications.few_shot import embed
 from bilevel.cli import bar
-from bilevel.cli.bar import stage
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
@@ -51,17 +50,18 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys):
+def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
+    monkeypatch.setattr(bar, "EVERY", 0.0)
     assert main(arguments(folder, out, "--json")) == 0
     rows = list(csv.DictReader((out / "accuracy.csv").read_text().splitlines()))
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert captured.err.splitlines() == [  # a pipe: the first line of each stage, and others when time has passed
+    assert {
         "learning: 1 of 8 steps",
         "evaluating: 0 of 16 images",
         "evaluating class means: 0 of 16 images",
-    ]
+    } <= set(captured.err.splitlines())
     assert result == json.loads((out / "result.json").read_text())
     assert [row["step"] for row in rows] == ["8"]  # a short run is validated once
     assert float(rows[0]["accuracy"]) == pytest.approx(result["validation_accuracy"], abs=1e-6)
@@ -97,18 +97,6 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     captured = capsys.readouterr()
     assert "finished already" in captured.err
     assert json.loads(captured.out) == result
-
-
-def test_a_pipe_has_a_line_for_what_is_done_whenever_time_has_passed(capsys, monkeypatch):
-    with stage("evaluating", "images") as tell:
-        tell(0, 2000)
-        tell(1000, 2000)
-        monkeypatch.setattr(bar, "EVERY", 0.0)
-        tell(1500, 2000)
-    assert capsys.readouterr().err.splitlines() == [
-        "evaluating: 0 of 2,000 images",
-        "evaluating: 1,500 of 2,000 images",
-    ]
 
 
 def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_data(

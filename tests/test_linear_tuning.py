@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from torch import Tensor
 
 from bilevel import DataError
-from bilevel.applications.caution import tune_cautiously
+from bilevel.applications.caution import beyond_chance, tune_cautiously
 from bilevel.applications.folded_model import FoldedModel, Rows
 from bilevel.applications.linear_tuning import held_out_loss, trained, tune_linear
 from bilevel.applications.nested import Nested
 from bilevel.applications.nested_descent import descend
 from bilevel.errors import CheckpointError
 from bilevel.paper.tuning_data import INFORMATIVE, sparse_regression
+from bilevel.paper.tuning_ridge import leave_fold_out, leave_one_out
 from bilevel.problem import Problem
 
 
@@ -33,33 +36,33 @@ def classes_of(seed: int, rows: int, classes: int, features: int = 6) -> tuple[T
     return torch.from_numpy(x), torch.from_numpy(scores.argmax(1))
 
 
-def closed_form_loss(rows: Rows, alpha: float) -> float:
-    """The held-out squared error of ridge regression, halved, by the normal equations; the bias is not penalised."""
-    total = 0.0
-    for k in range(rows.folds):
-        out = rows.fold == k
-        x, y = rows.x[~out], rows.y[~out]
-        mean, level = x.mean(0), y.mean()
-        x = x - mean
-        w = torch.linalg.solve(x.T @ x + alpha * torch.eye(x.shape[1], dtype=x.dtype), x.T @ (y - level))
-        total += float(((level + (rows.x[out] - mean) @ w - rows.y[out]) ** 2).sum()) / 2
-    return total / int((rows.fold >= 0).sum())
-
-
-@pytest.mark.parametrize("folds", ["split", "five folds"])
-def test_single_ridge_penalty_minimises_the_closed_form_curve(folds):
+@pytest.mark.parametrize("left_out", ["a split", "five folds", "rows one by one"])
+def test_single_ridge_penalty_minimises_the_closed_form_curve(left_out):
     for seed in range(3):
         rows, _, _ = sparse_rows(seed)
-        if folds == "split":
-            rows = Rows(rows.x, rows.y, torch.where(torch.arange(200) < 120, -1, 0), "squared")
+        if left_out == "a split":
+            rows = replace(rows, fold=torch.where(torch.arange(200) < 120, -1, 0))
+        elif left_out == "rows one by one":
+            rows = replace(rows.select(torch.arange(200) < 60), x=rows.x[:60, :20], fold=torch.arange(60))
+        curve = leave_one_out if left_out == "rows one by one" else leave_fold_out
         found = tune_linear(rows, penalty="single", tolerance=1e-9)
         best = minimize_scalar(
-            lambda log, rows=rows: closed_form_loss(rows, np.exp(log)), bounds=(-5, 10), method="bounded",
+            lambda log, rows=rows, curve=curve: curve(rows, np.exp(log)), bounds=(-5, 10), method="bounded",
             options={"xatol": 1e-6},
         )  # fmt: skip
         assert found.single == pytest.approx(np.exp(best.x), rel=0.01)
         assert found.valid_loss == pytest.approx(best.fun, rel=1e-6)
         assert bool((found.alpha == found.single).all())
+
+
+def test_closed_forms_of_the_leave_out_error_agree_with_each_other_and_with_scikit_learn():
+    rows, _, _ = sparse_rows(4)
+    rows = replace(rows, x=rows.x[:, :30])
+    each = replace(rows, fold=torch.arange(200))
+    for alpha in (0.1, 10.0, 1000.0):
+        ridge = RidgeCV([alpha], store_cv_results=True).fit(rows.x.numpy(), rows.y.numpy())
+        assert leave_one_out(each, alpha) == pytest.approx(leave_fold_out(each, alpha), rel=1e-9)
+        assert leave_one_out(each, alpha) == pytest.approx(ridge.cv_results_.mean() / 2, rel=1e-9)
 
 
 def sparse_seed(seed: int) -> tuple[float, float, float]:
@@ -199,6 +202,23 @@ def test_rows_decide_the_caution():
     y = x @ torch.from_numpy(draw.choice([-1.0, 1.0], 40)) + 8 * torch.from_numpy(draw.normal(size=120))
     _, caution = tune_cautiously(Rows(x, y, torch.arange(120) % 2, "squared"), tolerance=1e-3)
     assert caution != 0.0
+
+
+@pytest.mark.parametrize("seed", [8, 12])  # on these some caution has the least loss, by chance
+def test_rows_whose_labels_are_noise_ask_for_a_single_penalty(seed):
+    draw = np.random.default_rng(seed)
+    x, y = torch.from_numpy(draw.normal(size=(100, 12))), torch.from_numpy(draw.integers(0, 2, 100)).double()
+    found, caution = tune_cautiously(Rows(x, y, torch.arange(100) % 2, "logistic"), tolerance=1e-2)
+    assert caution is None
+    assert bool((found.alpha == found.single).all())
+
+
+def test_a_gain_is_beyond_chance_where_its_mean_is_above_the_standard_error():
+    gains = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    error = float(gains.std()) / 2
+    assert beyond_chance(gains - 1.5 + 1.01 * error)
+    assert not beyond_chance(gains - 1.5 + 0.99 * error)
+    assert not beyond_chance(torch.zeros(5))
 
 
 def test_a_budget_of_seconds_ends_the_tuning():

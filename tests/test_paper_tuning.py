@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from common import needs
@@ -19,7 +20,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(tuning_data, "WORDS", 300)
 
 
-def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, capsys):
+def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, capsys, monkeypatch):
     arguments = [
         "reproduce",
         "tuning",
@@ -48,6 +49,15 @@ def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, cap
     assert main(arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert (tmp_path / "tuning.md").read_text() == page
+    # The file beside the page has them all, too; a cell of settings that the study no longer has is not shown.
+    stale = [{"part": "linear", "dataset": "text", "way": "single", "seed": 0, "old": 1}, {"valid_loss": 9.0}]
+    (tmp_path / "tuning.json").write_text(json.dumps({"cells": [*kept, stale]}))
+    shutil.rmtree(tmp_path / "cells")
+    monkeypatch.setattr(tuning, "run", None)
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == len(tuning.WAYS)
+    assert (tmp_path / "tuning.md").read_text() == page
 
 
 def test_rows_of_a_problem_are_those_of_its_parts(quick):
@@ -62,6 +72,18 @@ def test_the_ridge_cell_measures_penalties_and_test_errors():
     assert found is not None
     assert found["ratio"] >= 100
     assert 1 < found["test_error"] < found["best_single_error"] < 4
+
+
+@pytest.mark.parametrize("left_out", ["folds", "rows"])
+def test_the_curve_cell_measures_how_far_a_single_penalty_is_from_the_closed_form(left_out, tmp_path):
+    settings = {"part": "curve", "left_out": left_out, "seed": 1}
+    found = tuning.run(settings)
+    assert found is not None
+    assert found["penalty"] == pytest.approx(found["minimiser"], rel=1e-3)
+    off = {"penalty": 1.02, "minimiser": 1.0}
+    tuning_page.write([(settings, found), (settings | {"seed": 2}, off)], tmp_path)
+    title = {"folds": "five folds", "rows": "single rows"}[left_out]
+    assert f"| {title} | 2.0000% | 1 of 2 |" in (tmp_path / "tuning.md").read_text()
 
 
 @needs("mnist")
@@ -93,9 +115,20 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
     assert "More CPU seconds than the budget: per feature; per feature, caution 1; single, by gradient; " in page
     assert "Test loss, per feature: 0.02500 below that of the best single penalty." in page
     assert "5 folds, caution 1: the same as that of the best single penalty." in page
+    assert "best single penalty, both at once: per feature." in page
+    assert said["claims"]["digits"]["both_at_once"] is True
     gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
     assert gap == pytest.approx(0.25 - 0.275)
     assert "test losses of a9a and digits with seed 0" in page
+    decided = [cell("folds, auto", seed, 0.2, 0.2) for seed in (0, 1)]
+    auto = [(s, r | {"caution": caution}) for (s, r), caution in zip(decided, (None, 0.1), strict=True)]
+    tuning_page.write([*found, *auto], tmp_path)
+    said_of_it = "Caution by the rows ended with a single penalty on 1 of 2 seeds"
+    assert said_of_it in (tmp_path / "tuning.md").read_text()
+    for worse in ({"test_loss": 0.4}, {"valid_loss": 0.4}):
+        changed = [(s, r | worse if s["way"] == "per-feature" else r) for s, r in found]
+        assert tuning_page.write(changed, tmp_path)["claims"]["digits"]["both_at_once"] is False
+        assert "both at once: no setting." in (tmp_path / "tuning.md").read_text()
     regression = [
         ({"part": "ridge", "seed": seed}, {"ratio": ratio, "test_error": error, "best_single_error": 2.0})
         for seed, (ratio, error) in enumerate([(50.0, 1.5), (2e5, 1.25), (300.0, 2.5)])

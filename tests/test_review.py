@@ -4,14 +4,13 @@ import base64
 import csv
 import io
 import json
-import os
 import re
-import shutil
 import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from common import chromium
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -347,11 +346,6 @@ def test_what_does_not_fit_is_refused_by_name(changes, words):
 
 
 # In a browser.
-
-
-def chromium():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return os.environ.get("BILEVEL_CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")

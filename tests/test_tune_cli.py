@@ -26,8 +26,6 @@ from bilevel.errors import DataError
 from bilevel.lbfgs import LBFGS
 from bilevel.models import mlp
 
-TITLES = ("The penalties, sorted", "The path of the validation loss", "What a grid would have given")
-
 
 def run(*arguments: object) -> int:
     return main(["tune", *map(str, arguments)])
@@ -74,15 +72,6 @@ def test_run_folder_of_a_table_of_numbers_has_all_files_and_they_agree(table, tm
     error = ((data.x.numpy() @ weights["weight"][0] + weights["bias"][0] - data.y.numpy()) ** 2).mean() / 2
     assert error == pytest.approx(9 / 2, rel=0.4)
     assert printed["test_loss"] == pytest.approx(9 / 2, rel=0.6)
-
-
-def test_page_holds_all_that_it_shows_and_loads_nothing(table, tmp_path):
-    assert run(table, "--model", "ridge", "--label", "price", "--penalty", "single", "--out", tmp_path) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 3
-    assert all(f">{title}</h" in page for title in TITLES)
-    assert "prefers-color-scheme: dark" in page
-    assert not re.search("https?:", page.replace("http://www.w3.org", ""))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +147,32 @@ def test_numbers_of_no_use_in_the_rows_that_are_trained_on_are_refused(model, tm
         assert message in capsys.readouterr().err
 
 
-def test_a_class_whose_rows_are_all_test_rows_is_refused(tmp_path, capsys):
-    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.zeros(20, dtype=int)
-    y[np.random.default_rng(0).permutation(20)[:3]] = 1
+@pytest.mark.parametrize("model", ["logistic", "mlp"])
+def test_the_test_rows_of_a_table_have_each_class_in_its_share(model, tmp_path, capsys, monkeypatch):
+    draw = np.random.default_rng(0)
+    y = draw.permutation(np.repeat([0, 1, 2], [70, 25, 5]))
+    np.savez(tmp_path / "d.npz", x=draw.normal(size=(100, 3)) + y[:, None], y=y)
+    seen = []
+    for name in ("_linear", "_network"):
+        plain = getattr(tuned_table, name)
+        monkeypatch.setattr(tuned_table, name, lambda data, *a, p=plain: seen.append(data) or p(data, *a))
+    tuned = []
+    plain_tune = tuned_table.tune
+    monkeypatch.setattr(tuned_table, "tune", lambda *a, **o: tuned.append(a) or plain_tune(*a, **o))
+    assert run(tmp_path / "d.npz", "--model", model, "--steps", 2, "--out", tmp_path / "r", "--json") == 0
+    (data,) = seen
+    assert np.bincount(data.part("test")[1]).tolist() == [14, 5, 1]
+    assert np.bincount(data.y).tolist() == [56, 20, 4]
+    if model == "mlp":  # and so have the rows that it is tuned on
+        assert np.bincount(tuned[0][2][1]).tolist() == [11, 4, 1]
+    assert "20, of each class its share, is held out" in " ".join(json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_class_of_too_few_rows_is_refused(tmp_path, capsys):
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), (np.arange(20) < 2).astype(int)
     np.savez(tmp_path / "d.npz", x=x, y=y)
     assert run(tmp_path / "d.npz", "--steps", 5, "--out", tmp_path / "r") == 1
-    assert "of the rarest 0. Leave rare classes out." in capsys.readouterr().err
+    assert "of the rarest 1. Leave rare classes out." in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happened(tmp_path, capsys):

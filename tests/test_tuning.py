@@ -190,6 +190,31 @@ def test_the_strength_of_an_augmentation_moves():
     assert 0 <= float(found.values["noise"]) < 0.9  # classes without noise: less is better
 
 
+def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
+    x, y = classes(rows=120)
+    source = torch.arange(120) % 2
+    torch.manual_seed(0)
+    model = mlp(5, (8,), 3)
+
+    def squared(scores, target):
+        return (scores.softmax(1) - target).square().sum(1)
+
+    hyper = {
+        "layer": WeightDecay(per="layer"), "weight": WeightDecay(per="weight"), "smoothing": LabelSmoothing(),
+        "group": FeaturePenalty(groups=[0, 0, 1, 1, 1], kind="group-lasso"), "class": ClassWeights(),
+        "source": SourceWeights(), "noise": Augmentation(transform=add_noise),
+        "mix": LossMix(mixed=(lambda s, t: cross_entropy(s, t, reduction="none"), squared)),
+    }  # fmt: skip
+    found = tune(model, (x, (y + source) % 3, source), classes(3), hyper, steps=60, seed=0)
+    sizes = {"layer": 2, "weight": 64, "smoothing": 1, "group": 2, "class": 3, "source": 2, "noise": 1, "mix": 2}
+    assert {name: value.numel() for name, value in found.values.items()} == sizes
+    assert found.settings["hyper_parameters"] == sum(sizes.values())
+    for name, value in found.values.items():
+        knob = hyper[name]
+        assert bool(((value >= knob.low) & (value <= knob.high)).all()), name
+        assert bool(((value / knob.start - 1).abs() > 1e-3).all()), f"{name} has not moved"
+
+
 def test_batch_normalisation_learns_nothing_from_the_checks_of_the_data(monkeypatch):
     (x, y), model = classes(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
     monkeypatch.setattr("bilevel.applications.tuning.solve", _stop)

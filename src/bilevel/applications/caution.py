@@ -3,8 +3,9 @@
 Where few features matter, penalties that are free to go anywhere do best; where all of them matter a little, they fit
 the held-out rows, and a single penalty does better on others. Which of these a data set is, its rows tell: a fifth of
 them is set apart, the penalties are tuned on the rest with a caution that falls from 1 to none in stages, and what the
-stage with the least loss on the fifth had is taken. Where no fold has five rows (of a class), none can be spared, and
-the caution is 1.
+stage with the least loss on the fifth had is taken, if it gains more over a single penalty than the standard error of
+that gain: of several ways, one does best on a few rows by chance. Where no fold has five rows (of a class), none can be
+spared, and the caution is 1.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .folded_model import Rows
 from .linear_tuning import LinearTuned, trained, tune_linear
 
 SHARE = 0.2
-USUAL = 1.0
-"""The caution where no rows can decide."""
+USUAL, LEAST = 1.0, 2
+"""The caution where no rows can decide, and how many it takes."""
 
 
 def tune_cautiously(
@@ -35,22 +36,32 @@ def tune_cautiously(
         return found
 
     apart = _apart(rows, seed)
-    if not bool(apart.any()):
+    if int(apart.sum()) < LEAST:
         return tuned(rows, "all", caution=USUAL), USUAL
     rest, others = rows.select(~apart), rows.select(apart)
     found = tuned(rest, "rest", caution=0.0)
     ways = [(None, torch.full_like(found.alpha, found.single)), *found.stages]
-    losses = {caution: loss_of(others, *trained(rest, alpha)) for caution, alpha in ways}
-    best = min(losses, key=lambda caution: losses[caution])
-    if best is None:
+    losses = {caution: losses_of(others, *trained(rest, alpha)) for caution, alpha in ways}
+    best = min(losses, key=lambda caution: float(losses[caution].mean()))
+    if best is None or not beyond_chance(losses[None] - losses[best]):
         return tuned(rows, "all", penalty="single"), None
     return tuned(rows, "all", caution=best), best
 
 
+def beyond_chance(gains: Tensor) -> bool:
+    """Whether the mean of these numbers is above its standard error."""
+    return bool(gains.mean() > gains.std() / len(gains) ** 0.5)
+
+
 def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
     """The mean loss of a model on all of these rows."""
+    return losses_of(rows, weight, bias).mean().item()
+
+
+def losses_of(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """The loss of a model on each of these rows."""
     with torch.no_grad():
-        return rows.losses((rows.x @ weight.T + bias)[:, None, :]).mean().item()
+        return rows.losses((rows.x @ weight.T + bias)[:, None, :])[:, 0]
 
 
 def _apart(rows: Rows, seed: int) -> Tensor:

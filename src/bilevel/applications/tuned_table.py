@@ -1,8 +1,9 @@
 """A labelled data set tuned: penalties of a linear model or of an MLP, beside a grid of single penalties.
 
-Where there is no test set, a fifth of the rows is held out from all training. Linear models are tuned on folds; of an
-MLP's rows a fifth is held out to tune on. Numbers to predict are brought to mean 0 and deviation 1 for the training,
-with which the penalties of an MLP go; losses and the weights that are handed out are in the units of the table.
+Where there is no test set, a fifth of the rows, of each class its share, is held out from all training. Linear models
+are tuned on folds; of an MLP's rows a fifth is held out to tune on. Numbers to predict are brought to mean 0 and
+deviation 1 for the training, with which the penalties of an MLP go; losses and the weights that are handed out are in
+the units of the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from .. import models
 from ..callbacks import Callback
 from ..cells import Cell, Settings, Store
-from ..data import Labelled, Pair
+from ..data import Labelled, Pair, split_test
 from ..errors import DataError, OptionError
 from ..fingerprint import digest_of
 from ..replay import seeded
@@ -102,7 +103,10 @@ def tune_table(
     )
     if data.test is None:
         data = _with_test(data, seed)
-        notes.append(f"A fifth of the rows, {len(data.part('test')[1]):,}, is held out to measure the test loss.")
+        of_each = ", of each class its share" if data.classes else ""
+        notes.append(
+            f"A fifth of the rows, {len(data.part('test')[1]):,}{of_each}, is held out to measure the test loss."
+        )
     device = torch.device(device)
     if model == "mlp":
         return _network(data, penalty, steps, seed, notes, callbacks, tell, device, checkpoint)
@@ -123,6 +127,9 @@ def feature_names(data: Labelled) -> tuple[str, ...]:
 
 
 def _with_test(data: Labelled, seed: int) -> Labelled:
+    """A fifth of the rows moved into the test set: of each class its share; of numbers, any."""
+    if data.classes:
+        return split_test(data, share=HELD_OUT, seed=seed)
     order = np.random.default_rng(seed).permutation(data.count)
     count = max(1, round(HELD_OUT * data.count))
     out, rest = torch.from_numpy(order[:count]), np.sort(order[count:])
@@ -224,13 +231,12 @@ def _network(
     classes = len(data.classes) or None
     dtype = torch.float32
     center, spread = (0.0, 1.0) if classes else _units(data.y)
-    y = data.y if classes else ((data.y - center) / spread).to(dtype)
-    order = torch.randperm(data.count, generator=torch.Generator().manual_seed(seed))
-    count = max(1, round(HELD_OUT * data.count))
-    out, rest = order[:count], order[count:]
-    train, valid = (data.x[rest], y[rest]), (data.x[out], y[out])
-    test_x, test_y = data.part("test")
-    test = test_x, test_y if classes else ((test_y - center) / spread).to(dtype)
+    tuned_on = _with_test(replace(data, test=None), seed)
+
+    def pair(x: Tensor, y: Tensor) -> Pair:
+        return x, y if classes else ((y - center) / spread).to(dtype)
+
+    train, valid, test = pair(tuned_on.x, tuned_on.y), pair(*tuned_on.part("test")), pair(*data.part("test"))
     with seeded(seed):
         network = models.mlp(data.x.shape[1], (128,), classes or 1).to(device)
     first = copy.deepcopy(network)

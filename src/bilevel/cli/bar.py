@@ -1,27 +1,22 @@
-"""How far a command is, on standard error: a bar where that is a terminal, elsewhere nothing, or lines."""
+"""How far a command is, on standard error: a bar where that is a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from .. import callbacks
+from ..callbacks import Run
 from ..distributed import first_rank
 
-EVERY = 30.0
-"""Seconds from one line to the next."""
-
-
-def progress_bar() -> Progress:
-    """A bar; it shows nothing where standard error is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal or not first_rank())
+EVERY = 10.0
+"""Seconds from one line to the next, and to the first: a short command says nothing."""
 
 
 def waiting(label: str) -> AbstractContextManager[object]:
@@ -31,40 +26,65 @@ def waiting(label: str) -> AbstractContextManager[object]:
 
 
 class Lines:
-    """Lines on standard error: the first at once, others where some time has passed since the one before."""
+    """Lines on standard error, of the first rank alone, where some time has passed since the one before."""
 
     def __init__(self) -> None:
-        self._last = -math.inf
+        self.begin()
 
-    def say(self, line: str) -> None:
-        if time.monotonic() - self._last >= EVERY:
+    def begin(self) -> None:
+        """Have the first line come some time from now."""
+        self._last = time.monotonic()
+
+    def say(self, label: str, done: float, total: float | None, of: str = "") -> None:
+        if time.monotonic() - self._last >= EVERY and first_rank():
             self._last = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            count = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
+            print(f"{label}: {count} {of}".rstrip(), file=sys.stderr, flush=True)
+
+
+LINES = Lines()
+"""Those of all bars of a command: together they come no more often."""
+
+
+class Bar(Progress):
+    """The bar of what is counted, in the plural, as `of`."""
+
+    def __init__(self, of: str = "") -> None:
+        console, self.of = Console(stderr=True), of
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        off = not console.is_terminal or not first_rank()
+        super().__init__(*columns, console=console, transient=True, disable=off)
+
+    def update(self, task_id: TaskID, **given: Any) -> None:
+        super().update(task_id, **given)
+        self._say(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        task = self._tasks[task_id]
+        if self.disable:
+            LINES.say(task.description, task.completed, task.total, self.of)
 
 
 @contextmanager
 def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `tell(done, total)`, which shows how much of a stage is done, in a bar or in lines.
+    """Yields `tell(done, total)`, which shows how much of a stage is done.
 
     `of` is what is counted, in the plural.
     """
-    lines = Lines()
-    with progress_bar() as bar:
+    with Bar(of) as bar:
         task = bar.add_task(label)
-
-        def tell(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if bar.disable:
-                lines.say(f"{label}: {done:,} of {total:,} {of}")
-
-        yield tell
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class StageBar:
-    """One bar for all stages of a command, each under its own name; it is quiet where is no terminal."""
+    """One bar for all stages of a command, each under its own name."""
 
     def __init__(self) -> None:
-        self.bar, self.stage = progress_bar(), ""
+        self.bar, self.stage = Bar(), ""
         self.task: TaskID | None = None
 
     def tell(self, stage: str, done: int, total: int) -> None:
@@ -81,3 +101,15 @@ class StageBar:
 
     def stop(self) -> None:
         self.bar.stop()
+
+
+class RunBar(callbacks.Progress):
+    """The bar of a run of `solve`, under the present label."""
+
+    def log(self, run: Run) -> bool | None:
+        stop = super().log(run)
+        if self._bar is None:
+            LINES.say(self.label, run.step, run.max_steps, "steps")
+        else:
+            self._bar.update(self._task, description=self.label)
+        return stop

@@ -36,7 +36,7 @@ from ..options import did_you_mean
 from ..workers import ONCE, one_thread
 from . import problem_file, python_file
 from .arguments import JsonOption
-from .bar import progress_bar
+from .bar import Bar
 from .compare_output import draw, show
 from .folder import Folder
 from .stopped import Stopped
@@ -258,7 +258,7 @@ def _rows(
 ) -> tuple[list[dict[str, Any]], bool]:
     """A row for each method that is finished; False where Ctrl-C came before the last."""
     rows: list[dict[str, Any]] = []
-    with progress_bar() as bar:
+    with Bar("methods") as bar:
         task = bar.add_task("", total=len(chosen))
         for name, method in chosen.items():
             bar.update(task, description=name)

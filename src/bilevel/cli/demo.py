@@ -21,7 +21,7 @@ from ..report import Table as ReportTable
 from ..solution import COLUMNS
 from ..wording import counted
 from .arguments import JsonOption
-from .bar import progress_bar
+from .bar import Bar
 from .folder import Folder
 from .run_state import versions
 from .stopped import Stopped
@@ -70,7 +70,7 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
     """Fill in the results; False where Ctrl-C came first. Each start has a matrix A of its own, as in the paper."""
     count = len(examples(DIMENSION))
     try:
-        with progress_bar() as bar:
+        with Bar("runs") as bar:
             task = bar.add_task("", total=count * starts)
             for i in range(count):
                 for k in range(starts):

@@ -17,7 +17,6 @@ import typer
 from ..applications.classifiers import KINDS, Classifier
 from ..applications.cleaning import Cleaned, Prepared, clean, prepare
 from ..applications.comparison import METHODS
-from ..callbacks import Progress
 from ..data import apply_decisions, load
 from ..distributed import Ranks, first_rank, restarted
 from ..errors import OptionError
@@ -27,7 +26,7 @@ from ..methods.approx_grad import ApproxGrad
 from ..options import did_you_mean
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import StageBar
+from .bar import RunBar, StageBar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
 from .folder import Folder
@@ -193,7 +192,7 @@ def _run(
         with one_thread() if small else nullcontext():
             return clean(
             prepared, net.network, method=method, steps=steps, augment=net.augment, baselines=baselines, seed=seed,
-            checkpoint=checkpoint, resume=resume, callbacks=[Progress("learning importances")], tell=bar.tell,
+            checkpoint=checkpoint, resume=resume, callbacks=[RunBar("learning importances")], tell=bar.tell,
             )  # fmt: skip
     finally:
         bar.stop()

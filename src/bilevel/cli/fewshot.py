@@ -23,13 +23,13 @@ from ..applications.few_shot import (
 )
 from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip
-from ..callbacks import Progress, Run
+from ..callbacks import Run
 from ..data.image_classes import ClassSplits
 from ..errors import OptionError
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
-from .bar import Lines, stage
+from .bar import RunBar, stage
 from .device import device_of
 from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
@@ -216,18 +216,13 @@ class _Shown(Validation):
         return f", validation {100 * self.rows[-1]['accuracy']:.1f}%" if self.rows else ""
 
 
-class _Bar(Progress):
-    """The usual bar, with the last accuracy on meta-validation classes in its name; lines where is no terminal."""
+class _Bar(RunBar):
+    """The usual bar, with the last accuracy on meta-validation classes in its name."""
 
     def __init__(self, watch: _Shown | None) -> None:
         super().__init__("learning")
-        self.watch, self.lines = watch, Lines()
+        self.watch = watch
 
     def log(self, run: Run) -> bool | None:
-        stop = super().log(run)
-        label = "learning" if self.watch is None else f"learning{self.watch.last}"
-        if self._bar is None:
-            self.lines.say(f"{label}: {run.step:,} of {run.max_steps:,} steps")
-        else:
-            self._bar.update(self._task, description=label)
-        return stop
+        self.label = "learning" if self.watch is None else f"learning{self.watch.last}"
+        return super().log(run)

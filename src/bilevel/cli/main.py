@@ -13,6 +13,7 @@ from .. import __version__
 from ..distributed import first_rank, world
 from ..errors import BilevelError, BilevelWarning, OptionError
 from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
+from .bar import LINES
 from .command import Command, Group
 from .starting import over
 from .stopped import BY_CTRL_C, INTERRUPTED, Stopped
@@ -62,6 +63,7 @@ def _say(error: Exception) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (that of the process by default) and return its exit code."""
+    LINES.begin()
     try:
         over()
         with warnings.catch_warnings():

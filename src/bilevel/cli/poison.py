@@ -17,12 +17,12 @@ import typer
 from ..applications.auditing import Aim, Ground, Outcome, carry_out, goal_of, on_features, prepare
 from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
-from ..callbacks import Progress
 from ..data import Labelled, load
 from ..errors import OptionError
 from ..options import did_you_mean
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
+from .bar import RunBar
 from .denoise import SMALL
 from .device import device_of
 from .folder import Folder
@@ -156,7 +156,7 @@ def _run(
         ground = on_features(ground)
     outcome = carry_out(
         ground, aim, bound=bound, steps=asked["steps"], seed=asked["seed"], checkpoint=checkpoint / "attack",
-        resume=resume, callbacks=[Progress("moving points")],
+        resume=resume, callbacks=[RunBar("moving points")],
     )  # fmt: skip
     return ground, outcome, audit_of(ground, aim, bound, outcome, asked, checkpoint) if asked["audit"] else None
 

@@ -21,9 +21,9 @@ from ..applications.auditing import (
     noticed,
 )
 from ..applications.bounds import Bound
-from ..callbacks import Progress
 from ..cells import Cell, Store, run_cells
 from ..workers import ONCE
+from .bar import RunBar
 
 SUCCESS = 0.5
 """The share of a class that a targeted attack is to have taken for the other."""
@@ -72,7 +72,7 @@ def audit_of(
         limit = replace(bound, epsilon=value) if by_bound and bound else bound
         found = carry_out(
             ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=folder,
-            resume=True, clean=outcome.clean, callbacks=[Progress(f"audit at {value:.3g}")],
+            resume=True, clean=outcome.clean, callbacks=[RunBar(f"audit at {value:.3g}")],
         )  # fmt: skip
         success = found.success(ground, mine, found.poisoned)
         enough = {

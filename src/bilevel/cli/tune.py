@@ -14,12 +14,11 @@ import torch
 import typer
 
 from ..applications.tuned_table import TunedTable, tune_table
-from ..callbacks import Progress
 from ..data import Labelled, load, load_numbers
 from ..errors import OptionError
 from ..workers import one_thread
 from .arguments import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import StageBar
+from .bar import RunBar, StageBar
 from .device import device_of
 from .folder import Folder
 from .run_state import begin, finished, resumable
@@ -124,7 +123,7 @@ def _run(data: Labelled, asked: Mapping[str, Any], where: torch.device, checkpoi
         with one_thread() if where.type == "cpu" and data.x.numel() < SMALL else nullcontext():
             return tune_table(
                 data, asked["model"], asked["penalty"], folds=asked["folds"], caution=asked["caution"],
-                steps=asked["steps"], seed=asked["seed"], callbacks=[Progress("tuning")], tell=bar.tell, device=where,
+                steps=asked["steps"], seed=asked["seed"], callbacks=[RunBar("tuning")], tell=bar.tell, device=where,
                 checkpoint=checkpoint,
             )  # fmt: skip
     finally:

@@ -35,9 +35,10 @@ from ..problem import Problem
 from ..replay import seeded
 from ..solve import solve
 from ..training import accuracy
-from .tuning_data import DATASETS, INFORMATIVE, problem, sparse_regression
+from . import tuning_ridge
+from .tuning_data import DATASETS, problem
 
-PARTS = ("linear", "ridge", "network", "scale")
+PARTS = ("linear", "ridge", "network", "scale", "curve")
 WAYS = {
     "per-feature": "per feature",
     "per-feature, caution 1": "per feature, caution 1",
@@ -54,8 +55,8 @@ BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
 OURS = 0.85
 """The share of a budget after which `tune_linear` begins no evaluation: its last one and the training come after."""
 FOLDS = 5
-RIDGE_SEEDS, RIDGE_GRID = 20, 25
-"""Seeds of the regression, whatever the others have, and single penalties that it is compared with."""
+RIDGE_SEEDS = 20
+"""Seeds of the regression, whatever the others have."""
 TRIAL_STEPS = 6
 """Of a first run that tells how many steps a budget has."""
 METHODS: dict[str, Method] = {
@@ -87,6 +88,11 @@ def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seed
         ]  # fmt: skip
     if "scale" in parts:
         found.append({"part": "scale", "hidden": MILLION, "steps": SCALE_STEPS, "turns": TURNS})
+    if "curve" in parts:
+        found += [
+            {"part": "curve", "left_out": what, "seed": seed}
+            for what in tuning_ridge.LEFT_OUT for seed in range(RIDGE_SEEDS)
+        ]  # fmt: skip
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
 
 
@@ -96,7 +102,9 @@ def run(settings: Settings) -> Found | None:
         if settings["part"] == "linear":
             return _linear(settings["dataset"], settings["way"], settings["seed"])
         if settings["part"] == "ridge":
-            return _ridge(settings["seed"])
+            return tuning_ridge.features(settings["seed"])
+        if settings["part"] == "curve":
+            return tuning_ridge.single(settings["left_out"], settings["seed"])
         if settings["part"] == "network":
             return _network(settings["way"], settings["steps"], settings["seed"])
         return _scale(settings["hidden"], settings["steps"], settings["turns"])
@@ -152,20 +160,6 @@ def _folded(rows: Rows, test: Rows, way: str, seed: int, budget: float) -> Found
         "valid_loss": found.valid_loss, "test_loss": loss_of(test, found.weight, found.bias),
         "seconds": round(time.process_time() - began, 2), "features": rows.x.shape[1],
         **({"caution": caution} if way.endswith("auto") else {}),
-    }  # fmt: skip
-
-
-def _ridge(seed: int) -> Found:
-    """A penalty for each feature where few matter, beside the best single one by the test rows themselves."""
-    rows, test = sparse_regression(seed)
-    found = tune_linear(rows, caution=0.0)
-    singles = [
-        loss_of(test, *trained(rows, torch.full_like(found.alpha, alpha))) for alpha in np.logspace(-1, 4, RIDGE_GRID)
-    ]
-    return {
-        "ratio": float(found.alpha[INFORMATIVE:].median() / found.alpha[:INFORMATIVE].median()),
-        "test_error": 2 * loss_of(test, found.weight, found.bias), "best_single_error": 2 * min(singles),
-        "valid_loss": found.valid_loss,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from ...cells import Cell, Found, Settings, Store, run_cells
 from ...errors import OptionError
@@ -19,7 +19,7 @@ from ...options import one_of
 from ...paper.filed import FiledStore, Kept
 from ...wording import agreeing, counted
 from ...workers import Where
-from ..bar import progress_bar
+from ..bar import Bar
 from ..folder import Folder, to_json
 from ..stopped import Stopped
 
@@ -60,7 +60,7 @@ def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], functi
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
     store = Store(cells_folder(folders))
     done: list[str] = []
-    with progress_bar() as bar:
+    with Bar("cells") as bar:
         task = bar.add_task(name, total=len(cells))
 
         def tell(cell: Cell) -> None:
@@ -103,10 +103,10 @@ def run_filed(
         wanted = cells if stage is None else stage(store.all())
         left = possible([cell for cell in wanted if store.get(cell) is None])
         total += len(left)
-        with progress_bar() as bar:
+        with Bar("cells") as bar:
             task = bar.add_task(name, total=len(left))
 
-            def tell(cell: Cell, bar: Progress = bar, task: TaskID = task) -> None:
+            def tell(cell: Cell, bar: Bar = bar, task: TaskID = task) -> None:
                 nonlocal done, unfinished
                 done += 1
                 bar.advance(task)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ...cells import Store
-from ...wording import counted
+from ...cells import Found, Settings
 from ..arguments import JsonOption
 from .shared import (
+    MinutesOption,
     NoRunOption,
     OutOption,
     PageOption,
     RayOption,
     WorkersOption,
-    cells_folder,
-    end,
+    deadline_in,
     folders_of,
-    run,
+    run_filed,
     where_of,
     words,
 )
@@ -27,10 +27,11 @@ from .shared import (
 
 def tuning(
     parts: Annotated[
-        str | None, typer.Option(help="linear, ridge, network, scale, with commas. By default all.")
+        str | None, typer.Option(help="linear, ridge, network, scale, curve, with commas. By default all.")
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="a9a, digits, text, with commas. By default all.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,
+    minutes: MinutesOption = None,
     workers: WorkersOption = 1,
     ray: RayOption = None,
     out: OutOption = Path("runs/tuning"),
@@ -42,10 +43,15 @@ def tuning(
     from ...paper import tuning as study
     from ...paper import tuning_data, tuning_page
 
-    wanted = words("--parts", parts, study.PARTS)
-    cells = study.cells(wanted, words("--dataset", dataset, tuning_data.DATASETS), seeds)
-    folders = folders_of(out, page)
-    store = Store(cells_folder(folders)) if no_run else run("tuning", cells, folders, study.run, where_of(workers, ray))
-    found = [(c.settings, result) for c in study.cells(seeds=seeds) if (result := store.get(c)) is not None]
-    summary = tuning_page.write(found, folders[1].path)
-    end("tuning", f"The page shows {counted(len(found), 'cell')}.", summary, folders, json)
+    cells = study.cells(words("--parts", parts, study.PARTS), words("--dataset", dataset, tuning_data.DATASETS), seeds)
+
+    def write(found: Sequence[tuple[Settings, Found]], folder: Path) -> dict[str, Any]:
+        """The page of all cells of these seeds, whatever part was run; results of other settings are left out."""
+        kept = {frozenset(settings.items()): result for settings, result in found}
+        shown = [cell.settings for cell in study.cells(seeds=seeds)]
+        return tuning_page.write([(s, kept[key]) for s in shown if (key := frozenset(s.items())) in kept], folder)
+
+    run_filed(
+        "tuning", cells, study.run, write, folders_of(out, page), no_run=no_run, json=json,
+        deadline=deadline_in(minutes), where=where_of(workers, ray),
+    )  # fmt: skip

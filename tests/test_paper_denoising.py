@@ -508,6 +508,15 @@ def test_ctrl_c_ends_the_command_and_keeps_what_is_finished(tmp_path, capsys, mo
     assert len(list((tmp_path / "cells").glob("*.json"))) == 1
 
 
+def test_cells_side_by_side_are_those_of_one_after_another_but_for_their_seconds(tmp_path):
+    call = ["reproduce", "denoising", *ONE, "--device", "cpu", "--out"]
+    assert main([*call, str(tmp_path / "a"), "--workers", "2"]) == 0
+    assert main([*call, str(tmp_path / "b")]) == 0
+    first, second = (json.loads((tmp_path / x / "denoising.json").read_text())["cells"] for x in "ab")
+    assert [found["accuracy"] for _, found in first] == [found["accuracy"] for _, found in second]
+    assert [found.get("beside") for _, found in (*first, *second)] == [1, 1, None, None]
+
+
 def test_minutes_end_a_cell_in_its_midst_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(denoising.STUDIES, "digits", replace(denoising.STUDIES["digits"], final_passes=1))
     call = ["reproduce", "denoising", *ONE, "--out", str(tmp_path / "a")]

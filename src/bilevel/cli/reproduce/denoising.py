@@ -24,6 +24,7 @@ from .shared import (
     deadline_in,
     folders_of,
     run_filed,
+    where_of,
     words,
 )
 
@@ -45,6 +46,9 @@ def denoising(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
     passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Cells side by side. On one GPU, several gain where its MPS daemon runs.")
+    ] = 1,
     minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/denoising"),
@@ -69,7 +73,7 @@ def denoising(
         some = words("--columns", columns, tuple(study.COLUMNS))
         cells += denoising_cells.cells(names, _shares(noise), kind, some, seeds, passes)
     cells += [cell for cell in denoising_small.cells() if cell.settings["part"] in wanted]
-    _run("denoising", cells, where, deadline_in(minutes), out, page, no_run, json, denoising_page.write)
+    _run("denoising", cells, where, deadline_in(minutes), out, page, no_run, json, denoising_page.write, workers)
 
 
 def denoising_speed(
@@ -124,6 +128,7 @@ def _run(
     no_run: bool,
     json: bool,
     write: Write,
+    workers: int = 1,
 ) -> None:
     """Run the cells whose data are here."""
     from ...paper import denoising_cells
@@ -136,9 +141,12 @@ def _run(
 
     folders = folders_of(out, page)
     checkpoints = folders[0].path / "checkpoints"
+    function = partial(
+        denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline, beside=workers - 1
+    )
     run_filed(
-        name, cells, partial(denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline), write,
-        folders, no_run=no_run, json=json, deadline=deadline, possible=possible, checkpoints=checkpoints,
+        name, cells, function, write, folders, no_run=no_run, json=json, deadline=deadline,
+        where=where_of(workers, None), possible=possible, checkpoints=checkpoints,
     )  # fmt: skip
 
 

@@ -142,3 +142,6 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     capsys.readouterr()
     assert main([*arguments, "--no-run"]) == 0
     assert json.loads(capsys.readouterr().out)["cases"] == 0
+    assert main(["reproduce", "classical", "--no-run", "--out", str(tmp_path / "new")]) == 2
+    assert "has no results" in capsys.readouterr().err
+    assert not (tmp_path / "new" / "classical.md").exists()

@@ -90,6 +90,13 @@ def test_a_split_gives_each_class_its_share() -> None:
     assert torch.bincount(rare.trusted[1]).tolist() == [8, 1, 1]
 
 
+def test_a_split_keeps_rows_of_rare_classes_where_asked() -> None:
+    split = split_test(make([50, 2, 3, 1]), share=0.2, seed=0, keep=2)
+    assert torch.bincount(split.y).tolist() == [40, 2, 2, 1]
+    assert torch.bincount(split.test[1]).tolist() == [10, 0, 1]  # type: ignore[index]
+    assert len(split_test(make([2, 2]), count=2, seed=0, keep=2).y) == 2
+
+
 def test_a_split_is_the_same_for_the_same_seed_and_another_for_another() -> None:
     whole = make([50, 50])
     first, again, other = (split_test(whole, count=20, seed=seed).positions.tolist() for seed in (3, 3, 4))

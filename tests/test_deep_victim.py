@@ -74,9 +74,10 @@ def test_margin_is_that_of_the_wanted_class_over_the_best_other():
     assert [deep_victim.ahead(scores, k) for k in range(3)] == [-3.0, 1.5, -1.5]
 
 
-def test_command_writes_an_empty_page_where_nothing_was_run(tmp_path, capsys):
-    assert main(["reproduce", "deep-victim", "--no-run", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert "Nothing was run." in (tmp_path / "deep-victim.md").read_text()
+def test_command_writes_no_page_where_nothing_was_run(tmp_path, capsys):
+    assert main(["reproduce", "deep-victim", "--no-run", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "has no results" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "deep-victim.md").exists()
 
 
 @needs("cifar10")

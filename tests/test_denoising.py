@@ -197,7 +197,7 @@ class Stream(IterableDataset):
         (Pairs(X, Y, lambda x, i: x[: 4 - i % 2]), "inputs are tensors or arrays of one shape"),
         (Pairs(X, Y, lambda x, i: Image.new("L", (2, 2))), "found <class 'PIL.Image.Image'>. Give it a transform"),
         (Stream(), "must be a Dataset with a length, as every example has an importance; Stream has none"),
-        (Pairs(X[:0], Y[:0]), "must be a pair"),
+        (Pairs(X[:0], Y[:0]), "at least one example"),
         (([[1.0, 2.0], [3.0]], [0, 1]), "must hold numbers, the labels as indices of classes; got rows of different"),
         ((X.double() * 1e300, Y), "12 of 12 examples hold NaN or infinity"),  # in the model's float32
     ],
@@ -282,6 +282,27 @@ def test_whole_numbers_that_a_model_does_not_take_become_its_own_type_of_numbers
     model = nn.Linear(4, 3)
     found = [denoise((x, Y), (x, Y), copy.deepcopy(model), steps=3) for x in (numbers, numbers.float())]
     assert torch.equal(found[0].importance, found[1].importance)
+
+
+class Scaled(nn.Sequential):
+    """Takes pictures of whole numbers, as many do."""
+
+    def forward(self, x):
+        return super().forward(x.float() / 16)
+
+
+def test_whole_numbers_become_others_where_the_model_takes_those():
+    """What shifts or blurs pictures draws numbers like them, which whole ones refuse."""
+    x, y = (16 * X).round().to(torch.uint8), Y
+    found = denoise((x, y), (x, y), Scaled(nn.Linear(4, 3)), steps=3, augment=lambda x: x + torch.randn_like(x))
+    assert len(found.importance) == 12
+
+
+def test_what_holds_no_examples_or_no_real_numbers_is_refused_in_a_sentence():
+    with pytest.raises(DataError, match="train must have at least one example"):
+        denoise(TensorDataset(X[:0], Y[:0]), (X, Y), nn.Linear(4, 3))
+    with pytest.raises(DataError, match=r"train must hold real numbers; got torch\.complex64"):
+        denoise((X.to(torch.complex64), Y), (X, Y), nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch", 0), ("rate", 0.0), ("final_steps", -1)])

@@ -16,6 +16,7 @@ from typing import Any
 from forked import CONTEXT
 
 from bilevel.doors import Address, Doors
+from bilevel.lost import between_ranks
 
 
 def stay(pipe: Connection, forks: bool) -> None:
@@ -113,3 +114,8 @@ def test_nothing_is_known_of_a_rank_whose_address_leads_back_here_or_that_has_no
     doors.meet([doors.own, elsewhere, replace(doors.own, port=0)])
     assert doors.knock() == {1: None, 2: None}
     doors.close()
+
+
+def test_errors_of_collectives_are_told_from_others():
+    assert between_ranks(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert not between_ranks(RuntimeError("cannot read igloo.png"))

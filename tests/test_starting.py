@@ -51,6 +51,8 @@ def test_the_command_is_told_from_programs_that_use_the_library():
     assert is_command(["-m"], ["python", "-mbilevel"])
     assert is_command(["/home/me/.venv/bin/bilevel", "demo"], ["python", "/home/me/.venv/bin/bilevel", "demo"])
     assert not is_command(["-m"], ["python", "-m", "bilevel.doctor"])
+    assert not is_command(["-m"], ["python", "-m", "mytool", "--backend", "bilevel"])
+    assert not is_command(["-m"], ["python", "-mytool", "bilevel"])
     assert not is_command(["study.py", "-m", "bilevel"], ["python", "study.py", "-m", "bilevel"])
     assert not is_command(["/home/me/bilevel/study.py"], ["python", "/home/me/bilevel/study.py"])
     assert not is_command([""], ["python"])

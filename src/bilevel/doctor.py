@@ -27,12 +27,6 @@ PACKAGES = (
     "pandas", "pyarrow", "tensorboard", "ray",
 )  # fmt: skip
 PHOTOS = photographs.ARCHIVE.parent.name
-Findings = dict[str, Any]
-
-
-def examine() -> Findings:
-    """All of it, as JSON can say it. Nothing is downloaded; what is tried is tried on a few numbers."""
-    return dict(parts())
 
 
 def parts(trying: Callable[[str], AbstractContextManager[object]] = nullcontext) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from .projections import Box
 from .scales import lower_curvature
 
 POOL = 4
+"""Draws for each start."""
 STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12

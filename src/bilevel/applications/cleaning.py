@@ -108,8 +108,8 @@ def prepare(
         else:
             notes.append(
                 "No accuracy is measured: there is no test set, and the trusted one, with "
-                f"{counted(count, 'row')} and {least} of its rarest class, is too small to hold a part of it out "
-                f"({LEAST_TRUSTED} and {LEAST_OF_CLASS})."
+                f"{counted(count, 'row')} and {least} of its rarest class, is too small to hold a part of it out: "
+                f"that takes {LEAST_TRUSTED} rows, and {LEAST_OF_CLASS} of each class."
             )
     if data.test is not None:
         data, truth, more = _apart(data, truth)

@@ -27,13 +27,14 @@ def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[
     if first is None:
         raise OptionError("model must have parameters; this module has none.")
     (x, y), (x_trusted, y_trusted) = examples(train, "train"), examples(trusted, "trusted")
+    if not len(y):
+        raise DataError("train must have at least one example; got none.")
     if x.shape[1:] != x_trusted.shape[1:]:
         shapes = tuple(x.shape[1:]), tuple(x_trusted.shape[1:])
         raise DataError(f"train and trusted must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
-    if not len(y):
-        raise DataError("train must have at least one example; got none.")
-    numbers = x.is_floating_point() or x_trusted.is_floating_point() or not _takes(model, x[:2].long())
-    kind = first.dtype if numbers else torch.int64
+    # Whole numbers stay such where the model takes them alone, as an embedding does.
+    whole = not (x.is_floating_point() or x_trusted.is_floating_point() or _takes(model, x[:2].to(first.dtype)))
+    kind = torch.int64 if whole and _takes(model, x[:2].long()) else first.dtype
     x, x_trusted = _finite(x.to(kind), "train"), _finite(x_trusted.to(kind), "trusted")
     try:
         classes = probabilities(model, x[:2]).shape[1]
@@ -66,6 +67,8 @@ def examples(given: Examples, name: str, dtype: torch.dtype | None = None) -> Pa
     except (TypeError, ValueError):
         kinds = " and ".join(_kind(part) for part in columns)
         raise DataError(f"{name} must hold numbers, the labels as indices of classes; got {kinds}.") from None
+    if x.is_complex() or y.is_complex():
+        raise DataError(f"{name} must hold real numbers; got {x.dtype} and {y.dtype}.")
     if x.ndim < 2:
         raise DataError(f"the inputs of {name} must have a row for each example; got shape {tuple(x.shape)}.")
     if len(x) != len(y):
@@ -95,7 +98,7 @@ def _together(given: Dataset[Any], name: str) -> Any:
         ) from None
     items = [given[i] for i in range(count)]
     try:
-        return default_collate(items) if items else ()
+        return default_collate(items) if items else (torch.zeros(0, 1), torch.zeros(0))
     except FAILURES as error:
         raise DataError(
             f"{name} must be a Dataset of pairs (input, label) whose inputs are tensors or arrays of one shape; they "

@@ -61,6 +61,11 @@ class Rows:
         return cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view(scores.shape[:2])
 
 
+def invertible(rows: int, features: int, outputs: int) -> bool:
+    """Whether the inverse of a second derivative is to be had in no more than `DENSE` products of numbers."""
+    return outputs * features**2 * (rows + features / 3) <= DENSE
+
+
 class FoldedModel:
     """The lower level: the weights of all folds, and a bias each that is not penalised, on centred inputs."""
 
@@ -122,7 +127,7 @@ class FoldedModel:
         top = bend.sum(0)
         ridge = (alpha / self.counts[:, None]).unsqueeze(1)  # (folds, 1, d)
         factor, diagonal = None, torch.ones(())
-        if x is not None and bend[0].numel() * x.shape[1] ** 2 * (len(x) + x.shape[1] / 3) <= DENSE:
+        if x is not None and invertible(len(x), x.shape[1], bend[0].numel()):
             if self._products > STALE:
                 self.renew()
             if self._bent is None:

@@ -35,8 +35,6 @@ from .linear_tuning import held_out_loss, trained, tune_linear
 from .tuning import train_with, tune
 from .tuning_loss import TrainingLoss
 
-MODELS = ("logistic", "ridge", "mlp")
-PENALTIES = ("per-feature", "per-layer", "single")
 Kind = Literal["logistic", "ridge", "mlp"]
 Penalty = Literal["per-feature", "per-layer", "single"]
 HELD_OUT = 0.2
@@ -102,7 +100,7 @@ def tune_table(
         data, features=names, x=data.x.flatten(1), test=data.test and (data.test[0].flatten(1), data.test[1])
     )
     if data.test is None:
-        data = _with_test(data, seed)
+        data = _with_test(data, seed, keep=2)
         of_each = ", of each class its share" if data.classes else ""
         notes.append(
             f"A fifth of the rows, {len(data.part('test')[1]):,}{of_each}, is held out to measure the test loss."
@@ -126,10 +124,10 @@ def feature_names(data: Labelled) -> tuple[str, ...]:
     return tuple(f"column {j}" for j in range(data.x.shape[1]))
 
 
-def _with_test(data: Labelled, seed: int) -> Labelled:
-    """A fifth of the rows moved into the test set: of each class its share; of numbers, any."""
+def _with_test(data: Labelled, seed: int, keep: int) -> Labelled:
+    """A fifth of the rows moved into the test set: of each class its share, but the last `keep`; of numbers, any."""
     if data.classes:
-        return split_test(data, share=HELD_OUT, seed=seed)
+        return split_test(data, share=HELD_OUT, seed=seed, keep=keep)
     order = np.random.default_rng(seed).permutation(data.count)
     count = max(1, round(HELD_OUT * data.count))
     out, rest = torch.from_numpy(order[:count]), np.sort(order[count:])
@@ -176,8 +174,9 @@ def _linear(
         found, used = tune_cautiously(rows, seed=seed, steps=steps, watch=watch, checkpoint=place)
         if used is None:
             notes.append(
-                f"Penalties that differ did worse than a single one, tuned on {folds} folds, on rows that neither saw: "
-                "the single one is what is given here. --caution 1 or 0 gives one for each feature all the same."
+                f"Penalties that differ, tuned on {folds} folds, are no better than a single one beyond chance, on "
+                "rows that neither saw: the single one is what is given here. --caution 1 or 0 gives one for each "
+                "feature all the same."
             )
     else:
         found = tune_linear(rows, caution=caution, steps=steps, watch=watch, checkpoint=place)
@@ -231,7 +230,7 @@ def _network(
     classes = len(data.classes) or None
     dtype = torch.float32
     center, spread = (0.0, 1.0) if classes else _units(data.y)
-    tuned_on = _with_test(replace(data, test=None), seed)
+    tuned_on = _with_test(replace(data, test=None), seed, keep=1)
 
     def pair(x: Tensor, y: Tensor) -> Pair:
         return x, y if classes else ((y - center) / spread).to(dtype)

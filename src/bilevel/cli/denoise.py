@@ -50,7 +50,10 @@ def command(
     data: DataArgument,
     trusted: Annotated[
         str | None,
-        typer.Option(help="A file or folder of the same form with right labels, or how many rows to draw as trusted."),
+        typer.Option(
+            help="A file or folder of the same form with right labels, or how many rows to draw as trusted; with "
+            "--noise, and of digits, ten for each class by default."
+        ),
     ] = None,
     test: Annotated[
         str | None, typer.Option(help="A file or folder of the same form to measure accuracies on.")

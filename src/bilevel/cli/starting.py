@@ -18,7 +18,8 @@ def is_command(arguments: Sequence[str], given: Sequence[str]) -> bool:
     """Whether a process is the command, by its `sys.argv` and `sys.orig_argv` at the first import of the package."""
     first = arguments[0] if arguments else ""
     if first == "-m":  # as it is until the module has been found
-        return "bilevel" in given or "-mbilevel" in given
+        at = next((i for i, word in enumerate(given) if word.startswith("-m")), 0)
+        return "bilevel" in (given[at + 1 : at + 2] if given[at] == "-m" else [given[at].removeprefix("-m")])
     return os.path.basename(first) in ("bilevel", "bilevel.exe", "bilevel-script.py")
 
 

@@ -98,7 +98,8 @@ def compared(kept: Sequence[Kept], other: str = "feature-collision") -> dict[str
 
 def sentence(found: Mapping[str, Any], other: str = "feature-collision") -> str:
     if found["interval"] is None:
-        return f"{found['targets']} targets with both are too few to compare Penalty with {TITLES[other]}."
+        few = f"{found['targets']} targets were run with both: too few to compare it with Penalty."
+        return f"{TITLES[other][0].upper()}{TITLES[other][1:]}: {few if found['targets'] else 'not run yet.'}"
     low, high = found["interval"]
     more = "more" if found["mean_difference"] >= 0 else "less"
     text = (

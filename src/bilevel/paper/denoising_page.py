@@ -19,7 +19,7 @@ TITLES = {
     "mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN", "fashion-mnist": "Fashion-MNIST", "digits": "digits (MLP)",
 }  # fmt: skip
 ALIKE = 0.1
-"""A difference in percent that is none."""
+"""A difference in percent that is none; nor is one below the deviation of either."""
 
 
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def _sentence(title: str, columns: dict[str, Numbers], paper: Any, target: float
     for name in SHOWN[:-1]:
         if other := columns[name]:
             gap = ours.mean - other.mean
-            where = "level with" if abs(gap) < ALIKE else "above" if gap > 0 else "below"
+            alike = abs(gap) < max(ALIKE, ours.deviation, other.deviation)
+            where = "level with" if alike else "above" if gap > 0 else "below"
             beside[where].append(f"{COLUMNS[name]} ({other.mean:.2f})")
     return text + "".join(f" It is {where} {'; '.join(names)}." for where, names in beside.items() if names)
 

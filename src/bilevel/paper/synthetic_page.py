@@ -14,7 +14,6 @@ from .results import GOAL, Results
 from .synthetic import DAMPING, FULL, LOWER_STEPS, METHODS, NUMBERS, OTHERS, PROBLEMS, RUNS, VARIED_STEPS
 
 DEFAULT_GOAL = 1e-6
-FIGURES = ("figure-1", "figure-2", "figure-7", "sensitivity", "budget")
 
 
 def write(results: Results, folder: Path) -> dict[str, Any]:

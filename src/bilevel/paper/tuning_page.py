@@ -217,8 +217,9 @@ def _scale(found: Found) -> str:
 
 
 def _spread(values: Sequence[float], digits: int = 4) -> str:
-    text = f"{mean(values):.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    form = f".{digits}f" if min(values) >= 10**-digits or not min(values) else ".1e"
+    text = f"{mean(values):{form}}"
+    return text if len(values) == 1 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
 INTRODUCTION = """# Tuning: penalties by gradient

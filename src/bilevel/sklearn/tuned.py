@@ -13,16 +13,17 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..applications.caution import tune_cautiously
-from ..applications.folded_model import Loss, Rows
+from ..applications.folded_model import Loss, Rows, invertible
 from ..applications.folds import folds_of
 from ..applications.inputs import from_scipy
 from ..applications.linear_tuning import tune_linear
+from ..errors import OptionError
 from ..options import in_range, one_of
 from .denoising import _plain
 
 AUTO = "auto"
-NARROW, FULL = 500, 0.1
-"""Sparse inputs of no more features, or of a larger share of numbers that are not zero, are faster dense."""
+FULL = 0.1
+"""The share of numbers that are not zero from which sparse inputs are faster dense."""
 
 
 class Tuned:
@@ -56,14 +57,16 @@ class Tuned:
         in_range("steps", steps, least=1, whole=True)
         in_range("tol", tol, above=0)
         if isinstance(caution, str):
-            one_of("caution", caution, (AUTO,))
+            if caution != AUTO:
+                raise OptionError(f"caution must be 'auto' or a number of at least 0; got {caution!r}.")
         else:
             in_range("caution", caution, least=0)
         random = check_random_state(self.random_state)
         fold = self._fold(X, y, classes, int(random.randint(2**31 - 1)))
         kind = torch.int64 if classes > 2 else torch.float64
         outputs = classes if classes > 2 else 1
-        rows = Rows(_inputs(X), torch.from_numpy(np.array(y)).to(kind), torch.from_numpy(fold), loss, outputs)
+        inputs = _inputs(X, outputs * (int(fold.max()) + 1))
+        rows = Rows(inputs, torch.from_numpy(np.array(y)).to(kind), torch.from_numpy(fold), loss, outputs)
         options: dict[str, Any] = {"steps": steps, "tolerance": tol}
         self.caution_ = None if self.penalty == "single" or caution == AUTO else float(caution)
         if self.penalty == "per-feature" and caution == AUTO:
@@ -89,7 +92,8 @@ class Tuned:
             fold = np.full(len(y), -1, dtype=np.int64)
             fold[next(one(1, test_size=folds, random_state=seed).split(X, y))[1]] = 0
             return fold
-        in_range("folds", folds, least=2, whole=True)
+        if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
+            raise OptionError(f"folds must be a whole number of at least 2, or a share of the rows; got {folds!r}.")
         return folds_of(y, classes, folds, seed).numpy()
 
     def _scores(self, X: ArrayLike) -> np.ndarray:
@@ -104,9 +108,10 @@ class Tuned:
         return tags
 
 
-def _inputs(X: Any) -> torch.Tensor:
+def _inputs(X: Any, outputs: int) -> torch.Tensor:
+    """A tensor; a sparse one stays so where dense it would be no faster. `outputs` are those of all folds."""
     if not issparse(X):
         return torch.from_numpy(np.array(X, order="C"))
-    if X.shape[1] <= NARROW or X.nnz > FULL * X.shape[0] * X.shape[1]:
+    if X.nnz > FULL * X.shape[0] * X.shape[1] or invertible(X.shape[0], X.shape[1], outputs):
         return torch.from_numpy(X.toarray())
     return from_scipy(X)

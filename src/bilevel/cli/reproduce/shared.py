@@ -98,6 +98,8 @@ def run_filed(
     is of no more use when the cell is kept.
     """
     store = FiledStore(cells_folder(folders), folders[1].path / f"{name}.json")
+    if no_run and not store.all():
+        raise OptionError(f"--no-run shows what is there; {folders[0].path} has no results. Leave it out to run them.")
     began, done, total, complete, unfinished = time.monotonic(), 0, 0, True, 0
     for stage in () if no_run else (None, then)[: 1 if then is None else 2]:
         wanted = cells if stage is None else stage(store.all())

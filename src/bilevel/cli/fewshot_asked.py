@@ -18,6 +18,9 @@ from ..options import did_you_mean
 from ..replay import seeded
 from . import python_file
 
+LEAST_SIDE = 16
+"""Pixels of images that both networks of the paper leave one of, at least."""
+
 
 def lasting(data: str) -> str:
     """What names the data from any folder."""
@@ -46,6 +49,11 @@ def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) 
             raise OptionError(
                 f"--backbone has no {name!r}.{did_you_mean(name, BACKBONES)} It is one of {', '.join(BACKBONES)}, or "
                 "path.py:make."
+            )
+        if min(shape[1:]) < LEAST_SIDE:
+            raise OptionError(
+                f"--backbone {name} halves images four times: they need {LEAST_SIDE}x{LEAST_SIDE} pixels at least; "
+                f"these have {shape[1]}x{shape[2]}. Enlarge them, or give a network of your own (path.py:make)."
             )
         with seeded(seed):
             return backbone(name, shape[0]).to(where)

@@ -473,7 +473,8 @@ def test_reproduce_denoising_runs_what_is_missing_and_shows_all_that_is_there(tm
 
     monkeypatch.setattr(denoising_runs, "run", run)
     folders = ["--out", str(tmp_path / "a"), "--page", str(tmp_path / "b")]
-    assert main(["reproduce", "denoising", *ONE, *folders, "--no-run"]) == 0
+    assert main(["reproduce", "denoising", *ONE, *folders, "--no-run"]) == 2
+    assert "has no results" in " ".join(capsys.readouterr().err.split())
     assert ran == []
     assert main(["reproduce", "denoising", *ONE, *folders, "--minutes", "0"]) == 0
     assert ran == []

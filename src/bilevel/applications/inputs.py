@@ -110,7 +110,7 @@ def inputs_of(x: Tensor, center: Tensor) -> Inputs:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose slope is another, its transpose."""
+    """A linear map whose slope is another, its transpose: torch's own slope of a CSR product is ten times slower."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, there: Map, back: Map) -> Tensor:

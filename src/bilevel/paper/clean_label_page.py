@@ -153,11 +153,13 @@ def _table(kept: Sequence[Kept]) -> str:
         flipped = [e for e in found if e < BEYOND]
         shares = [f"{sum(e <= at for e in found) / len(found):.0%}" if found else "" for at in (2, 4, 8, 16)]
         median = f"{statistics.median(found):g}" if found else ""
-        seconds = sum(cell["seconds"] for _, cell in chosen(kept, method=method)) / len(found)
-        rows.append([TITLES[method], f"{len(flipped)} of {len(found)}", median, *shares, f"{seconds:.1f}"])
+        alone = [cell for _, cell in chosen(kept, method=method) if "beside" not in cell]
+        count = sum(not one.get("skipped") for cell in alone for one in cell["targets"])
+        each = f"{sum(cell['seconds'] for cell in alone) / count:.1f}" if count else ""
+        rows.append([TITLES[method], f"{len(flipped)} of {len(found)}", median, *shares, each])
     return table(["method", "flipped", "median epsilon", "by 2", "by 4", "by 8", "by 16", "seconds a target"], rows) + (
         f"\n\nOn {devices(kept)}; on a GPU, convolutions are in TF32. The seconds are of all epsilons that were tried, "
-        "and of training the victims anew."
+        "and of training the victims anew; those of cells that shared the GPU with others are not shown."
     )
 
 

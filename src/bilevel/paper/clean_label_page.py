@@ -16,7 +16,7 @@ from scipy import stats
 
 from ..whole import write_whole
 from .clean_label import CANDIDATES, CHOICE, EPSILONS, METHODS, TITLES, best, in_table
-from .denoising_numbers import chosen, devices, values
+from .denoising_numbers import alone, chosen, devices, values
 from .figures import STYLE, _figure, _save
 from .filed import Kept
 from .markdown import table
@@ -153,9 +153,9 @@ def _table(kept: Sequence[Kept]) -> str:
         flipped = [e for e in found if e < BEYOND]
         shares = [f"{sum(e <= at for e in found) / len(found):.0%}" if found else "" for at in (2, 4, 8, 16)]
         median = f"{statistics.median(found):g}" if found else ""
-        alone = [cell for _, cell in chosen(kept, method=method) if "beside" not in cell]
-        count = sum(not one.get("skipped") for cell in alone for one in cell["targets"])
-        each = f"{sum(cell['seconds'] for cell in alone) / count:.1f}" if count else ""
+        timed = [cell for _, cell in alone(chosen(kept, method=method))]
+        count = sum(not one.get("skipped") for cell in timed for one in cell["targets"])
+        each = f"{sum(cell['seconds'] for cell in timed) / count:.1f}" if count else ""
         rows.append([TITLES[method], f"{len(flipped)} of {len(found)}", median, *shares, each])
     return table(["method", "flipped", "median epsilon", "by 2", "by 4", "by 8", "by 16", "seconds a target"], rows) + (
         f"\n\nOn {devices(kept)}; on a GPU, convolutions are in TF32. The seconds are of all epsilons that were tried, "

@@ -202,8 +202,9 @@ def in_table(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Fou
 def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any]:
     """How many targets are flipped with the first weights that the attack knows, and with others."""
     mine = [found for settings, found in in_table(kept) if settings["method"] == method]
+    timed = [found["attack_seconds"] for found in mine if "beside" not in found]
     return {
         "targets": len(mine), "known": sum(found["flips"][0] for found in mine),
         "others": sum(sum(found["flips"][1:]) for found in mine), "of_others": len(OTHERS) * len(mine),
-        "seconds": sum(found["attack_seconds"] for found in mine) / len(mine) if mine else None,
+        "seconds": sum(timed) / len(timed) if timed else None,
     }  # fmt: skip

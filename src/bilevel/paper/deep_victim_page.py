@@ -27,7 +27,8 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     for method, one in found.items():
         if one["targets"]:
             known, others = (_share(one[a], one[b]) for a, b in (("known", "targets"), ("others", "of_others")))
-            rows.append([METHODS[method], str(one["targets"]), known, others, f"{one['seconds']:.1f}"])
+            seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
+            rows.append([METHODS[method], str(one["targets"]), known, others, seconds])
     heads = ["method", "targets", "flipped, known first weights", "flipped, other first weights", "seconds an attack"]
     sizes = sorted({settings["rows"] for settings, _ in kept}) or [ROWS]
     parts = [
@@ -44,7 +45,10 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *(chosen(kept, n) for n in sizes),
         table(heads, rows) if rows else "Nothing was run.",
         stated(kept),
-        f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}." if rows else "",
+        f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}; seconds of attacks that shared the "
+        "GPU with others are not shown."
+        if rows
+        else "",
         "```bash\nbilevel reproduce deep-victim --device cuda --page docs/results\n```",
     ]
     write_whole(folder / "deep-victim.md", "\n\n".join(part for part in parts if part) + "\n")

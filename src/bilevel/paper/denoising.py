@@ -101,7 +101,7 @@ def cells(
         for column in columns:
             study = STUDIES[dataset]
             count = 1 if column in ONE_SEED and not study.cheap else seeds
-            for noise, kind in ((0.0, SYMMETRIC),) if column == "clean" else tuple(noises):
+            for noise, kind in _seen(column, tuple(noises)):
                 for seed in range(count):
                     settings = {
                         "dataset": dataset, "noise": noise, "kind": kind, "column": column, "seed": seed,
@@ -110,6 +110,13 @@ def cells(
                     found.append((settings, (RANKS.get(column, 1), seed, order.index(column))))
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+
+
+def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[float, str], ...]:
+    """The noises that make a difference to a column."""
+    if column == "clean":
+        return ((0.0, SYMMETRIC),)
+    return noises[:1] if column == "trusted" else noises
 
 
 def _passes(study: Study, column: str) -> int:

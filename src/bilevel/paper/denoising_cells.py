@@ -37,18 +37,8 @@ def cells(
     return found
 
 
-def run(
-    settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None, beside: int = 0
-) -> Found | None:
-    """Run a cell of any part of the study, those of the table until the deadline; None where Ctrl-C came.
-
-    A cell that so many others run `beside` says so: its seconds are not those of a run.
-    """
-    found = _run(settings, device, checkpoints, deadline)
-    return found | {"beside": beside} if found and beside else found
-
-
-def _run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None) -> Found | None:
+def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None) -> Found | None:
+    """Run a cell of any part of the study, those of the table until the deadline; None where Ctrl-C came."""
     match settings.get("part"):
         case denoising_small.HYPER_CLEANING | denoising_small.HOW_FEW:
             return denoising_small.run(settings, device)

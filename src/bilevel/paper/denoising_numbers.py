@@ -59,6 +59,11 @@ def percent(kept: Sequence[Kept], key: str = "accuracy") -> Numbers:
     return numbers(kept, key, 100.0)
 
 
+def alone(kept: Iterable[Kept]) -> list[Kept]:
+    """The cells that had the machine to themselves: those whose seconds are of the run."""
+    return [pair for pair in kept if "beside" not in pair[1]]
+
+
 def devices(kept: Iterable[Kept]) -> str:
     return " and ".join(sorted({str(found.get("device", "CPU")) for _, found in kept})) or "no device"
 

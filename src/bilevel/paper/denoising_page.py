@@ -9,7 +9,7 @@ from typing import Any
 from ..whole import write_whole
 from . import denoising_figures, denoising_wide
 from .denoising import ASYMMETRIC, COLUMNS, NOISES, SHOWN, STUDIES, SYMMETRIC
-from .denoising_numbers import Numbers, chosen, devices, diverged, numbers, percent, seeds
+from .denoising_numbers import Numbers, alone, chosen, devices, diverged, numbers, percent, seeds
 from .denoising_small import CLEANING_STEPS, HOW_FEW, HYPER_CLEANING
 from .denoising_small_page import few_sentences, few_table, rule_sentences, rule_table, targets
 from .filed import Kept
@@ -34,14 +34,17 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
 
 
 def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str, list[Kept]]:
-    """The finished cells of a row of the table, by column."""
+    """The finished cells of a row of the table, by column. `trusted` sees no noise: any row's cells serve."""
     final = STUDIES[dataset].final_passes
-    mine = [
+    finished = [
         pair
-        for pair in chosen(kept, dataset=dataset, noise=noise, kind=kind)
+        for pair in chosen(kept, dataset=dataset)
         if "part" not in pair[0] and pair[0]["passes"][1] == final and not pair[1].get("partial")
     ]
-    return {column: chosen(mine, column=column) for column in COLUMNS}
+    mine = chosen(finished, noise=noise, kind=kind)
+    found = {column: chosen(mine, column=column) for column in COLUMNS}
+    by_seed = {pair[0]["seed"]: pair for pair in chosen(finished, column="trusted")}
+    return found | {"trusted": list(by_seed.values())}
 
 
 def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
@@ -170,8 +173,8 @@ def _run_on(kept: Sequence[Kept]) -> str:
     parts = []
     for dataset in STUDIES:
         mine = [pair for pair in chosen(kept, dataset=dataset) if "part" not in pair[0] and not pair[1].get("partial")]
-        alone = [pair for pair in chosen(mine, column="ours") if "beside" not in pair[1]]
-        ours = numbers(alone, "seconds")
+        timed = alone(chosen(mine, column="ours"))
+        ours = numbers(timed, "seconds")
         if mine:
             text = f"{TITLES[dataset]} was run on {devices(mine)}"
             parts.append(text + (f" (ours {ours.mean:.0f} s a run, {max(ours.values):.0f} at most)" if ours else ""))

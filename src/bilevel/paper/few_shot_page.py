@@ -9,7 +9,7 @@ from typing import Any
 from ..cells import Found
 from ..whole import write_whole
 from . import few_shot_figures
-from .denoising_numbers import NOT_RUN, chosen, devices, diverged, numbers, percent, seeds, values
+from .denoising_numbers import NOT_RUN, alone, chosen, devices, diverged, numbers, percent, seeds, values
 from .few_shot import (
     BACKBONES,
     CHOICES,
@@ -140,6 +140,11 @@ def _steps(found: Found) -> str:
     return f" ({found['steps']:,} of {found['of']:,} steps)" if found.get("partial") else ""
 
 
+def _ms(found: Found) -> str:
+    """Of an upper step, where the run had the GPU to itself."""
+    return "" if "beside" in found else f"{found['ms_per_step']:.1f}"
+
+
 def _paper(ways: int, shots: int, method: str) -> str:
     found = PAPER[OMNIGLOT, ways, shots].get(LIKE.get(method, method))
     return "" if found is None else f"{found:g}"
@@ -160,13 +165,14 @@ def _named(cells: Sequence[Kept]) -> list[Kept]:
 
 
 def _curves(cells: Sequence[Kept], folder: Path) -> list[str]:
-    some = [pair for pair in cells if pair[0]["seed"] == 0 and pair[1].get("curve")]
+    some = [pair for pair in alone(cells) if pair[0]["seed"] == 0 and pair[1].get("curve")]
     if not some:
         return []
     few_shot_figures.curves(some, folder / "few-shot-speed.png")
     return [
         "## Accuracy against time (Figure 4(b))",
-        "Tasks of unseen classes, 200 at each point; seconds are those of training alone.",
+        "Tasks of unseen classes, 200 at each point; seconds are those of training alone. Runs that shared the GPU "
+        "with others are left out.",
         "![Accuracy against seconds](few-shot-speed.png)",
         _speed_table(some),
     ]
@@ -191,7 +197,7 @@ def _effect(cells: Sequence[Kept], folder: Path) -> list[str]:
         return ["## The effect of T (Figure 5(b))", "Not run."]
     few_shot_figures.effect(_finished(cells), folder / "few-shot-steps.png")
     rows = [
-        [METHODS[s["method"]], str(s["T"]), f"{100 * f['accuracy']:.2f}{_steps(f)}", f"{f['ms_per_step']:.1f}"]
+        [METHODS[s["method"]], str(s["T"]), f"{100 * f['accuracy']:.2f}{_steps(f)}", _ms(f)]
         for s, f in sorted(cells, key=lambda pair: (pair[0]["method"] != "penalty", pair[0]["T"]))
     ]
     return [
@@ -211,7 +217,7 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
             s["varied"],
             f"{100 * f['accuracy']:.2f}{_steps(f)}",
             f"{100 * f['accuracy_of_means']:.2f}",
-            f"{f['ms_per_step']:.1f}",
+            _ms(f),
         ]
         for s, f in cells
     ]
@@ -232,7 +238,7 @@ def _what(cells: Sequence[Kept]) -> str:
             if some:
                 s = some[0][0]
                 episode = f"{s['tasks']} tasks of {s['train_ways']} ways, {s['queries']} queries"
-                ms = numbers(_finished(some), "ms_per_step")
+                ms = numbers(alone(_finished(some)), "ms_per_step")
                 rows.append([
                     dataset, title, episode, f"{s['steps']:,}", str(s.get("T", "")),
                     ms.show(1, len(ms.values)) if ms else "",

@@ -19,8 +19,10 @@ from .shared import (
     NoRunOption,
     OutOption,
     PageOption,
+    SideOption,
     SittingOption,
     Write,
+    beside,
     deadline_in,
     folders_of,
     run_filed,
@@ -46,9 +48,7 @@ def denoising(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 5,
     passes: Annotated[int | None, typer.Option(min=1, help="The length of a run of cifar10-wrn.")] = None,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Cells side by side. On one GPU, several gain where its MPS daemon runs.")
-    ] = 1,
+    workers: SideOption = 1,
     minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/denoising"),
@@ -141,11 +141,9 @@ def _run(
 
     folders = folders_of(out, page)
     checkpoints = folders[0].path / "checkpoints"
-    function = partial(
-        denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline, beside=workers - 1
-    )
+    function = partial(denoising_cells.run, device=device, checkpoints=checkpoints, deadline=deadline)
     run_filed(
-        name, cells, function, write, folders, no_run=no_run, json=json, deadline=deadline,
+        name, cells, partial(beside, function, workers), write, folders, no_run=no_run, json=json, deadline=deadline,
         where=where_of(workers, None), possible=possible, checkpoints=checkpoints,
     )  # fmt: skip
 

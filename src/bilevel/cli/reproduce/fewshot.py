@@ -15,10 +15,13 @@ from .shared import (
     OutOption,
     PageOption,
     QuickOption,
+    SideOption,
     SittingOption,
+    beside,
     deadline_in,
     folders_of,
     run_filed,
+    where_of,
     words,
 )
 
@@ -34,6 +37,7 @@ def fewshot(
     backbones: Annotated[str | None, typer.Option(help="conv4, resnet, with commas. By default both.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 1,
     quick: QuickOption = False,
+    workers: SideOption = 1,
     minutes: SittingOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/few-shot"),
@@ -54,7 +58,8 @@ def fewshot(
         cells = study.small_cells()
     where, folders, deadline = device_of(device), folders_of(out, page), deadline_in(minutes)
     checkpoints = folders[0].path / "checkpoints"
+    function = partial(few_shot_runs.run, device=where, folder=checkpoints, deadline=deadline)
     run_filed(
-        "few-shot", cells, partial(few_shot_runs.run, device=where, folder=checkpoints, deadline=deadline),
-        few_shot_page.write, folders, no_run=no_run, json=json, deadline=deadline, checkpoints=checkpoints,
+        "few-shot", cells, partial(beside, function, workers), few_shot_page.write, folders, no_run=no_run, json=json,
+        deadline=deadline, where=where_of(workers, None), checkpoints=checkpoints,
     )  # fmt: skip

@@ -18,7 +18,9 @@ from .shared import (
     OutOption,
     PageOption,
     RayOption,
+    SideOption,
     WorkersOption,
+    beside,
     deadline_in,
     folders_of,
     run_filed,
@@ -65,7 +67,7 @@ def clean_label(
     chunk: Annotated[int, typer.Option(min=1, help="Targets side by side in one tensor.")] = 32,
     choose: Annotated[
         int, typer.Option(min=0, help="Further photographs that the settings of Penalty are chosen on; 0: the paper's.")
-    ] = 16,
+    ] = 12,
     ray: RayOption = None,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
@@ -99,6 +101,7 @@ def deep_victim(
     choose: Annotated[
         int, typer.Option(min=0, help="Further images that the tether of Penalty is chosen on; 0: the default.")
     ] = 2,
+    workers: SideOption = 1,
     minutes: MinutesOption = None,
     device: DeviceOption = "auto",
     out: OutOption = Path("runs/deep-victim"),
@@ -110,8 +113,9 @@ def deep_victim(
     from ...paper import deep_victim as study
     from ...paper import deep_victim_page
 
+    function = partial(study.run, device=device_of(device))
     run_filed(
-        "deep-victim", study.choice_cells(targets, choose, rows=rows), partial(study.run, device=device_of(device)),
+        "deep-victim", study.choice_cells(targets, choose, rows=rows), partial(beside, function, workers),
         deep_victim_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
-        then=lambda kept: study.cells(targets, rows=rows, tether=study.best(kept, rows)),
+        where=where_of(workers, None), then=lambda kept: study.cells(targets, rows=rows, tether=study.best(kept, rows)),
     )  # fmt: skip

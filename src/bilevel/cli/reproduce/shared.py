@@ -33,6 +33,10 @@ WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cell
 RayOption = Annotated[
     str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
 ]
+SideOption = Annotated[
+    int,
+    typer.Option("--workers", min=1, help="Cells side by side. On one GPU, several gain where its MPS daemon runs."),
+]
 MinutesOption = Annotated[float | None, typer.Option(min=0, help="No cell is begun after these.")]
 SittingOption = Annotated[
     float | None,
@@ -136,6 +140,12 @@ def run_filed(
 def where_of(workers: int, address: str | None) -> Where:
     """Where the cells are run: a process each of this machine's cores at most, or a cluster."""
     return Where(min(workers, os.cpu_count() or 1), address)
+
+
+def beside(function: Function, workers: int, settings: Settings) -> Found | None:
+    """A cell that others run beside says how many: its seconds are not those of a run."""
+    found = function(settings)
+    return found | {"beside": workers - 1} if found and workers > 1 else found
 
 
 def deadline_in(minutes: float | None) -> float | None:

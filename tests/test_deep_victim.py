@@ -11,18 +11,20 @@ from bilevel.paper import deep_victim, deep_victim_page
 from bilevel.paper.deep_victim import METHODS
 
 
-def kept(flips, targets=4):
+def kept(flips, targets=4, tether=deep_victim.TETHER):
     """Cells in which Penalty flips these, and the others nothing."""
     return [
-        (cell.settings, {"flips": flips if cell.settings["method"] == "penalty" else [False] * 3,
-                         "attack_seconds": 2.0, "device": "CPU"})
-        for cell in deep_victim.cells(targets)
+        (cell.settings, {"device": "CPU", "runs": [
+            {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0}
+            for method in METHODS
+        ]})
+        for cell in deep_victim.cells(targets, tether=tether)
     ]  # fmt: skip
 
 
-def test_all_methods_meet_the_same_targets_one_target_after_another():
+def test_every_target_is_a_cell_of_its_own():
     cells = deep_victim.cells(2)
-    assert [(c.settings["target"], c.settings["method"]) for c in cells] == [(t, m) for t in range(2) for m in METHODS]
+    assert [c.settings["target"] for c in cells] == [0, 1]
     assert {c.settings["points"] for c in cells} == {50}
     assert {c.settings["points"] for c in deep_victim.cells(1, rows=1000)} == {10}
 
@@ -45,22 +47,24 @@ def test_what_is_found_is_told_by_the_sign_test_over_targets():
     assert deep_victim_page.stated([]) == ""
 
 
+def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
+    found = [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)]
+    assert deep_victim_page.write(found, tmp_path)["methods"]["penalty"]["seconds"] is None
+    assert "| 8 of 8 (100%; 63% to 100%) |  |" in (tmp_path / "deep-victim.md").read_text()
+
+
 def compared(margins, rows=deep_victim.ROWS):
     """Choice cells in which retrained victims have the wanted class ahead by so much, by the tether."""
-    return [
-        (cell.settings, {"margins": [margins[cell.settings["tether"]]] * 3, "flips": [True] * 3, "device": "CPU"})
-        for cell in deep_victim.choice_cells(4, 2, rows=rows)
-    ]
+    runs = [{"method": "penalty", "margins": [margins[tether]] * 3} for tether in deep_victim.TETHERS]
+    return [(c.settings, {"runs": runs, "device": "CPU"}) for c in deep_victim.choice_cells(4, 2, rows=rows)]
 
 
 def test_tether_is_the_one_with_the_largest_margins_on_targets_that_are_not_in_the_table(tmp_path):
     found = compared({0.003: -5.0, 0.03: -2.0, 0.3: -1.0})
     assert {s["target"] for s, _ in found} == {4, 5}, "the table has 0 to 3"
     assert deep_victim.best(found, deep_victim.ROWS) == 0.3
-    assert deep_victim.best(found[:-1], deep_victim.ROWS) == deep_victim.TETHER, "not all were run"
     assert deep_victim.best(found, 1000) == deep_victim.TETHER, "they are of another size"
-    table = [(s | ({"tether": 0.3} if "tether" in s else {}), f) for s, f in kept([True, False, True])]
-    other = [(s, f | {"flips": [False] * 3}) for s, f in kept([True] * 3) if s["method"] == "penalty"]
+    table, other = kept([True, False, True], tether=0.3), kept([True] * 3)
     summary = deep_victim_page.write([*found, *table, *other], tmp_path)
     assert summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
     assert summary["methods"]["penalty"]["known"] == 4
@@ -86,9 +90,14 @@ def test_small_version_attacks_within_the_bound_and_retrains_every_victim(monkey
     monkeypatch.setattr(deep_victim, "POOL", 100)
     monkeypatch.setattr(deep_victim, "TEST", 60)
     deep_victim.scene_of.cache_clear()
-    for cell in deep_victim.cells(1, rows=200, steps={"penalty": 2, "feature-collision": 2}):
-        found = deep_victim.run(dict(cell.settings) | {"training": 3}, torch.device("cpu"))
-        assert found["clean"][0] == found["label"] != found["wanted"]
-        assert len(found["given"]) == len(found["flips"]) == 3
-        assert found["linf"] <= deep_victim.EPSILON
-        assert (found["linf"] == 0) == (cell.settings["method"] == "unmoved")
+    few = {"training": 3, "steps": {"penalty": 2, "feature-collision": 2}, "batch": 50}
+    (cell,), (choice,) = deep_victim.cells(1, rows=200), deep_victim.choice_cells(1, 1, rows=200)
+    found = deep_victim.run(dict(cell.settings) | few, torch.device("cpu"))
+    assert found["label"] != found["wanted"]
+    assert [run["method"] for run in found["runs"]] == list(METHODS)
+    for run in found["runs"]:
+        assert len(run["given"]) == len(run["flips"]) == 3
+        assert run["linf"] <= deep_victim.EPSILON
+        assert (run["linf"] == 0) == (run["method"] == "unmoved")
+    runs = deep_victim.run(dict(choice.settings) | few, torch.device("cpu"))["runs"]
+    assert [run["method"] for run in runs] == ["penalty"] * len(deep_victim.TETHERS)

@@ -2,15 +2,18 @@
 
 The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
 changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
-network as the lower variable, tethered (see `bilevel.applications.poisoning`), and all images in every step; feature
-collision draws the points to the target's features in the network trained on clean data. Both know one set of first
-weights; what counts is a network trained from scratch, from these and from others.
+network as the lower variable, tethered (see `bilevel.applications.poisoning`); feature collision draws the points to
+the target's features in the network trained on clean data. Both know one set of first weights; what counts is a network
+trained from scratch, from these and from others.
+
+A cell is one target with all methods: they share its bases, and the clean networks of the process, which on a GPU are
+not the same bits in another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,13 +32,16 @@ from ..replay import seeded
 from ..training import probabilities
 from .repeated import let_go
 
-METHODS = {"penalty": "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
+PENALTY = "penalty"
+METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
 ROWS, POOL, TEST = 5000, 5000, 2000
 """Images for training, those that bases are taken from, and those that targets are."""
 POINTS = 50
 EPSILON = 8 / 255
 TARGETS = 20
-STEPS = {"penalty": 200, "feature-collision": 500, "unmoved": 0}
+STEPS = {PENALTY: 300, "feature-collision": 500}
+BATCH = 500
+"""Training images in a step of Penalty, beside all points."""
 RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
 KNOWN, OTHERS = 0, (1, 2)
 """The first weights that the attack knows, by their seed, and those of other victims."""
@@ -46,42 +52,32 @@ CHOICE, CHOICE_TARGETS = "choice", 2
 """They are compared on the targets after those of the table."""
 
 
-def cells(
-    targets: int = TARGETS, *, rows: int = ROWS, steps: dict[str, int] | None = None, tether: float = TETHER
-) -> list[Cell]:
-    """All methods of a target after one another, so that a study that was stopped compares the same targets."""
-    counts = STEPS | (steps or {})
-    found = [
-        _settings(target, method, rows, counts) | ({"tether": tether} if method == "penalty" else {})
-        for target in range(targets) for method in METHODS
-    ]  # fmt: skip
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[Cell]:
+    """A cell for each target: Penalty with one tether, and the others."""
+    return [Cell(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
 
 
 def choice_cells(targets: int = TARGETS, choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
-    """Penalty with every tether on the targets after those of the table."""
-    found = [
-        {"part": CHOICE} | _settings(target, "penalty", rows, STEPS) | {"tether": tether}
-        for target in range(targets, targets + choose) for tether in TETHERS
-    ]  # fmt: skip
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    """Penalty alone, with every tether, on the targets after those of the table."""
+    after = range(targets, targets + choose)
+    return [Cell({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in after]
 
 
-def _settings(target: int, method: str, rows: int, steps: dict[str, int]) -> dict[str, Any]:
+def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
     return {
-        "target": target, "method": method, "rows": rows, "points": max(1, rows * POINTS // ROWS),
-        "steps": steps[method], "training": RECIPE.steps,
+        "target": target, "rows": rows, "points": max(1, rows * POINTS // ROWS), "tethers": tethers,
+        "steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps,
     }  # fmt: skip
 
 
 def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, float]:
-    """How far the wanted class is ahead in retrained victims, in the mean, by the tether; where all have been run."""
-    found: dict[float, list[float]] = {tether: [] for tether in TETHERS}
+    """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
+    found: dict[float, list[float]] = {}
     for settings, one in kept:
         if settings.get("part") == CHOICE and settings["rows"] == rows:
-            found[settings["tether"]] += one["margins"]
-    complete = len({len(margins) for margins in found.values()}) == 1 and all(found.values())
-    return {tether: sum(m) / len(m) for tether, m in found.items()} if complete else {}
+            for tether, run in zip(settings["tethers"], one["runs"], strict=True):
+                found.setdefault(tether, []).extend(run["margins"])
+    return {tether: sum(margins) / len(margins) for tether, margins in found.items()}
 
 
 def best(kept: Sequence[tuple[Settings, Found]], rows: int) -> float:
@@ -91,7 +87,10 @@ def best(kept: Sequence[tuple[Settings, Found]], rows: int) -> float:
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """One target and one method: the class that every retrained victim gives the target; None where Ctrl-C came."""
+    """One target: the class that every retrained victim gives it, by the method; None where Ctrl-C came.
+
+    `runs` has Penalty with each tether, then, where there is one tether, the other methods.
+    """
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scene = scene_of(int(settings["rows"]), str(where), int(settings["training"]))
     began = time.perf_counter()  # the clean victims, trained once for all cells, are not counted
@@ -100,21 +99,28 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         scene.pool, scene.test[0][row], wanted, points=int(settings["points"]), features=scene.body, collision=0.0,
         device=where,
     )  # fmt: skip
-    let_go(where)
-    try:
-        poison = scene.attack(goal, settings)
-    except KeyboardInterrupt:
-        return None
-    made = time.perf_counter() - began
-    one = (scene.test[0][row : row + 1], scene.test[1][row : row + 1])
-    scores = {seed: scene.scores(poison, one, seed) for seed in (KNOWN, *OTHERS)}
-    given = {seed: int(row.argmax()) for seed, row in scores.items()}
-    clean = {seed: int(scene.predicted(seed)[row]) for seed in given}
+    attacks = [(PENALTY, float(tether)) for tether in settings["tethers"]]
+    if len(attacks) == 1:
+        attacks += [(method, 0.0) for method in METHODS if method != PENALTY]
+    clean = {seed: int(scene.predicted(seed)[row]) for seed in (KNOWN, *OTHERS)}
+    runs: list[dict[str, Any]] = []
+    for method, tether in attacks:
+        let_go(where)
+        began_one = time.perf_counter()
+        try:
+            poison = scene.attack(goal, method, settings, tether)
+        except KeyboardInterrupt:
+            return None
+        made = time.perf_counter() - began_one
+        scores = {seed: scene.scores(poison, row, seed) for seed in clean}
+        given = {seed: int(found.argmax()) for seed, found in scores.items()}
+        runs.append({
+            "method": method, "given": list(given.values()), "linf": float(poison.linf.max()),
+            "flips": [given[seed] == wanted != clean[seed] for seed in given],
+            "margins": [ahead(found, wanted) for found in scores.values()], "attack_seconds": round(made, 2),
+        })  # fmt: skip
     return {
-        "row": row, "label": int(one[1]), "wanted": wanted, "clean": list(clean.values()),
-        "given": list(given.values()), "flips": [given[s] == wanted and clean[s] != wanted for s in given],
-        "margins": [ahead(row, wanted) for row in scores.values()],
-        "linf": float(poison.linf.max()), "attack_seconds": round(made, 2),
+        "row": row, "label": int(scene.test[1][row]), "wanted": wanted, "clean": list(clean.values()), "runs": runs,
         "seconds": round(time.perf_counter() - began, 2),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
     }  # fmt: skip
@@ -149,20 +155,19 @@ class Scene:
         return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()
 
     def target(self, k: int) -> tuple[int, int]:
-        """The k-th of the test images that the known clean victim has right, in random order, and a wanted class."""
-        right = torch.nonzero(self.predicted(KNOWN) == self.test[1])[:, 0]
+        """The k-th of the test images in random order, and a wanted class, which is not its own."""
         generator = torch.Generator().manual_seed(1)
-        row = int(right[torch.randperm(len(right), generator=generator)[k]])
+        row = int(torch.randperm(len(self.test[1]), generator=generator)[k])
         shift = torch.randint(1, 10, (TEST,), generator=generator)[k]
         return row, int((self.test[1][row] + shift) % 10)
 
-    def attack(self, goal: Goal, settings: Settings) -> Poison:
-        steps, bound = int(settings["steps"]), Bound(EPSILON, "linf")
-        match settings["method"]:
+    def attack(self, goal: Goal, method: str, settings: Settings, tether: float) -> Poison:
+        steps, bound = int(settings["steps"].get(method, 0)), Bound(EPSILON, "linf")
+        match method:
             case "penalty":
                 return attack(
-                    goal, self.train, self.first(KNOWN), recipe=self.recipe, bound=bound, steps=steps,
-                    tether=float(settings["tether"]),
+                    goal, self.train, self.first(KNOWN), recipe=self.recipe, bound=bound, steps=steps, tether=tether,
+                    batch=int(settings["batch"]),
                 )  # fmt: skip
             case "feature-collision":
                 return collide(
@@ -170,8 +175,9 @@ class Scene:
                 )
         return unmoved(goal)
 
-    def scores(self, poison: Poison, one: Pair, seed: int) -> Tensor:
+    def scores(self, poison: Poison, row: int, seed: int) -> Tensor:
         """What a victim trained from scratch gives the classes of the target."""
+        one: Pair = (self.test[0][row : row + 1], self.test[1][row : row + 1])
         victim = evaluate(poison, self.train, one, self.first(seed), recipe=self.recipe).model
         with torch.no_grad():
             found: Tensor = victim(one[0].to(self.device))[0]
@@ -189,19 +195,21 @@ def scene_of(rows: int, device: str, training: int) -> Scene:
     return Scene(rows, torch.device(device), training)
 
 
-def in_table(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
-    """The cells of the table: none of the choice, and of Penalty those with the tether that was taken."""
-    taken = {rows: best(kept, rows) for rows in {settings["rows"] for settings, _ in kept}}
-    return [
-        (settings, found) for settings, found in kept
-        if "part" not in settings
-        and (settings["method"] != "penalty" or settings.get("tether") == taken[settings["rows"]])
-    ]  # fmt: skip
+def of(kept: Iterable[tuple[Settings, Found]], method: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
+    pairs = list(kept)
+    taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
+    found = {}
+    for settings, one in pairs:
+        if settings.get("part") != CHOICE and settings["tethers"] == [taken[settings["rows"]]]:
+            runs = [run for run in one["runs"] if run["method"] == method]
+            found[settings["rows"], settings["target"]] = runs[0] | ({"beside": 1} if "beside" in one else {})
+    return found
 
 
 def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any]:
     """How many targets are flipped with the first weights that the attack knows, and with others."""
-    mine = [found for settings, found in in_table(kept) if settings["method"] == method]
+    mine = list(of(kept, method).values())
     timed = [found["attack_seconds"] for found in mine if "beside" not in found]
     return {
         "targets": len(mine), "known": sum(found["flips"][0] for found in mine),

@@ -10,7 +10,7 @@ from scipy import stats
 
 from ..applications.poisoning import TETHER
 from ..whole import write_whole
-from .deep_victim import EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, best, in_table, shares, tried
+from .deep_victim import BATCH, CHOICE, EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, best, of, shares, tried
 from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table
@@ -36,9 +36,10 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "Written by `bilevel reproduce deep-victim`; all numbers are in `deep-victim.json`. It goes beyond the paper.",
         f"The paper's CIFAR-10 network without dropout, trained from scratch on {' or '.join(f'{n:,}' for n in sizes)} "
         f"images and {POINTS / ROWS:.0%} of points: rightly labelled images of one class, each changed by at most "
-        f"{EPSILON * 255:g}/255 a pixel. They are to have one test image, which the clean network has right, taken for "
-        "that class, drawn at random. Penalty has all weights of the network as the lower variable "
-        f"({STEPS['penalty']} steps); feature collision draws the same bases to the target's features in the network "
+        f"{EPSILON * 255:g}/255 a pixel. They are to have one test image taken for that class; both are drawn at "
+        "random, the class among those that are not the image's own. Penalty has all weights of the network as the "
+        f"lower variable ({STEPS['penalty']} steps of {BATCH} images and all points); feature "
+        "collision draws the same bases to the target's features in the network "
         f"trained on clean images ({STEPS['feature-collision']} steps). Both know one set of first weights. A target "
         f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
         f"with other first weights, of {len(OTHERS)} each.",
@@ -61,7 +62,7 @@ def chosen(kept: Sequence[Kept], rows: int) -> str:
     if not means:
         return f"Penalty's lower variable has the default tether, {TETHER:g}; nothing was compared."
     said = ", ".join(f"{mean:.2f} with {tether:g}" for tether, mean in means.items())
-    count = len({s["target"] for s, _ in kept if "part" in s and s["rows"] == rows})
+    count = sum(s.get("part") == CHOICE and s["rows"] == rows for s, _ in kept)
     return (
         f"Penalty's lower variable has a tether of {best(kept, rows):g}, chosen on {count} targets that are not in the "
         f"table by how far retrained networks have the wanted class ahead: {said}."
@@ -70,19 +71,17 @@ def chosen(kept: Sequence[Kept], rows: int) -> str:
 
 def stated(kept: Sequence[Kept]) -> str:
     """Penalty beside feature collision on the targets that both have, by the sign test; empty where there are none."""
-    flips = {
-        method: {(s["rows"], s["target"]): sum(f["flips"]) for s, f in in_table(kept) if s["method"] == method}
+    ours, theirs = (
+        {place: sum(run["flips"]) for place, run in of(kept, method).items()}
         for method in ("penalty", "feature-collision")
-    }
-    ours, theirs = flips.values()
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
+    )
+    if not ours:
         return ""
-    more, less = sum(ours[t] > theirs[t] for t in both), sum(ours[t] < theirs[t] for t in both)
+    more, less = sum(ours[t] > theirs[t] for t in ours), sum(ours[t] < theirs[t] for t in ours)
     p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
     verdict = "cannot be told apart" if p > LEVEL else f"differ: {'Penalty' if more > less else 'the latter'} has more"
     return (
-        f"Of {len(both)} targets, Penalty flips more of the {1 + len(OTHERS)} victims than feature collision for "
+        f"Of {len(ours)} targets, Penalty flips more of the {1 + len(OTHERS)} victims than feature collision for "
         f"{more}, fewer for {less}: by the sign test (p = {p:.2g}) the two {verdict}."
     )
 

@@ -274,7 +274,8 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
     assert "does not reach 96.0" in found["findings"][1]
     assert found["findings"][-1] == (
-        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty has 60.12, 10.12 above ApproxGrad and 1.00 below ProtoNet."
+        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty has 60.12 (2,500 steps), 10.12 above ApproxGrad "
+        "(1,250 steps) and 1.00 below ProtoNet (5,000 steps)."
     )
     text = (tmp_path / "few-shot.md").read_text()
     assert "| 99.01 | 98.76 |" in text
@@ -314,8 +315,60 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
     )
     assert "| as the table | 90.00 (60 of 3,000 steps) |" in text
     assert "| Penalty, ours | 1 | 90.00 (60 of 3,000 steps) | 99.0 |" in text
-    assert "| omniglot | Penalty, ours | 4 tasks of 60 ways, 5 queries | 3,000 | 10 | 8.0 |" in text
-    assert "| omniglot | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |  |" in text
+    conv = "omniglot, four convolutions"
+    assert f"| {conv} | Penalty, ours | 4 tasks of 60 ways, 5 queries | 3,000 | 10 | 8.0 |" in text
+    assert f"| {conv} | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |  |" in text
+
+
+def test_a_run_that_shared_the_gpu_has_the_time_of_a_short_run_by_itself_and_no_other(tmp_path):
+    curve = [{"step": 300, "seconds": 9.0, "accuracy": 0.5}, {"step": 600, "seconds": 18.0, "accuracy": 0.9}]
+    found = {"accuracy": 0.9, "interval": 0.001, "steps": 600, "of": 600, "ms_per_step": 30.0, "seconds": 18.0,
+             "curve": curve, "weights": 111_936, "device": "CPU", "beside": 3}  # fmt: skip
+    shared = study.table_settings("omniglot", "conv4", 5, 1, "rmd", 0)
+    untimed = study.table_settings("omniglot", "conv4", 5, 5, "rmd", 0)
+    alone = study.table_settings("omniglot", "conv4", 5, 1, "penalty", 0)
+    own = {key: value for key, value in found.items() if key != "beside"}
+    time = (shared | {"part": study.TIME, "ways": 20, "steps": study.TIME_STEPS}, {"steps": 100, "ms_per_step": 5.0})
+    cells = few_shot_page.timed([(shared, found), (untimed, found), (alone, own)], [time])
+    assert [one["ms_per_step"] for _, one in cells] == [5.0, None, 30.0]
+    assert [[row["seconds"] for row in one["curve"]] for _, one in cells] == [[1.5, 3.0], [], [9.0, 18.0]]
+    few_shot_page.write([(shared, found), (untimed, found), (alone, own), time], tmp_path)
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "5-way 1-shot | RMD | 600 | 5.0 | 3.0 |" in text
+    assert "5-way 5-shot | RMD" not in text
+
+
+def test_of_runs_of_several_lengths_the_longest_finished_one_is_shown():
+    short, long = (study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 0) | {"steps": n} for n in (100, 300))
+    other = study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 1)
+    kept = [(short, {"accuracy": 0.5}), (long, {"accuracy": 0.6}), (other, {"accuracy": 0.7})]
+    assert [f["accuracy"] for _, f in few_shot_page.longest(kept)] == [0.6, 0.7]
+    kept[1] = (long, {"accuracy": 0.6, "partial": True})
+    assert [f["accuracy"] for _, f in few_shot_page.longest(kept)] == [0.5, 0.7]
+
+
+def test_times_are_of_every_kind_of_step_once_and_never_taken_side_by_side(tmp_path, capsys):
+    cells = study.cells([study.TIME], study.DATASETS, tuple(study.METHODS), 5, ("conv4", "resnet"))
+    kinds = [study.timed_as(cell.settings) for cell in cells]
+    assert len(set(kinds)) == len(kinds) == 4 * 6 + 8 + 6, "methods with 1 and 5 shots; those of the paper; other T"
+    assert {cell.settings["steps"] for cell in cells} == {study.TIME_STEPS}
+    assert main(["reproduce", "fewshot", "--parts", "time", "--workers", "2", "--out", str(tmp_path)]) == 2
+    assert "leave --workers out" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("method", ["penalty", "prototypes"])
+def test_the_time_of_a_step_is_taken_after_the_middle_of_a_short_run(method, folder, tmp_path, monkeypatch):
+    classes = load_classes(folder)
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))
+    settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
+        "part": study.TIME, "steps": 10, "train_ways": 2, "tasks": 2, "queries": 2, "test_queries": 3,
+    }  # fmt: skip
+    found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
+    assert found is not None
+    assert found["steps"] == 10
+    assert found["ms_per_step"] > 0
+    assert "accuracy" not in found
+    assert few_shot_runs._step_time([(0, 0.0), (5, 4.0), (10, 5.0)])["ms_per_step"] == 200.0
 
 
 @pytest.mark.parametrize("method", list(study.METHODS))

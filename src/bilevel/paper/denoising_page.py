@@ -9,7 +9,7 @@ from typing import Any
 from ..whole import write_whole
 from . import denoising_figures, denoising_wide
 from .denoising import ASYMMETRIC, COLUMNS, NOISES, SHOWN, STUDIES, SYMMETRIC
-from .denoising_numbers import Numbers, alone, chosen, devices, diverged, numbers, percent, seeds
+from .denoising_numbers import Numbers, alone, chosen, devices, diverged, numbers, percent
 from .denoising_small import CLEANING_STEPS, HOW_FEW, HYPER_CLEANING
 from .denoising_small_page import few_sentences, few_table, rule_sentences, rule_table, targets
 from .filed import Kept
@@ -245,12 +245,6 @@ def not_run(kept: Sequence[Kept]) -> list[dict[str, Any]]:
 
 def _left(kept: Sequence[Kept]) -> str:
     left = not_run(kept)
-    fewer = []
-    for dataset in STUDIES:
-        for noise, kind in NOISES:
-            for column, cells in row(kept, dataset, noise, kind).items():
-                if 0 < len(cells) < 5:
-                    fewer.append(f"{_title(dataset, noise, kind)}, {COLUMNS[column]}: {seeds(len(cells))}")
     lines = [
         f"- {_title(one['dataset'], one['noise'], one['kind'])}: "
         + ("all columns" if len(one["columns"]) == len(SHOWN) else "; ".join(COLUMNS[c] for c in one["columns"]))
@@ -260,7 +254,6 @@ def _left(kept: Sequence[Kept]) -> str:
     total = len(STUDIES) * len(NOISES) * len(SHOWN)
     empty = sum(len(one["columns"]) for one in left)
     text = f"{empty} of {total} places of the table are not filled" + (":\n\n" + "\n".join(lines) if lines else ".")
-    text += "\n\nFewer than 5 seeds: " + "; ".join(fewer) + "." if fewer else ""
     begun = _begun(kept)
     return text + ("\n\nBegun, and in no table: " + "; ".join(begun) + "." if begun else "")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from .denoising_numbers import alone, chosen
+from .denoising_numbers import chosen
 from .few_shot import LOWER_STEPS, METHODS
 from .figures import STYLE, _figure, _legend, _save
 from .filed import Kept
@@ -47,9 +47,8 @@ def effect(kept: Sequence[Kept], path: Path) -> None:
     for method, title in METHODS.items():
         some = sorted(chosen(kept, method=method), key=lambda pair: pair[0]["T"])
         if some:
-            for axes, key, factor, cells in (
-                (left, "accuracy", 100, some), (right, "ms_per_step", 1, alone(some)),
-            ):  # fmt: skip
+            measured = [pair for pair in some if pair[1]["ms_per_step"] is not None]
+            for axes, key, factor, cells in ((left, "accuracy", 100, some), (right, "ms_per_step", 1, measured)):
                 x, y = ([pair[0]["T"] for pair in cells], [factor * pair[1][key] for pair in cells])
                 axes.plot(x, y, "o-", color=COLORS[method], label=title)
     left.set(xlabel="T", ylabel="accuracy, percent", xticks=LOWER_STEPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from ..solution import Status
 from ..training import SAVES, Augment
 from ..whole import write_whole
 from .denoising_runs import device_name
-from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS
+from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
 
 POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
@@ -114,6 +115,8 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     found = runner(settings, network, train, test, device, place, deadline)
     if found is None:
         return None
+    if settings["part"] == TIME:
+        return found | {"device": device_name(device)}
     tasks = int(settings.get("test_tasks", TEST_TASKS))
     last = _evaluate(settings, network, test, tasks, seed)
     found |= {
@@ -138,6 +141,8 @@ def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, task
 
 def _points(settings: Settings) -> tuple[int, int]:
     """How often the accuracy is measured in the run, and on how many tasks."""
+    if settings["part"] == TIME:
+        return 2, 1
     points = int(settings.get("points", POINTS if settings["part"] == TABLE else 1))
     return points, min(POINT_TASKS, int(settings.get("test_tasks", POINT_TASKS)))
 
@@ -164,6 +169,8 @@ def _bilevel(
     )  # fmt: skip
     if solution.interrupted:
         return None
+    if settings["part"] == TIME:
+        return _step_time([(row["step"], row["seconds"]) for row in watch.rows]) | {"engine": solution.engine}
     seconds = watch.trained(solution.history["seconds"][-1])
     return {
         "steps": solution.steps, "of": steps, "partial": solution.status is Status.STOPPED, "engine": solution.engine,
@@ -202,11 +209,20 @@ def _prototypes(
         network, train, steps=steps, rate=settings.get("upper_rate", RATE), augment=augmentation(settings), seed=seed,
         precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place / "checkpoint",
     )  # fmt: skip
+    if settings["part"] == TIME:
+        return _step_time(clock.marks)
     done, seconds = clock.marks[-1]
     return {
         "steps": done, "of": steps, "partial": done < steps, "status": "stopped" if done < steps else "max_steps",
         "curve": clock.rows, "seconds": round(seconds, 2), "ms_per_step": round(1000 * seconds / max(1, done), 3),
     }  # fmt: skip
+
+
+def _step_time(marks: Sequence[tuple[float, float]]) -> Found:
+    """Milliseconds of a step after the middle of a run, from steps and the seconds that they took: a GPU captures the
+    first ones."""
+    (first, began), (last, ended) = marks[(len(marks) - 1) // 2], marks[-1]
+    return {"steps": int(last), "ms_per_step": round(1000 * (ended - began) / max(1, last - first), 3)}
 
 
 class _Clock:

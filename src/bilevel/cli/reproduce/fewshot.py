@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...errors import OptionError
 from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
 from .shared import (
@@ -28,7 +29,8 @@ from .shared import (
 
 def fewshot(
     parts: Annotated[
-        str | None, typer.Option(help="table, effect-of-T, choices, with commas. By default the first two.")
+        str | None,
+        typer.Option(help="table, effect-of-T, time, choices, with commas. By default all but the last."),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="omniglot, cifar-fs, with commas. By default both.")] = None,
     methods: Annotated[
@@ -49,7 +51,10 @@ def fewshot(
     from ...paper import few_shot as study
     from ...paper import few_shot_page, few_shot_runs
 
-    wanted = [study.TABLE, study.EFFECT] if parts is None else words("--parts", parts, study.PARTS)
+    usual = ",".join((study.TABLE, study.EFFECT) + ((study.TIME,) if workers == 1 else ()))
+    wanted = words("--parts", parts or usual, study.PARTS)
+    if study.TIME in wanted and workers > 1:
+        raise OptionError("--parts time measures what a step takes by itself; leave --workers out.")
     cells = study.cells(
         wanted, words("--dataset", dataset, study.DATASETS), words("--methods", methods, tuple(study.METHODS)), seeds,
         words("--backbones", backbones, ("conv4", "resnet")),

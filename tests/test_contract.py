@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import Quadratic
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import (
     Alternating,
@@ -32,6 +34,7 @@ from bilevel import (
     solve,
 )
 from bilevel.autodiff import Derivatives
+from bilevel.replay import seeded
 from bilevel.solution import COLUMNS
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -182,6 +185,36 @@ def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
     assert half.steps == stop
     resumed = run(quadratic, short, resume=True, **options)
     assert difference(straight, resumed) == []
+
+
+def channels_last(case: Case, **options: Any) -> list[Tensor]:
+    """The leaves of u and v after a run of eight steps on a small convolution in the other memory format."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 2, 4, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 2, (24,), generator=generator)
+    with seeded(1):
+        v = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
+    v = v.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    u = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+    def upper(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch or (x, y)
+        return cross_entropy(v(inputs), labels)
+
+    def lower(u: Tensor, v: nn.Module, batch: Any) -> Tensor:
+        return upper(u, v, batch) + 0.1 * u.exp().sum() * sum((p * p).sum() for p in v.parameters())
+
+    data = [DataLoader(TensorDataset(x, y), 8, shuffle=True) for _ in range(2)] if case.data else None
+    solve(Problem(upper, lower), case.method, u, v, data, max_steps=8, seed=3, hypergradient=False, **options)
+    return [u.detach(), *(leaf.detach() for leaf in v.parameters())]
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS, Case("fused", Penalty(), True, 8, 0.0)], ids=named)
+def test_weights_in_another_memory_format_resume_bit_for_bit(case, tmp_path):
+    straight = channels_last(case, checkpoint=tmp_path / "straight")
+    channels_last(case, checkpoint=tmp_path / "halves", callbacks=[StopAt(4)], log_every=1)
+    resumed = channels_last(case, checkpoint=tmp_path / "halves", resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
 @each

@@ -176,12 +176,23 @@ class Descent:
         if self.optimizer is not None:
             groups = self.optimizer.state_dict()["param_groups"]
             held = [group["lr"] for group in self.optimizer.param_groups]
-            restored = {int(i): values for i, values in state["optimizer"].items()}
+            leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
+            restored = {
+                int(i): {name: _laid_out(value, leaves[int(i)]) for name, value in values.items()}
+                for i, values in state["optimizer"].items()
+            }
             self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
             for group, rate in zip(self.optimizer.param_groups, held, strict=True):
                 group["lr"] = rate
             if self.restarts_in_place:
                 self._widen_counters()
+
+
+def _laid_out(value: Any, leaf: Tensor) -> Any:
+    """A moment in the memory format of its leaf, as fused optimizers take it to be: files hold tensors row by row."""
+    if isinstance(value, Tensor) and value.shape == leaf.shape and value.stride() != leaf.stride():
+        return torch.empty_like(leaf, dtype=value.dtype).copy_(value)
+    return value
 
 
 def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
     with seeded(seed):
         depth, width = settings["network"]
         model = models.wide_resnet(depth, width, len(data.classes)).to(device)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as tensor cores have it
     place = checkpoints / Cell(settings, 0).name
     ours, whole = settings["column"] == "ours", settings.get("steps") or settings["passes"] * rows // BATCH
     u = Rows(rows, init=0.0 if ours else 1.0, device=device)

@@ -84,8 +84,11 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     others = [(s | {"options": clean_label.CANDIDATES[-1]}, f) for s, f in kept([(1, 4), (1, 5)])[:1]]
     assert clean_label.in_table([*cells, *others], "inception") == cells, "nothing was chosen: the paper's"
     assert clean_label.in_table([*cells, *others, *choice], "inception") == [*cells[1:], *others]
-    control = clean_label.cells("inception", [0], clean_label.CANDIDATES[-1])[-1].settings
+    weighed = clean_label.PAPER | {"collision": 0.1, "gamma": 10.0}
+    control = clean_label.cells("inception", [0], weighed)[-1].settings
     assert control == clean_label.cells("inception", [0])[-1].settings, "what it is compared with has no such settings"
+    moved = clean_label.cells("inception", [0], clean_label.STEEPEST)[-1].settings
+    assert moved["options"] == {"rate": 1.0, "points": "steepest"}, "but the same optimizer"
     summary = clean_label_page.write([*cells, *others, *choice], tmp_path)
     assert summary["inception"]["medians"]["penalty"] == 1
 
@@ -127,11 +130,12 @@ def test_victims_in_one_tensor_are_those_that_fit_trains_one_by_one(some):
         assert batch.lower_values(clean, z, targets.wanted, weight, bias)[i] == pytest.approx(value.item(), rel=1e-3)
 
 
+@pytest.mark.parametrize("points", ["adam", "steepest"])
 @pytest.mark.parametrize("method", ["penalty", "collision_alone", "algorithm_1"])
-def test_points_of_many_targets_are_those_of_each_by_itself_and_keep_their_bounds(some, method):
+def test_points_of_many_targets_are_those_of_each_by_itself_and_keep_their_bounds(some, method, points):
     targets, clean = some
     epsilons = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
-    options = {} if method == "algorithm_1" else {"options": clean_label.PAPER}
+    options = {} if method == "algorithm_1" else {"options": clean_label.PAPER | {"points": points}}
     first = (clean, flat) if method == "penalty" else (flat,)
     together = getattr(batch, method)(targets, *first, epsilons, steps=12, **options)
     inside = batch.settled(together, targets.bases, epsilons)
@@ -152,6 +156,12 @@ METHODS = {
     ),
     "collision-adam": lambda targets, _, map_, epsilons: batch.collision_alone(
         targets, map_, epsilons, steps=3, options=clean_label.PAPER
+    ),
+    "penalty, steepest": lambda targets, clean, map_, epsilons: batch.penalty(
+        targets, clean, map_, epsilons, steps=3, options=clean_label.STEEPEST
+    ),
+    "collision, steepest": lambda targets, _, map_, epsilons: batch.collision_alone(
+        targets, map_, epsilons, steps=3, options=clean_label.STEEPEST
     ),
     "feature-collision": lambda targets, _, map_, epsilons: batch.algorithm_1(targets, map_, epsilons, steps=3),
     "victims": lambda targets, clean, map_, _: batch.trained(clean, map_(targets.bases), targets.wanted, 3)[0],
@@ -214,6 +224,7 @@ def test_points_come_nearer_to_the_features_of_their_targets(some):
     before = ((flat(targets.bases) - targets.features) ** 2).sum(1)
     for points in (
         batch.penalty(targets, clean, flat, epsilons, steps=60, options=clean_label.PAPER),
+        batch.penalty(targets, clean, flat, epsilons, steps=60, options=clean_label.PAPER | {"points": "steepest"}),
         batch.algorithm_1(targets, flat, epsilons, steps=100),
         batch.collision_alone(targets, flat, epsilons, steps=60, options=clean_label.PAPER),
     ):

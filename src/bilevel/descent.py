@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import OptionError
 from .problem import Projection, Variable
 from .rows import Parts, RowAdam
+from .steepest import Steepest, row_lengths
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
@@ -78,7 +79,9 @@ class Descent:
                 rate.copy_(factor * base)
             for name, leaf, d in zip(self.variable.names, self.variable.leaves, gradients, strict=True):
                 if (projection := self.variable.projection(name)) is not None:
-                    d = _inside(projection, leaf, d, factor * self.rate, d.square().mean().sqrt())
+                    own = isinstance(self.optimizer, Steepest)  # it moves each row by itself
+                    length = row_lengths(d) if own else d.square().mean().sqrt()
+                    d = _inside(projection, leaf, d, factor * self.rate, length)
                 # Fused optimizers read the gradient in the parameter's own layout.
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
@@ -134,7 +137,7 @@ class Descent:
     @property
     def restarts_in_place(self) -> bool:
         """Whether moments of zero, or none, are those of a new optimizer."""
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW, Steepest) or self._stateless
 
     @property
     def _stateless(self) -> bool:

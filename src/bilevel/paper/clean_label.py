@@ -34,17 +34,19 @@ METHODS = ("penalty", "feature-collision", "collision-adam")
 TITLES = {
     "penalty": "Penalty",
     "feature-collision": "Algorithm 1 of Shafahi et al.",
-    "collision-adam": "the collision term alone, by Adam",
+    "collision-adam": "the collision term alone",
 }
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
 """K of the paper, and the steps of Algorithm 1 there."""
 PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.3}
 """T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is that of the points, of a
 direction of length one over all pixels: the paper's 0.01 a pixel would leave a ball of 1 to 5 in one step."""
+STEEPEST: dict[str, Any] = PAPER | {"rate": 1.0, "points": "steepest"}
+"""The points moved by steepest descent in the norm of their bound, as Algorithm 1 moves them, in place of Adam."""
 CANDIDATES: tuple[dict[str, Any], ...] = (
-    PAPER, PAPER | {"collision": 0.1, "gamma": 10.0}, PAPER | {"collision": 0.01, "gamma": 100.0},
+    PAPER, STEEPEST, STEEPEST | {"collision": 0.1, "gamma": 10.0}, STEEPEST | {"collision": 0.01, "gamma": 100.0},
 )  # fmt: skip
-"""The paper's, and two in which what the victim does with the point counts for more."""
+"""In the last two, what the victim does with the point counts for more."""
 CHUNK = 32
 """Targets of a cell."""
 MULTIPLE = 8
@@ -91,8 +93,8 @@ def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping
 
 def _own(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a method takes of the options of Penalty."""
-    names = {"penalty": tuple(options), "collision-adam": ("rate",)}.get(method, ())
-    return {"options": {name: options[name] for name in names}} if names else {}
+    names = {"penalty": tuple(options), "collision-adam": ("rate", "points")}.get(method, ())
+    return {"options": {name: options[name] for name in names if name in options}} if names else {}
 
 
 def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:

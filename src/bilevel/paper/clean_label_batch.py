@@ -20,13 +20,14 @@ from torch.nn.functional import cross_entropy
 
 from ..applications.bounds import Bound, Within, drawn_back
 from ..applications.victims import Features
-from ..descent import Descent, adam
+from ..descent import Descent, OptimizerFactory, adam
 from ..errors import ProblemError
 from ..methods.penalty import Penalty
 from ..problem import Problem, Variable
 from ..projections import Box
 from ..solution import Status
 from ..solve import solve
+from ..steepest import Steepest
 from .repeated import repeat
 
 LOW, HIGH = -1.0, 1.0
@@ -112,6 +113,12 @@ def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple
     return weight.detach(), bias.detach()
 
 
+def mover(options: Mapping[str, Any], bases: Tensor) -> OptimizerFactory:
+    """What moves the points: `rate` is the length of a step, of bounds of length one."""
+    kind = Steepest if options.get("points") == "steepest" else torch.optim.Adam
+    return partial(kind, lr=float(options["rate"]) / bases[0].numel() ** 0.5)
+
+
 def penalty(
     targets: Targets, clean: Clean, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
 ) -> Tensor:
@@ -147,11 +154,10 @@ def penalty(
         upper, lower, inequalities=[outside], prepare=prepare,
         project_upper=Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor),
     )  # fmt: skip
-    side = targets.bases[0].numel() ** 0.5
     method = Penalty(
         mode="stochastic", warm_up=0.0, lower_steps=int(options["T"]), gamma=float(options["gamma"]),
         lam=float(options["lam"]), gamma_h=1.0, lower_batches="shared",
-        upper_optimizer=partial(torch.optim.Adam, lr=float(options["rate"]) / side),
+        upper_optimizer=mover(options, targets.bases),
         lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
     )  # fmt: skip
     w = torch.zeros_like(targets.bases).requires_grad_()
@@ -166,11 +172,11 @@ def penalty(
 def collision_alone(
     targets: Targets, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
 ) -> Tensor:
-    """Points by the collision term and Adam alone, drawn back into their bounds at every step: no lower level."""
+    """Points by the collision term alone, with Penalty's optimizer, drawn back into their bounds at every step: no
+    lower level."""
     factor = epsilons.view(-1, 1, 1, 1)
     w = torch.zeros_like(targets.bases).requires_grad_()
-    u = Variable(w, "points")
-    descent = Descent(u, adam(u, float(options["rate"]) / targets.bases[0].numel() ** 0.5), "optimizer")
+    descent = Descent(Variable(w, "points"), mover(options, targets.bases), "optimizer")
     box = Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor)
 
     def step(left: Tensor) -> None:

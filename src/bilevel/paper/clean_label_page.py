@@ -119,7 +119,7 @@ def _choice(kept: Sequence[Kept], name: str) -> str:
     for options in CANDIDATES:
         found = list(needed(chosen(tried, options=options), "penalty").values())
         mark = " (taken)" if options == taken else ""
-        said = ", ".join(f"{key} {value:g}" for key, value in options.items())
+        said = ", ".join(f"{key} {value if isinstance(value, str) else f'{value:g}'}" for key, value in options.items())
         rows.append([f"{said}{mark}", f"{statistics.fmean(found):.2f}" if found else "not run"])
     count = len(needed(tried, "penalty"))
     text = f"The settings of Penalty, chosen on {count} targets that are not among those below, by the mean epsilon:"

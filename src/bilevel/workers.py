@@ -122,11 +122,15 @@ def _in_processes(
                 process, place, attempt = busy.pop(ready)
                 try:
                     found = ready.recv()
-                    free.append((process, ready))
                 except (EOFError, OSError):
                     process.join()
-                    ready.close()
                     found = Failed(f"its process ended with code {process.exitcode}")
+                if isinstance(found, Failed):  # an error of a GPU spoils every later run of a process
+                    ready.close()
+                    process.terminate()
+                    process.join()
+                else:
+                    free.append((process, ready))
                 yield from _judged(left, place, attempt, found, where)
     finally:
         for process, pipe in [*free, *((process, pipe) for pipe, (process, *_) in busy.items())]:

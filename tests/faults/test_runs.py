@@ -57,6 +57,18 @@ def fails_at_two(settings):
     return {"value": settings["x"] ** 2}
 
 
+SPOILT: list[int] = []
+
+
+def spoils_its_process(settings):
+    """As an error of a GPU does: the first run of 1 fails, and all later ones in its process."""
+    logged(settings, None)
+    if SPOILT or (settings["x"] == 1 and len(begun(Path(settings["log"]))["1"]) == 1):
+        SPOILT.append(1)
+        raise RuntimeError("the device is gone")
+    return {"value": settings["x"] ** 2}
+
+
 def refuses(settings):
     logged(settings, None)
     raise DataError("there is no data.")
@@ -93,6 +105,12 @@ def test_run_whose_process_is_killed_is_run_again_in_another(items, tmp_path):
     assert [(store.get(cell) or {})["value"] for cell in cells] == [0, 1, 4, 9]
     assert {name: len(found) for name, found in begun(tmp_path / "log").items()} == {"0": 1, "1": 2, "2": 1, "3": 1}
     assert (store.session.workers, store.session.ran) == (2, 4)
+
+
+def test_process_of_a_run_that_failed_gets_no_other(items, tmp_path):
+    found = run_many(spoils_its_process, items, tmp_path / "out", workers=2, retries=1)
+    assert [one["value"] for one in found] == [0, 1, 4, 9]
+    assert {name: len(runs) for name, runs in begun(tmp_path / "log").items()} == {"0": 1, "1": 2, "2": 1, "3": 1}
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

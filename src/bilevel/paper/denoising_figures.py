@@ -53,9 +53,11 @@ def speed(kept: Sequence[Kept], path: Path) -> None:
                 x = [max(t, 0.05) for t in curves["seconds"]]
                 y = [100 * value for value in curves[key]]
                 axes.plot(x, y, color=COLORS[name], lw=1.2, label=name if not i else None)
-        lowest = min(100 * min(found["curves"][key][1:]) for _, found in kept)
+        shown = [100 * value for _, found in kept for value in found["curves"][key][1:]]
         axes.set(xscale="log", xlabel="seconds", title=title)
-        axes.set_ylim(bottom=lowest - 2)  # a network at its first weights is far below
+        # A network at its first weights, at no time at all, is far below.
+        axes.set_xlim(left=min(found["curves"]["seconds"][1] for _, found in kept) / 2)
+        axes.set_ylim(min(shown) - 2, min(max(shown) + 2, 100.5))
     cells[0].set_ylabel("accuracy, percent")
     _legend(figure, cells[0])
     _save(figure, path)

@@ -41,17 +41,18 @@ def curves(kept: Sequence[Kept], path: Path) -> None:
 
 @matplotlib.rc_context(STYLE)
 def effect(kept: Sequence[Kept], path: Path) -> None:
-    """Accuracy and the time of an upper step against T."""
-    figure = _figure(6.4, 2.6)
-    left, right = figure.subplots(1, 2)
-    for method, title in METHODS.items():
-        some = sorted(chosen(kept, method=method), key=lambda pair: pair[0]["T"])
-        if some:
-            measured = [pair for pair in some if pair[1]["ms_per_step"] is not None]
-            for axes, key, factor, cells in ((left, "accuracy", 100, some), (right, "ms_per_step", 1, measured)):
-                x, y = ([pair[0]["T"] for pair in cells], [factor * pair[1][key] for pair in cells])
+    """Accuracy and, where it was measured, the time of an upper step against T."""
+    measured = [pair for pair in kept if pair[1]["ms_per_step"] is not None]
+    panels = [("accuracy", 100, kept, "accuracy, percent")]
+    panels += [("ms_per_step", 1, measured, "ms per upper step")] if measured else []
+    figure = _figure(3.2 * len(panels), 2.6)
+    cells: list[Any] = list(figure.subplots(1, len(panels), squeeze=False).ravel())
+    for axes, (key, factor, some, label) in zip(cells, panels, strict=True):
+        for method, title in METHODS.items():
+            mine = sorted(chosen(some, method=method), key=lambda pair: pair[0]["T"])
+            if mine:
+                x, y = [s["T"] for s, _ in mine], [factor * found[key] for _, found in mine]
                 axes.plot(x, y, "o-", color=COLORS[method], label=title)
-    left.set(xlabel="T", ylabel="accuracy, percent", xticks=LOWER_STEPS)
-    right.set(xlabel="T", ylabel="ms per upper step", xticks=LOWER_STEPS)
-    _legend(figure, left)
+        axes.set(xlabel="T", ylabel=label, xticks=LOWER_STEPS)
+    _legend(figure, cells[0])
     _save(figure, path)

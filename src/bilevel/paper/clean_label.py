@@ -51,8 +51,6 @@ CHUNK = 32
 """Targets of a cell."""
 MULTIPLE = 8
 """On a GPU, targets side by side are filled up to a multiple of these."""
-CHOICE_TARGETS = 12
-"""Targets at the end of the order that candidates are compared on; they are in no other cell."""
 CHOICE = "choice"
 STEPS, RATE = 1000, 1e-3
 """Of a victim. The paper: RMSProp at this rate for 1,000 epochs; here Adam on all rows, whose rate falls to zero."""

@@ -76,13 +76,13 @@ def timed(cells: Sequence[Kept], times: Sequence[Kept]) -> list[Kept]:
     by = {timed_as(settings): found["ms_per_step"] for settings, found in times}
     out: list[Kept] = []
     for settings, found in cells:
-        ms = found.get("ms_per_step") if "beside" not in found else None
-        ms = by.get(timed_as(settings)) if ms is None else ms
-        seconds = None if ms is None else ms * found["steps"] / 1000
-        curve = found.get("curve", [])
-        if "beside" in found or found.get("ms_per_step") is None:
-            curve = [] if ms is None else [row | {"seconds": row["step"] * ms / 1000} for row in curve]
-        out.append((settings, found | {"ms_per_step": ms, "seconds": seconds, "curve": curve}))
+        own = None if "beside" in found else found.get("ms_per_step")
+        if own is None:
+            ms = by.get(timed_as(settings))
+            curve = [] if ms is None else [row | {"seconds": row["step"] * ms / 1000} for row in found.get("curve", [])]
+            seconds = None if ms is None else found["steps"] * ms / 1000
+            found = {**found, "ms_per_step": ms, "seconds": seconds, "curve": curve}
+        out.append((settings, found))
     return out
 
 
@@ -210,7 +210,7 @@ def _named(cells: Sequence[Kept]) -> list[Kept]:
 
 
 def _curves(cells: Sequence[Kept], folder: Path) -> list[str]:
-    some = [pair for pair in cells if pair[0]["seed"] == 0 and pair[1]["curve"]]
+    some = [pair for pair in cells if pair[0]["seed"] == 0 and pair[1].get("curve")]
     if not some:
         return []
     few_shot_figures.curves(some, folder / "few-shot-speed.png")

@@ -7,6 +7,7 @@ import torch
 from common import needs
 
 from bilevel.cli.main import main
+from bilevel.data import load
 from bilevel.paper import deep_victim, deep_victim_page
 from bilevel.paper.deep_victim import METHODS
 
@@ -14,8 +15,9 @@ from bilevel.paper.deep_victim import METHODS
 def kept(flips, targets=4, tether=deep_victim.TETHER):
     """Cells in which Penalty flips these, and the others nothing."""
     return [
-        (cell.settings, {"device": "CPU", "runs": [
-            {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0}
+        (cell.settings, {"device": "CPU", "clean_accuracies": [0.5, 0.6, 0.55], "runs": [
+            {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0,
+             "accuracies": [0.5, 0.4, 0.45]}
             for method in METHODS
         ]})
         for cell in deep_victim.cells(targets, tether=tether)
@@ -32,10 +34,11 @@ def test_every_target_is_a_cell_of_its_own():
 def test_page_counts_known_and_other_first_weights_apart(tmp_path):
     summary = deep_victim_page.write(kept([True, False, True]), tmp_path)
     assert summary["methods"]["penalty"] == {
-        "targets": 4, "known": 4, "others": 4, "of_others": 8, "seconds": 2.0,
+        "targets": 4, "known": 4, "others": 4, "of_others": 8, "seconds": 2.0, "accuracy": pytest.approx(0.45),
     }  # fmt: skip
     text = (tmp_path / "deep-victim.md").read_text()
-    assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 2.0 |" in text
+    assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 45.0% | 2.0 |" in text
+    assert "Trained on clean images alone, the victims have 55.0% of 2,000 test images right." in text
     assert "| feature collision | 4 | 0 of 4" in text
 
 
@@ -50,7 +53,7 @@ def test_what_is_found_is_told_by_the_sign_test_over_targets():
 def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
     found = [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)]
     assert deep_victim_page.write(found, tmp_path)["methods"]["penalty"]["seconds"] is None
-    assert "| 8 of 8 (100%; 63% to 100%) |  |" in (tmp_path / "deep-victim.md").read_text()
+    assert "| 8 of 8 (100%; 63% to 100%) | 45.0% |  |" in (tmp_path / "deep-victim.md").read_text()
 
 
 def compared(margins, rows=deep_victim.ROWS):
@@ -99,5 +102,14 @@ def test_small_version_attacks_within_the_bound_and_retrains_every_victim(monkey
         assert len(run["given"]) == len(run["flips"]) == 3
         assert run["linf"] <= deep_victim.EPSILON
         assert (run["linf"] == 0) == (run["method"] == "unmoved")
+        assert len(run["accuracies"]) == 3
+    assert len(found["clean_accuracies"]) == 3
     runs = deep_victim.run(dict(choice.settings) | few, torch.device("cpu"))["runs"]
     assert [run["method"] for run in runs] == ["penalty"] * len(deep_victim.TETHERS)
+
+
+@needs("cifar10")
+def test_victims_see_pixels_about_zero():
+    x = deep_victim.Standard()(load("cifar10").x[:1000])
+    assert abs(float(x.mean())) < 0.1
+    assert abs(float(x.std()) - 1) < 0.1

@@ -26,7 +26,7 @@ from ..applications.poisoning import TETHER, Poison, attack, evaluate, unmoved
 from ..applications.poisoning_goals import Goal, clean_label
 from ..applications.victims import Recipe, mapped, trained
 from ..cells import Cell, Found, Settings
-from ..data import Pair, load
+from ..data import load
 from ..models import cifar_cnn
 from ..replay import seeded
 from ..training import probabilities
@@ -38,6 +38,8 @@ ROWS, POOL, TEST = 5000, 5000, 2000
 """Images for training, those that bases are taken from, and those that targets are."""
 POINTS = 50
 EPSILON = 8 / 255
+MEAN, SPREAD = 0.47, 0.25
+"""Of the pixels."""
 TARGETS = 20
 STEPS = {PENALTY: 300, "feature-collision": 500}
 BATCH = 500
@@ -102,7 +104,8 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     attacks = [(PENALTY, float(tether)) for tether in settings["tethers"]]
     if len(attacks) == 1:
         attacks += [(method, 0.0) for method in METHODS if method != PENALTY]
-    clean = {seed: int(scene.predicted(seed)[row]) for seed in (KNOWN, *OTHERS)}
+    predicted = {seed: scene.predicted(seed) for seed in (KNOWN, *OTHERS)}
+    clean = {seed: int(found[row]) for seed, found in predicted.items()}
     runs: list[dict[str, Any]] = []
     for method, tether in attacks:
         let_go(where)
@@ -112,15 +115,18 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         except KeyboardInterrupt:
             return None
         made = time.perf_counter() - began_one
-        scores = {seed: scene.scores(poison, row, seed) for seed in clean}
+        retrained = {seed: scene.retrained(poison, row, seed) for seed in clean}
+        scores = {seed: found for seed, (found, _) in retrained.items()}
         given = {seed: int(found.argmax()) for seed, found in scores.items()}
         runs.append({
             "method": method, "given": list(given.values()), "linf": float(poison.linf.max()),
             "flips": [given[seed] == wanted != clean[seed] for seed in given],
             "margins": [ahead(found, wanted) for found in scores.values()], "attack_seconds": round(made, 2),
+            "accuracies": [accuracy for _, accuracy in retrained.values()],
         })  # fmt: skip
     return {
         "row": row, "label": int(scene.test[1][row]), "wanted": wanted, "clean": list(clean.values()), "runs": runs,
+        "clean_accuracies": [float((found == scene.test[1]).double().mean()) for found in predicted.values()],
         "seconds": round(time.perf_counter() - began, 2),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
     }  # fmt: skip
@@ -149,6 +155,7 @@ class Scene:
         """The network at first weights, which are `channels_last`: convolutions are fastest in this form."""
         with seeded(seed):
             network = cifar_cnn(dropout=False).to(self.device)
+        network = nn.Sequential(Standard(), *network)
         return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
     def predicted(self, seed: int) -> Tensor:
@@ -175,13 +182,20 @@ class Scene:
                 )
         return unmoved(goal)
 
-    def scores(self, poison: Poison, row: int, seed: int) -> Tensor:
-        """What a victim trained from scratch gives the classes of the target."""
-        one: Pair = (self.test[0][row : row + 1], self.test[1][row : row + 1])
-        victim = evaluate(poison, self.train, one, self.first(seed), recipe=self.recipe).model
+    def retrained(self, poison: Poison, row: int, seed: int) -> tuple[Tensor, float]:
+        """What a victim trained from scratch gives the classes of the target, and its accuracy."""
+        found = evaluate(poison, self.train, self.test, self.first(seed), recipe=self.recipe)
         with torch.no_grad():
-            found: Tensor = victim(one[0].to(self.device))[0]
-        return found.cpu()
+            scores: Tensor = found.model(self.test[0][row : row + 1].to(self.device))[0]
+        return scores.cpu(), found.accuracy
+
+
+class Standard(nn.Module):
+    """Pixels in [0, 1] as numbers about 0: with the pixels themselves, decay draws the weights to zero before the
+    network has learnt anything, and it gives all images one class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - MEAN) / SPREAD
 
 
 def ahead(scores: Tensor, wanted: int) -> float:
@@ -211,7 +225,9 @@ def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any
     """How many targets are flipped with the first weights that the attack knows, and with others."""
     mine = list(of(kept, method).values())
     timed = [found["attack_seconds"] for found in mine if "beside" not in found]
+    accuracies = [accuracy for found in mine for accuracy in found["accuracies"]]
     return {
+        "accuracy": sum(accuracies) / len(accuracies) if mine else None,
         "targets": len(mine), "known": sum(found["flips"][0] for found in mine),
         "others": sum(sum(found["flips"][1:]) for found in mine), "of_others": len(OTHERS) * len(mine),
         "seconds": sum(timed) / len(timed) if timed else None,

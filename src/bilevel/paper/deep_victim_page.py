@@ -10,7 +10,7 @@ from scipy import stats
 
 from ..applications.poisoning import TETHER
 from ..whole import write_whole
-from .deep_victim import BATCH, CHOICE, EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, best, of, shares, tried
+from .deep_victim import BATCH, CHOICE, EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, TEST, best, of, shares, tried
 from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table
@@ -28,8 +28,9 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         if one["targets"]:
             known, others = (_share(one[a], one[b]) for a, b in (("known", "targets"), ("others", "of_others")))
             seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
-            rows.append([METHODS[method], str(one["targets"]), known, others, seconds])
-    heads = ["method", "targets", "flipped, known first weights", "flipped, other first weights", "seconds an attack"]
+            rows.append([METHODS[method], str(one["targets"]), known, others, f"{one['accuracy']:.1%}", seconds])
+    heads = ["method", "targets", "flipped, known first weights", "flipped, other first weights", "accuracy of victims",
+             "seconds an attack"]  # fmt: skip
     sizes = sorted({settings["rows"] for settings, _ in kept}) or [ROWS]
     parts = [
         "# A deep victim",
@@ -44,10 +45,10 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
         f"with other first weights, of {len(OTHERS)} each.",
         *(chosen(kept, n) for n in sizes),
-        table(heads, rows) if rows else "Nothing was run.",
+        table(heads, rows) if rows else "Of the table nothing was run.",
         stated(kept),
-        f"Shares are with 95% intervals (Clopper and Pearson). On {devices(kept)}; seconds of attacks that shared the "
-        "GPU with others are not shown."
+        f"Shares are with 95% intervals (Clopper and Pearson). {accuracies(kept)} On {devices(kept)}; seconds of "
+        "attacks that shared the GPU with others are not shown."
         if rows
         else "",
         "```bash\nbilevel reproduce deep-victim --device cuda --page docs/results\n```",
@@ -67,6 +68,13 @@ def chosen(kept: Sequence[Kept], rows: int) -> str:
         f"Penalty's lower variable has a tether of {best(kept, rows):g}, chosen on {count} targets that are not in the "
         f"table by how far retrained networks have the wanted class ahead: {said}."
     )
+
+
+def accuracies(kept: Sequence[Kept]) -> str:
+    """How good the victims are that nobody has attacked: a flip of one that has learnt nothing says nothing."""
+    clean = [accuracy for _, found in kept for accuracy in found.get("clean_accuracies", [])]
+    mean = sum(clean) / len(clean)
+    return f"Trained on clean images alone, the victims have {mean:.1%} of {TEST:,} test images right."
 
 
 def stated(kept: Sequence[Kept]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..cells import Found, Settings
 from ..whole import write_whole
 from . import few_shot_figures
-from .denoising_numbers import NOT_RUN, chosen, devices, diverged, numbers, percent, seeds, values
+from .denoising_numbers import NOT_RUN, chosen, devices, diverged, numbers, percent
 from .few_shot import (
     BACKBONES,
     CHOICES,
@@ -44,16 +44,15 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     mine = timed([pair for pair in kept if pair[1].get("accuracy") is not None], chosen(kept, part=TIME))
     cells = longest(chosen(mine, part=TABLE))
     said = findings(_finished(cells))
-    usual = max((len(values(chosen(cells, dataset=d), "seed")) for d in DATASETS), default=1) or 1
     text = [
         "# Few-shot learning: one representation, many tasks",
         "Written by `bilevel reproduce fewshot` (Section 3.3, Appendix E.3, Table 3, Figures 4(b) and 5(b) of the "
-        f"paper), on {devices(mine)}, {seeds(usual)}. Accuracies in percent, of 600 tasks of classes that were not "
-        "seen in training, 15 queries a class, classifiers trained for 100 steps on the support; batch normalisation "
-        "has its running statistics, so that no query sees another. The half-width of the 95% interval over tasks "
-        "stands behind the first seed's number, or the deviation over seeds where there are several.",
+        f"paper), on {devices(mine)}. Accuracies in percent, of 600 tasks of classes that were not seen in training, "
+        "15 queries a class, classifiers trained for 100 steps on the support; batch normalisation has its running "
+        "statistics, so that no query sees another. Behind the number of one seed stands the half-width of the 95% "
+        "interval over tasks, behind that of several their deviation.",
         *(["\n".join(f"- {sentence}" for sentence in said)] if said else []),
-        *_tables(cells, usual),
+        *_tables(cells),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),
         *([CUT] if any(found.get("partial") for _, found in mine) else []),
         *_curves(cells, folder),
@@ -139,7 +138,7 @@ def _beside(ours: float, theirs: float) -> str:
     return "level with" if apart == 0 else f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}"
 
 
-def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
+def _tables(cells: Sequence[Kept]) -> list[str]:
     if not cells:
         return ["Nothing was run."]
     found = []
@@ -155,7 +154,7 @@ def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
                 row = [title]
                 for ways, shots in TASKS[dataset]:
                     place = chosen(some, ways=ways, shots=shots, method=method)
-                    row += [_shown(place, usual)] + ([_paper(ways, shots, method)] if dataset == OMNIGLOT else [])
+                    row += [_shown(place)] + ([_paper(ways, shots, method)] if dataset == OMNIGLOT else [])
                 rows.append(row)
             heads = ["method"]
             for ways, shots in TASKS[dataset]:
@@ -166,11 +165,11 @@ def _tables(cells: Sequence[Kept], usual: int) -> list[str]:
     return found
 
 
-def _shown(place: Sequence[Kept], usual: int) -> str:
+def _shown(place: Sequence[Kept]) -> str:
     if not place:
         return NOT_RUN
     some = _finished(place) or place[:1]
-    text = percent(some).show(usual=usual)
+    text = percent(some).show(usual=1)
     if len(some) > 1:
         return text
     return f"{text} ± {100 * some[0][1]['interval']:.2f}{_steps(some[0][1])}"

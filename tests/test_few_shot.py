@@ -26,6 +26,7 @@ from bilevel.applications.few_shot import (
     embed,
     meta_train,
 )
+from bilevel.applications.few_shot_evaluation import Best
 from bilevel.applications.prototypes import evaluate_prototypes, scores, train_prototypes
 from bilevel.augmentation import move_slightly
 from bilevel.autodiff import Derivatives
@@ -290,6 +291,45 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit_with_its_accuracies(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
     assert rows[0] == rows[1]
     assert [step for step, _ in rows[0]] == [2, 4, 6]
+
+
+def test_the_best_step_on_validation_tasks_is_kept_and_put_back(tmp_path):
+    network = tiny()
+    best = Best(network, tmp_path / "best")
+    assert best.restore() is None
+    for step, accuracy in ((2, 0.5), (4, 0.8), (6, 0.8), (8, 0.7)):
+        with torch.no_grad():
+            for tensor in network.state_dict().values():
+                tensor.fill_(step)
+        best.hear(step, accuracy)
+    for one in (best, Best(network, tmp_path / "best")):  # the other is in a later process
+        with torch.no_grad():
+            next(network.parameters()).zero_()
+        assert one.restore() == (4, 0.8)
+        assert all((tensor == 4).all() for tensor in network.state_dict().values())
+
+
+def test_validation_that_keeps_has_the_weights_of_its_best_row():
+    network, sampler, held = tiny(), TaskSampler(noise_classes(), 3, 1, 2, tasks=2), {}
+
+    class Note(Callback):
+        def log(self, run: Run) -> None:
+            held[run.step] = state(network)
+
+    watch = Validation(network, sampler, every=2, tasks=5, keep=True)
+    meta_train(network, sampler, **short(callbacks=[watch, Note()], log_every=1))
+    step, accuracy = watch.best.restore()
+    assert accuracy == max(row["accuracy"] for row in watch.rows)
+    assert all(torch.equal(a, b) for a, b in zip(held[step], state(network), strict=True))
+
+
+def test_decay_draws_the_weights_of_the_representation_to_zero():
+    sizes = []
+    for decay in (0.0, 5.0):
+        network = tiny()
+        meta_train(network, TaskSampler(noise_classes(), 3, 1, 2, tasks=2), **short(method=default_method(decay=decay)))
+        sizes.append(sum(float(p.detach().norm()) for p in network.parameters() if p.ndim > 1))
+    assert sizes[1] < 0.99 * sizes[0]
 
 
 def test_the_rate_of_the_classifiers_does_not_fall_with_that_of_the_representation():

@@ -65,6 +65,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert result == json.loads((out / "result.json").read_text())
     assert [row["step"] for row in rows] == ["8"]  # a short run is validated once
     assert float(rows[0]["accuracy"]) == pytest.approx(result["validation_accuracy"], abs=1e-6)
+    assert result["kept_step"] == 8
     assert result["classes"] == [8, 2, 2]
     assert 0 <= result["accuracy"] <= 1
     assert result["tasks"] == 20
@@ -74,6 +75,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
         "A task in the middle:",
         "a field shows 4 queries at most.",
         "Accuracy on meta-validation classes",
+        "step 8, the best on meta-validation classes",
         "data:image/png;base64",
     ):
         assert words in page
@@ -310,14 +312,44 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
     text = (tmp_path / "few-shot.md").read_text()
     assert few_shot_page.CUT in text
     row = next(line for line in text.splitlines() if line.startswith("| Penalty, ours | 90.00"))
-    assert row.startswith(
-        "| Penalty, ours | 90.00 (1 seed) ± 0.10 (60 of 3,000 steps) | 97.83 | 99.00 (1 seed) ± 0.10 |"
-    )
+    assert row.startswith("| Penalty, ours | 90.00 ± 0.10 (60 of 3,000 steps) | 97.83 | 99.00 ± 0.10 |")
     assert "| as the table | 90.00 (60 of 3,000 steps) |" in text
     assert "| Penalty, ours | 1 | 90.00 (60 of 3,000 steps) | 99.0 |" in text
     conv = "omniglot, four convolutions"
     assert f"| {conv} | Penalty, ours | 4 tasks of 60 ways, 5 queries | 3,000 | 10 | 8.0 |" in text
     assert f"| {conv} | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |  |" in text
+
+
+def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_path):
+    found = {"accuracy": 0.7, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
+             "weights": 3_807_328, "device": "CPU", "kept_step": 1800}  # fmt: skip
+    selected = study.table_settings("cifar-fs", "resnet", 5, 5, "penalty", 0)
+    assert selected["decay"] > 0
+    last = {key: value for key, value in selected.items() if key not in study.KIND}
+    (choice, *_), others = (study.cells([study.CHOICES], [name], [], 1, []) for name in ("cifar-fs", "omniglot"))
+    assert {c.settings["dataset"] for c in others} == {"omniglot"}
+    kept = [(last, {**found, "accuracy": 0.9}), (selected, found), (choice.settings, found)]
+    few_shot_page.write(kept, tmp_path)
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
+    assert "with these decays: Penalty, ours 0.5." in text
+    assert "| no decay | Penalty, ours | 70.00 | 1,800 |" in text
+    few_shot_page.write(kept[:1], tmp_path)
+    assert "AdamW" not in (tmp_path / "few-shot.md").read_text()
+
+
+@needs("cifar100")
+@pytest.mark.parametrize("method", ["penalty", "prototypes"])
+def test_a_cell_is_measured_at_its_best_step_on_meta_validation_classes(tmp_path, method, monkeypatch):
+    heard = []
+    monkeypatch.setattr(few_shot_runs.Best, "hear", lambda self, step, accuracy: heard.append((step, accuracy)))
+    monkeypatch.setattr(few_shot_runs.Best, "restore", lambda self: max(heard, key=lambda pair: pair[1]))
+    monkeypatch.setattr(few_shot_runs, "POINT_TASKS", 4)
+    few = {"steps": 3, "train_ways": 3, "tasks": 1, "queries": 2, "points": 1, "test_tasks": 3, "backbone": "conv4"}
+    settings = study.table_settings("cifar-fs", "resnet", 5, 1, method, 0) | few
+    found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
+    assert [step for step, _ in heard] == [1, 2, 3]
+    assert (found["kept_step"], found["chosen_accuracy"]) == max(heard, key=lambda pair: pair[1])
 
 
 def test_a_run_that_shared_the_gpu_has_the_time_of_a_short_run_by_itself_and_no_other(tmp_path):
@@ -359,7 +391,7 @@ def test_times_are_of_every_kind_of_step_once_and_never_taken_side_by_side(tmp_p
 @pytest.mark.parametrize("method", ["penalty", "prototypes"])
 def test_the_time_of_a_step_is_taken_after_the_middle_of_a_short_run(method, folder, tmp_path, monkeypatch):
     classes = load_classes(folder)
-    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
         "part": study.TIME, "steps": 10, "train_ways": 2, "tasks": 2, "queries": 2, "test_queries": 3,
     }  # fmt: skip
@@ -374,9 +406,10 @@ def test_the_time_of_a_step_is_taken_after_the_middle_of_a_short_run(method, fol
 @pytest.mark.parametrize("method", list(study.METHODS))
 def test_a_cell_ends_at_the_deadline_and_goes_on_to_the_same_accuracy(method, folder, tmp_path, monkeypatch):
     classes = load_classes(folder)
-    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: (classes.train, classes.test))
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
         "steps": 6, "train_ways": 2, "tasks": 2, "queries": 2, "points": 3, "test_tasks": 10, "test_queries": 3,
+        "selected": True,
     }  # fmt: skip
     cpu = torch.device("cpu")
     straight = few_shot_runs.run(settings, cpu, tmp_path / "straight")

@@ -59,6 +59,7 @@ class Trainer:
         augment: Augment | None = None,
         precision: Precision | None = None,
         loss: Loss | None = None,
+        decay: float = 0.0,
         engine: str = "auto",
     ) -> None:
         self.model, self.augment, self.precision = model, augment, precision
@@ -66,7 +67,8 @@ class Trainer:
         self.v = Variable(model, "model")
         x, y, w = (tensor.to(self.v.device) for tensor in tensors)
         self.x, self.y, self.w = x, y, w
-        self.descent = Descent(self.v, adam(self.v, 1.0), "optimizer")
+        self.decay = decay
+        self.descent = Descent(self.v, adam(self.v, 1.0, decay), "optimizer")
         self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
         self._engines = partial(Engines, engine, self, gradients=steps)
         self.engines = self._engines()
@@ -89,6 +91,7 @@ class Trainer:
             self.descent.restart()
             rates = rate * torch.linspace(1, 0, steps + 1, device=device)
             task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+            task |= {"decay": self.decay} if self.decay else {}
             done = 0 if checkpoint is None else self.load(checkpoint, task)
             for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
                 if k < done:
@@ -175,16 +178,19 @@ def fit(
     watch: Watch | None = None,
     checkpoint: Path | None = None,
     loss: Loss | None = None,
+    decay: float = 0.0,
     engine: str = "auto",
 ) -> None:
     """Train the model in place on (x, y). `y` holds class indices, or one row of probabilities for each example.
 
     Examples of weight zero are not drawn. The draws of this function and of the model come from `seed`; the global
     generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state. `loss` takes
-    the place of the weighted cross-entropy; what `y` holds is then for it to know.
+    the place of the weighted cross-entropy; what `y` holds is then for it to know. `decay` is AdamW's.
     """
     w = torch.ones(len(x)) if weights is None else weights.float().cpu()
-    trainer = Trainer(model, (x, y, w), steps=steps, augment=augment, precision=precision, loss=loss, engine=engine)
+    trainer = Trainer(
+        model, (x, y, w), steps=steps, augment=augment, precision=precision, loss=loss, decay=decay, engine=engine
+    )
     rows = w.nonzero().squeeze(1)
     trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, watch=watch, checkpoint=checkpoint)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..callbacks import Callback
 from ..data.image_classes import ImageClasses
+from ..descent import OptimizerFactory
 from ..errors import OptionError
 from ..method import Method
 from ..methods.penalty import Penalty
@@ -103,13 +104,22 @@ class Episodes:
         return task_loss(v, prepared[1], self.query_labels)
 
 
+def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory:
+    """What moves the representation: Adam, or with a decay AdamW."""
+    if decay:
+        return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
+    return partial(torch.optim.Adam, lr=rate)
+
+
 def default_method(
-    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE, **options: Any
-) -> Penalty:
-    """`Penalty` as `meta_train` uses it: fixed prices, classifiers that keep near their own minimum."""
+    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE,
+    decay: float = 0.0, **options: Any,
+) -> Penalty:  # fmt: skip
+    """`Penalty` as `meta_train` uses it: fixed prices, classifiers that keep near their own minimum. `decay` is that of
+    AdamW on the representation, for large ones and few images."""
     base: dict[str, Any] = {
         "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": LAM, "advances": 0,
-        "upper_optimizer": partial(torch.optim.Adam, lr=upper_rate),
+        "upper_optimizer": upper_adam(upper_rate, decay),
         "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
     }  # fmt: skip
     return Penalty(**(base | options))

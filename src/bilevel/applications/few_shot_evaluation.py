@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checkpoint
 from ..callbacks import Callback, Run
 from ..descent import OptimizerFactory
 from ..options import in_range, one_of
@@ -127,10 +128,36 @@ def embedded_tasks(
     return index, z, place.to(z.device)
 
 
+class Best:
+    """The weights of the step at which the accuracy was best, in memory, and in a folder for another process."""
+
+    def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
+        self.representation, self.folder = representation, folder
+        self.state: dict[str, Any] | None = None
+        if folder is not None and checkpoint.exists(folder):
+            self.state = checkpoint.load(folder)
+
+    def hear(self, step: int, accuracy: float) -> None:
+        if self.state is not None and accuracy <= self.state["accuracy"]:
+            return
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.representation.state_dict().items()}
+        self.state = {"step": step, "accuracy": accuracy, "weights": weights}
+        if self.folder is not None:
+            checkpoint.save(self.folder, self.state)
+
+    def restore(self) -> tuple[int, float] | None:
+        """Give the representation these weights; returns their step and accuracy, or None where nothing was heard."""
+        if self.state is None:
+            return None
+        self.representation.load_state_dict(self.state["weights"])
+        return int(self.state["step"]), float(self.state["accuracy"])
+
+
 class Validation(Callback):
     """Accuracy on tasks of the sampler every so many steps of a run; `rows` has them, and a file where one is named.
 
-    `seconds` of a row are those of training alone.
+    `seconds` of a row are those of training alone. With `keep`, `best` has the weights of the step with the best
+    accuracy, in a folder beside the file, too.
     """
 
     def __init__(
@@ -142,10 +169,12 @@ class Validation(Callback):
         tasks: int = 100,
         file: Path | None = None,
         deadline: float | None = None,
+        keep: bool = False,
         **options: Any,
     ) -> None:
         self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
         self.file, self.deadline, self.options = file, deadline, options
+        self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
         self.rows: list[dict[str, float]] = []
         self.spent = 0.0
         if file is not None and file.is_file():
@@ -164,6 +193,8 @@ class Validation(Callback):
             found = adapt_and_evaluate(self.representation, self.sampler, tasks=self.tasks, **self.options)
             row = {"step": run.step, "seconds": self.trained(run.seconds), "accuracy": found.accuracy}
             self.rows.append(row | {"interval": found.interval})
+            if self.best is not None:
+                self.best.hear(run.step, found.accuracy)
             self.spent += time.perf_counter() - began
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,13 +35,14 @@ def train_prototypes(
     *,
     steps: int,
     rate: float = RATE,
+    decay: float = 0.0,
     seed: int = 0,
     augment: Augment | None = None,
     precision: Precision | None = None,
     watch: Watch | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the representation in place, by Adam with a rate that falls linearly to zero."""
+    """Train the representation in place, by Adam (with a `decay` AdamW) whose rate falls linearly to zero."""
     device = next(representation.parameters()).device
     generator = torch.Generator().manual_seed(derived(seed, "episodes"))
     # A step is a meta-batch: the numbers of its images are one example of `fit`.
@@ -57,8 +58,8 @@ def train_prototypes(
             return cross_entropy(found.flatten(0, 1), labels)
 
     fit(
-        representation, episodes, torch.zeros(steps), steps=steps, batch=1, rate=rate, seed=seed, loss=loss,
-        precision=precision, watch=watch, checkpoint=checkpoint,
+        representation, episodes, torch.zeros(steps), steps=steps, batch=1, rate=rate, decay=decay, seed=seed,
+        loss=loss, precision=precision, watch=watch, checkpoint=checkpoint,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ VALIDATE_EVERY = 50
 """Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
 
-TRAINING = ("train_ways", "network", "meta_batch", "steps", "rotations", "lists", "resume")
+TRAINING = ("train_ways", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
 """What a finished run has by now."""
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
 
@@ -74,6 +74,9 @@ def command(
     ] = "conv4",
     meta_batch: Annotated[int, typer.Option(min=1, help="Tasks of a training step.")] = 30,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10_000,
+    decay: Annotated[
+        float, typer.Option(min=0, help="Weight decay of the representation (AdamW), for large ones and few images.")
+    ] = 0.0,
     rotations: Annotated[
         bool | None, typer.Option(help="Turned images as further classes. By default on Omniglot alone.")
     ] = None,
@@ -120,7 +123,7 @@ def command(
         "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
         "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
-        "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
+        "meta_batch": meta_batch, "steps": steps, "decay": decay, "rotations": rotations,
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
     splits = load(asked)
@@ -170,16 +173,20 @@ def _run(
     watch = None
     if valid is not None:
         every = min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS))
-        watch = _Shown(net, valid, every=every, tasks=VALIDATION_TASKS, file=checkpoint / "accuracy.json", seed=seed)
+        watch = _Shown(
+            net, valid, every=every, tasks=VALIDATION_TASKS, file=checkpoint / "accuracy.json", keep=True, seed=seed
+        )
     bar = _Bar(watch)
     colour = splits.train.shape[0] == 3
     solution = meta_train(
-        net, train, steps=steps, method=default_method(), augment=crop_and_flip if colour else None, seed=seed,
+        net, train, steps=steps, method=default_method(decay=asked["decay"]), seed=seed,
+        augment=crop_and_flip if colour else None,
         callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
         precision="bf16" if where.type == "cuda" else None,
     )  # fmt: skip
     if solution.interrupted:
         raise KeyboardInterrupt
+    kept = watch.best.restore() if watch is not None and watch.best is not None else None
     with stage("evaluating", "images") as tell:
         found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
     with stage("evaluating class means", "images") as tell:
@@ -192,9 +199,9 @@ def _run(
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
         asked, found, method="penalty", accuracy_of_means=means.accuracy, data=splits.name, steps=solution.steps,
-        meta_batch=asked["meta_batch"], shape=list(splits.train.shape), engine=solution.engine,
-        seconds=round(time.perf_counter() - began, 2),
-        validation_accuracy=rows[-1]["accuracy"] if rows else None, weights=sum(p.numel() for p in net.parameters()),
+        kept_step=kept[0] if kept else solution.steps, meta_batch=asked["meta_batch"],
+        shape=list(splits.train.shape), engine=solution.engine, seconds=round(time.perf_counter() - began, 2),
+        validation_accuracy=kept[1] if kept else None, weights=sum(p.numel() for p in net.parameters()),
         classes=[len(splits.train.names), held, len(splits.test.names)], notes=notes,
     )  # fmt: skip
     parts = " / ".join(f"{count:,}" for count in result["classes"])
@@ -202,10 +209,15 @@ def _run(
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
         ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
-        ("Steps", f"{result['steps']:,}"), ("Seed", str(seed)), ("Seconds", f"{result['seconds']:.1f}"),
+        ("Steps", f"{result['steps']:,}"), ("Kept", _kept(kept)), ("Seed", str(seed)),
+        ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip
     write(folder, Trained(net, solution, rows, found, test, result, settings))
     return result
+
+
+def _kept(kept: tuple[int, float] | None) -> str:
+    return "the last step" if kept is None else f"step {kept[0]:,}, the best on meta-validation classes"
 
 
 class _Shown(Validation):

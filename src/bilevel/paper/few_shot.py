@@ -13,6 +13,7 @@ says; Appendix E.3 says 30), cosines without a scale, classifiers that start at 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from ..cells import Cell, Settings
@@ -75,6 +76,21 @@ VARIED: dict[str, dict[str, Any]] = {
     "moved images": {"moved": True},
 }
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
+RESNET_VARIED: dict[str, dict[str, Any]] = {
+    "no decay": {"decay": 0.0},
+    "decay 0.2": {"decay": 0.2},
+    "decay 0.5": {"decay": 0.5},
+    "decay 0.5, scale 20": {"decay": 0.5, "scale": 20.0},
+    "decay 0.5, upper rate 1e-3": {"decay": 0.5, "upper_rate": 1e-3},
+}
+"""The same with the residual network on CIFAR-FS, 5 ways, 5 shots; ProtoNet has those without a scale."""
+RESNET_CHOICE_STEPS = 1500
+DECAY = {(CIFAR, "resnet"): 0.5}
+"""Of AdamW on the representation."""
+KIND = ("decay", "selected")
+"""What a cell may have beside the others of its place in the table; a step takes no more time by it."""
+SELECTED = {(CIFAR, "resnet")}
+"""Where the representation is that of the step with the best accuracy on meta-validation classes."""
 
 
 def cells(
@@ -99,13 +115,26 @@ def cells(
     if TIME in parts:
         table = [cell.settings for cell in cells([TABLE], datasets, methods, 1, backbones)]
         timed = {timed_as(settings): settings for settings in [*table, *effect]}
-        found += [(dict(s) | {"part": TIME, "steps": TIME_STEPS}, (1e6, i)) for i, s in enumerate(timed.values())]
+        for i, one in enumerate(timed.values()):
+            kept = {key: value for key, value in one.items() if key not in KIND}
+            found.append((kept | {"part": TIME, "steps": TIME_STEPS}, (1e6, i)))
     if CHOICES in parts:
-        for varied, options in VARIED.items():
-            settings = table_settings(OMNIGLOT, "conv4", 20, 1, "penalty", 0)
-            found.append((settings | {"part": CHOICES, "varied": varied, "steps": CHOICE_STEPS} | options, (-1.0, 0)))
+        found += [(settings, (-1.0, 0)) for dataset in datasets for settings in _choices(dataset)]
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+
+
+def _choices(dataset: str) -> list[dict[str, Any]]:
+    """What is compared on meta-validation classes of a data set."""
+    if dataset == OMNIGLOT:
+        settings = table_settings(OMNIGLOT, "conv4", 20, 1, "penalty", 0) | {"part": CHOICES, "steps": CHOICE_STEPS}
+        return [settings | {"varied": varied} | options for varied, options in VARIED.items()]
+    found = []
+    for (varied, options), method in product(RESNET_VARIED.items(), ("penalty", "prototypes")):
+        if method == "penalty" or "scale" not in options:
+            settings = table_settings(CIFAR, "resnet", 5, 5, method, 0) | {"part": CHOICES, "varied": varied}
+            found.append(settings | {"steps": RESNET_CHOICE_STEPS} | options)
+    return found
 
 
 def small_cells() -> list[Cell]:
@@ -138,4 +167,7 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
         "part": TABLE, "dataset": dataset, "backbone": backbone, "ways": ways, "shots": shots, "method": method,
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
+    if method != "paper":
+        settings |= {"decay": DECAY[dataset, backbone]} if (dataset, backbone) in DECAY else {}
+    settings |= {"selected": True} if (dataset, backbone) in SELECTED else {}
     return settings | ({"T": T[method]} if method in T else {})

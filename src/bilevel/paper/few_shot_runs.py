@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..applications.few_shot import UPPER_RATE, default_method, meta_train
+from ..applications.few_shot import UPPER_RATE, default_method, meta_train, upper_adam
 from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
-from ..applications.few_shot_evaluation import Evaluation, Validation, adapt_and_evaluate
+from ..applications.few_shot_evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
 from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
 from ..augmentation import crop_and_flip, move_slightly
+from ..callbacks import Run
 from ..cells import Cell, Found, Settings
 from ..data.class_sets import load_classes
-from ..data.image_classes import ImageClasses
+from ..data.image_classes import ClassSplits, ImageClasses
 from ..errors import DataError
 from ..method import Method
 from ..methods.approx_grad import ApproxGrad
@@ -35,6 +36,8 @@ from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS,
 
 POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
+SELECTIONS = 15
+"""How often on meta-validation classes, where the best step is kept."""
 VALIDATION = 100
 """Characters of the 1,200 on which choices are tried."""
 APPROX_RATE = 0.05
@@ -46,22 +49,23 @@ DAMPING = 0.1
 
 
 @cache
-def loaded(dataset: str, part: str) -> tuple[ImageClasses, ImageClasses]:
-    """The classes to learn from and those to be tried on: in the part `choices` they are those of meta-validation."""
-    choosing = part == CHOICES
-    splits = load_classes(dataset, validation=VALIDATION if choosing else 0)
-    splits = splits.rotated() if dataset == OMNIGLOT else splits
-    tried = splits.validation if choosing else splits.test
-    if tried is None:
-        raise DataError(f"{dataset} has no meta-validation classes to choose on.")
-    return splits.train, tried
+def loaded(dataset: str, part: str) -> ClassSplits:
+    """The classes; of Omniglot, the part `choices` has meta-validation classes."""
+    splits = load_classes(dataset, validation=VALIDATION if part == CHOICES else 0)
+    return splits.rotated() if dataset == OMNIGLOT else splits
+
+
+def validation(splits: ClassSplits) -> ImageClasses:
+    if splits.validation is None:
+        raise DataError(f"{splits.name} has no meta-validation classes to choose on.")
+    return splits.validation
 
 
 def method(settings: Settings) -> Method:
     """The method of a cell that is bilevel."""
     lower_steps = int(settings["T"])
-    upper_rate = settings.get("upper_rate", UPPER_RATE)
-    adam = partial(torch.optim.Adam, lr=upper_rate)
+    upper_rate, decay = settings.get("upper_rate", UPPER_RATE), settings.get("decay", 0.0)
+    adam = upper_adam(upper_rate, decay)
     match settings["method"]:
         case "paper":
             return Penalty.algorithm_2(
@@ -75,7 +79,7 @@ def method(settings: Settings) -> Method:
         case "rmd":
             return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
     options = {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
-    return default_method(lower_steps=lower_steps, upper_rate=upper_rate, **options)
+    return default_method(lower_steps=lower_steps, upper_rate=upper_rate, decay=decay, **options)
 
 
 def augmentation(settings: Settings) -> Augment | None:
@@ -101,18 +105,22 @@ def tested(settings: Settings) -> dict[str, Any]:
 def run(settings: Settings, device: torch.device, folder: Path, deadline: float | None = None) -> Found | None:
     """Run a cell, or go on with it, until the deadline; None where Ctrl-C came."""
     part = CHOICES if settings["part"] == CHOICES else TABLE
-    (known, unseen), seed = loaded(settings["dataset"], part), int(settings["seed"])
+    splits, seed = loaded(settings["dataset"], part), int(settings["seed"])
+    known, unseen = splits.train, validation(splits) if part == CHOICES else splits.test
     with seeded(seed):
         network = backbone(settings["backbone"], known.shape[0]).to(device)
     train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
     queries = int(settings.get("test_queries", TEST_QUERIES))
     test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
+    chosen_on = None
+    if settings.get("selected") and settings["part"] != TIME:
+        chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     prototypes = settings["method"] == "prototypes"
     runner = _prototypes if prototypes else _bilevel
-    found = runner(settings, network, train, test, device, place, deadline)
+    found = runner(settings, network, train, (test, chosen_on), device, place, deadline)
     if found is None:
         return None
     if settings["part"] == TIME:
@@ -151,7 +159,7 @@ def _bilevel(
     settings: Settings,
     network: nn.Module,
     train: TaskSampler,
-    test: TaskSampler,
+    others: tuple[TaskSampler, TaskSampler | None],
     device: torch.device,
     place: Path,
     deadline: float | None,
@@ -159,13 +167,20 @@ def _bilevel(
     steps, seed = int(settings["steps"]), int(settings["seed"])
     points, tasks = _points(settings)
     watch = Validation(
-        network, test, every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json",
+        network, others[0], every=max(1, steps // points), tasks=tasks, file=place / "accuracy.json",
         deadline=deadline, seed=seed + 1, **tested(settings),
     )  # fmt: skip
+    chooser = None
+    if others[1] is not None:
+        chooser = _Chooser(
+            network, others[1], every=max(1, steps // SELECTIONS), tasks=POINT_TASKS, file=place / "chosen.json",
+            keep=True, seed=seed + 2, **tested(settings),
+        )  # fmt: skip
+        chooser.watch = watch
     solution = meta_train(
-        network, train, steps=steps, method=method(settings), augment=augmentation(settings), callbacks=[watch],
-        checkpoint=place / "checkpoint", resume=True, seed=seed,
-        precision="bf16" if device.type == "cuda" else None, **classifiers(settings),
+        network, train, steps=steps, method=method(settings), augment=augmentation(settings),
+        callbacks=[watch] if chooser is None else [chooser, watch], checkpoint=place / "checkpoint", resume=True,
+        seed=seed, precision="bf16" if device.type == "cuda" else None, **classifiers(settings),
     )  # fmt: skip
     if solution.interrupted:
         return None
@@ -177,37 +192,65 @@ def _bilevel(
         "status": solution.status.name.lower(), "curve": watch.rows, "seconds": round(seconds, 2),
         "ms_per_step": round(1000 * seconds / max(1, solution.steps), 3),
         "upper": solution.history["upper"][-1] / train.tasks, "lower": solution.history["lower"][-1] / train.tasks,
-        "residual": solution.history["residual"][-1],
+        "residual": solution.history["residual"][-1], **_kept(None if chooser is None else chooser.best),
     }  # fmt: skip
+
+
+class _Chooser(Validation):
+    """Keeps the best step on meta-validation classes; its seconds are not those of training, which `watch` counts."""
+
+    watch: Validation
+    owed = 0.0
+    """What the last measurement took: the seconds of the run have it from the next step on."""
+
+    def log(self, run: Run) -> bool:
+        self.watch.spent += self.owed
+        before = self.spent
+        late = super().log(run)
+        self.owed = self.spent - before
+        return late
+
+
+def _kept(best: Best | None) -> Found:
+    """The representation is that of the best step from here on; which one that is."""
+    kept = None if best is None else best.restore()
+    return {} if kept is None else {"kept_step": kept[0], "chosen_accuracy": kept[1]}
 
 
 def _prototypes(
     settings: Settings,
     network: nn.Module,
     train: TaskSampler,
-    test: TaskSampler,
+    others: tuple[TaskSampler, TaskSampler | None],
     device: torch.device,
     place: Path,
     deadline: float | None,
 ) -> Found:
     steps, seed = int(settings["steps"]), int(settings["seed"])
     points, tasks = _points(settings)
+    test, chosen_on = others
+    best = None if chosen_on is None else Best(network, place / "best")
     clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
+    chosen = max(1, steps // SELECTIONS)
 
     def watch(step: int) -> bool:
         clock.hear(step)
         late = deadline is not None and time.monotonic() >= deadline
-        if step % every == 0 or step % marked == 0 or step == steps or late:
+        choose = best is not None and (step % chosen == 0 or step == steps)
+        if step % every == 0 or step % marked == 0 or step == steps or late or choose:
             clock.stop()
             if step % every == 0:
                 accuracy = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1).accuracy
                 clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
+            if choose and best is not None and chosen_on is not None:
+                best.hear(step, evaluate_prototypes(network, chosen_on, tasks=POINT_TASKS, seed=seed + 2).accuracy)
             clock.go_on_from(step)
         return late
 
     train_prototypes(
-        network, train, steps=steps, rate=settings.get("upper_rate", RATE), augment=augmentation(settings), seed=seed,
-        precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place / "checkpoint",
+        network, train, steps=steps, rate=settings.get("upper_rate", RATE), decay=settings.get("decay", 0.0),
+        augment=augmentation(settings), seed=seed, precision="bf16" if device.type == "cuda" else None, watch=watch,
+        checkpoint=place / "checkpoint",
     )  # fmt: skip
     if settings["part"] == TIME:
         return _step_time(clock.marks)
@@ -215,6 +258,7 @@ def _prototypes(
     return {
         "steps": done, "of": steps, "partial": done < steps, "status": "stopped" if done < steps else "max_steps",
         "curve": clock.rows, "seconds": round(seconds, 2), "ms_per_step": round(1000 * seconds / max(1, done), 3),
+        **_kept(best),
     }  # fmt: skip
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
+import shutil
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +75,19 @@ def test_mini_imagenet_by_name_takes_the_published_lists_from_their_archive(tmp_
 
 
 @needs("mini_imagenet")
-def test_the_published_lists_have_64_16_and_20_classes_of_600(tmp_path):
-    """With the lists as published, what is missing are the images, and the first of them is named."""
-    with pytest.raises(DataError, match=r"there is no images/n0153282900000005\.jpg"):
+def test_the_published_lists_have_64_16_and_20_classes_of_600(tmp_path, monkeypatch):
+    home = tmp_path / "mini-imagenet"
+    home.mkdir()
+    (archive,) = (Path(os.environ["BILEVEL_DATA"]) / "mini_imagenet").glob("*.zip")
+    shutil.copy(archive, home / "ravi_larochelle_splits.zip")
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"there is no images/n0153282900000005\.jpg"):  # the first image is named
         load_classes("mini-imagenet")
+    with zipfile.ZipFile(archive) as lists:
+        for part, count in (("train", 64), ("val", 16), ("test", 20)):
+            rows = list(csv.DictReader(lists.read(f"{part}.csv").decode().splitlines()))
+            assert set(Counter(row["label"] for row in rows).values()) == {600}
+            assert len({row["label"] for row in rows}) == count
 
 
 def test_class_folders_are_split_by_class_and_none_is_in_two_parts(tmp_path):

@@ -66,8 +66,8 @@ def with_embeddings(
     """The result of a run, and where the embeddings of new images are, if there are any."""
     if images is None:
         return result
-    inverted = kept(folder, "config.json").get("data") == "omniglot"
-    found = write_embeddings(net, images, result["shape"], inverted, folder.path / EMBEDDINGS)
+    omniglot = kept(folder, "config.json").get("data") == "omniglot"
+    found = write_embeddings(net, images, result["shape"], omniglot, folder.path / EMBEDDINGS)
     message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
     return {**result, **found, "message": message, "notes": notes}
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..applications.few_shot import Evaluation, TaskSampler, embed
+from ..data.class_sets import ink
 from ..data.folder import SUFFIXES, read_pixels
 from ..data.image_classes import ImageClasses
 from ..errors import DataError, OptionError
@@ -105,19 +106,19 @@ def image_files(folder: Path) -> Images:
 
 
 def write_embeddings(
-    network: nn.Module, images: Images, shape: Sequence[int], inverted: bool, out: Path
+    network: nn.Module, images: Images, shape: Sequence[int], omniglot: bool, out: Path
 ) -> dict[str, Any]:
-    """Embed images; writes an .npz file with `features` and `files`. Those of Omniglot are `inverted`: ink is 255."""
+    """Embed images; writes an .npz file with `features` and `files`. Characters are made as the set's were."""
     channels, height, width = shape
     found, names, broken = [], [], []
     for file in images.files:
         name = file.relative_to(images.folder).as_posix()
         try:
-            pixels, _ = read_pixels(file, (width, height), "L" if channels == 1 else "RGB")
+            pixels = ink(file) if omniglot else read_pixels(file, (width, height), "L" if channels == 1 else "RGB")[0]
         except Exception:  # decoders raise anything on a broken file
             broken.append(name)
             continue
-        found.append(255 - pixels if inverted else pixels)
+        found.append(pixels)
         names.append(name)
     if not found:
         raise DataError(f"{images.folder}: none of {counted(len(images.files), 'image')} can be decoded.")

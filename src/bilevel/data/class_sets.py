@@ -51,6 +51,8 @@ def load_classes(
     and test.csv, whose column `label` has the classes.
     """
     in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
+    if lists is not None and source in ("omniglot", "cifar-fs"):
+        raise DataError(f"{source} has a split of its own; leave the lists out.")
     if source == "omniglot":
         return _omniglot(_folder(source), validation)
     if source == "cifar-fs":
@@ -98,7 +100,7 @@ def _omniglot(folder: Path, validation: int) -> ClassSplits:
             with zipfile.ZipFile(folder / file) as archive:
                 for member in sorted(name for name in archive.namelist() if name.endswith(".png")):
                     with archive.open(member) as png:
-                        pixels.append(_ink(png))
+                        pixels.append(ink(png))
                     names.append("/".join(member.split("/")[-3:-1]))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"{folder / file} cannot be read ({error}).") from None
@@ -114,7 +116,7 @@ def _omniglot(folder: Path, validation: int) -> ClassSplits:
     return ClassSplits("omniglot", classes.select(order[:learnt]), held, classes.select(order[count:]))
 
 
-def _ink(file: IO[bytes]) -> np.ndarray:
+def ink(file: str | Path | IO[bytes]) -> np.ndarray:
     """A character as 28x28 bytes, in which ink is 255."""
     with Image.open(file) as image:
         small = image.convert("L").resize((OMNIGLOT_SIDE, OMNIGLOT_SIDE), Image.Resampling.BOX)

@@ -36,6 +36,8 @@ from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS,
 
 POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
+LOG_EVERY = 25
+"""Upper steps: reading a record waits for the GPU, and is to weigh as much in a short run as in a long one."""
 SELECTIONS = 15
 """How often on meta-validation classes, where the best step is kept."""
 VALIDATION = 100
@@ -180,7 +182,8 @@ def _bilevel(
     solution = meta_train(
         network, train, steps=steps, method=method(settings), augment=augmentation(settings),
         callbacks=[watch] if chooser is None else [chooser, watch], checkpoint=place / "checkpoint", resume=True,
-        seed=seed, precision="bf16" if device.type == "cuda" else None, **classifiers(settings),
+        log_every=min(LOG_EVERY, max(1, steps // 8)), seed=seed,
+        precision="bf16" if device.type == "cuda" else None, **classifiers(settings),
     )  # fmt: skip
     if solution.interrupted:
         return None

@@ -1,0 +1,216 @@
+"""That few-shot learning has the settings it is said to have: a change to one of them fails here."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from bilevel.applications import few_shot, few_shot_evaluation
+from bilevel.applications.few_shot import Episodes, TaskSampler, backbone, meta_train
+from bilevel.augmentation import crop_and_flip
+from bilevel.cli import fewshot, fewshot_asked
+from bilevel.cli.fewshot_output import Images, write_embeddings
+from bilevel.cli.main import main
+from bilevel.data import class_sets
+from bilevel.data.class_sets import ink, load_classes
+from bilevel.data.image_classes import ClassSplits, ImageClasses
+from bilevel.errors import DataError
+from bilevel.paper import few_shot as study
+from bilevel.paper import few_shot_runs
+from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, task_picture
+
+
+def classes(count: int, shape: tuple[int, int, int] = (1, 16, 16), prefix: str = "c") -> ImageClasses:
+    rng = np.random.default_rng(count)
+    images = torch.from_numpy(rng.integers(0, 256, (4 * count, *shape), dtype=np.uint8))
+    return ImageClasses(images, (4,) * count, tuple(f"{prefix}{i}" for i in range(count)))
+
+
+def splits(shape: tuple[int, int, int] = (1, 16, 16)) -> ClassSplits:
+    parts = (classes(n, shape, name) for n, name in ((6, "train"), (4, "held"), (5, "test")))
+    return ClassSplits("omniglot", *parts)
+
+
+def test_networks_by_name_have_the_papers_numbers_of_weights():
+    sizes = [sum(p.numel() for p in backbone(name, 3).parameters()) for name in ("conv4", "resnet")]
+    assert sizes == [113_088, 3_807_328]
+    assert sum(p.numel() for p in backbone("conv4", 1).parameters()) == 111_936
+
+
+def test_omniglot_has_turned_classes_in_the_command_and_in_the_study(monkeypatch):
+    monkeypatch.setattr(fewshot_asked, "load_classes", lambda *a, **b: splits())
+    monkeypatch.setattr(few_shot_runs, "load_classes", lambda *a, **b: splits())
+    asked = {"data": "omniglot", "lists": None, "seed": 0, "rotations": None}
+    assert len(fewshot_asked.load(asked).test.names) == 20
+    assert len(fewshot_asked.load({**asked, "rotations": False}).test.names) == 5
+    assert len(fewshot_asked.load({**asked, "data": "cifar-fs"}).test.names) == 5
+    few_shot_runs.loaded.cache_clear()
+    assert len(few_shot_runs.loaded("omniglot", study.TABLE).test.names) == 20
+    assert len(few_shot_runs.loaded("cifar-fs", study.TABLE).test.names) == 5
+    few_shot_runs.loaded.cache_clear()
+
+
+def test_meta_validation_is_on_its_own_classes():
+    asked = {"ways": 2, "shots": 1, "queries": 1, "train_ways": 3, "meta_batch": 2}
+    train, valid, test = fewshot_asked.samplers_of(splits(), asked)
+    assert [s.classes.names[0] for s in (train, valid, test)] == ["train0", "held0", "test0"]
+    assert (train.ways, valid.ways, test.ways) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(("part", "tried"), [(study.CHOICES, "held"), (study.TABLE, "test")])
+def test_choices_are_tried_on_meta_validation_classes_and_the_table_on_test_classes(part, tried, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, which: splits())
+    monkeypatch.setattr(few_shot_runs, "_bilevel", lambda *a: seen.append(a[3][0].classes.names[0][:4]))
+    settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 0) | {
+        "part": part, "train_ways": 2, "queries": 2, "test_queries": 2,
+    }  # fmt: skip
+    assert few_shot_runs.run(settings, torch.device("cpu"), tmp_path) is None
+    assert seen == [tried]
+
+
+def test_the_papers_setting_has_the_papers_constants():
+    settings = study.table_settings("omniglot", "conv4", 20, 1, "paper", 0)
+    found = few_shot_runs.method(settings)
+    assert (found.gamma, found.epsilon, found.lam, found.nu, found.lower_steps) == (0.01, 0.01, 0.01, 0.0001, 20)
+    assert few_shot_runs.classifiers(settings) == {"scale": 1.0, "start": "random", "proximity": 0.0}
+    assert (settings["tasks"], settings["queries"], settings["train_ways"]) == (15, 15, 20)
+    assert study.table_settings("omniglot", "conv4", 5, 1, "paper", 0)["tasks"] == 30
+    ours = few_shot_runs.classifiers(study.table_settings("omniglot", "conv4", 20, 1, "penalty", 0))
+    assert ours == {"scale": few_shot.SCALE, "start": "means", "proximity": few_shot.PROXIMITY}
+
+
+def test_the_test_is_that_of_the_paper():
+    assert (study.TEST_TASKS, few_shot_evaluation.ADAPT_STEPS) == (600, 100)
+    assert study.PAPER["omniglot", 20, 5]["penalty"] == 98.47
+    assert study.PAPER["omniglot", 5, 1] == {"penalty": 97.83, "approx-grad": 97.75, "rmd": 98.6, "prototypes": 98.8}
+
+
+def test_images_in_colour_are_moved_in_the_study_and_in_the_command(monkeypatch, tmp_path):
+    for dataset, wanted in (("cifar-fs", crop_and_flip), ("omniglot", None)):
+        settings = study.table_settings(dataset, "conv4", 5, 1, "penalty", 0)
+        assert few_shot_runs.augmentation(settings) is wanted
+    given = {}
+
+    def spy(*args, **options):
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fewshot, "meta_train", spy)
+    for shape, wanted in (((3, 16, 16), crop_and_flip), ((1, 16, 16), None)):
+        monkeypatch.setattr(fewshot, "load", lambda asked, shape=shape: splits(shape))
+        arguments = ["fewshot", "omniglot", "--ways", "2", "--queries", "2", "--decay", "0.25", "--device", "cpu"]
+        assert main([*arguments, "--out", str(tmp_path / str(shape[0]))]) == 130
+        assert given["augment"] is wanted
+        assert given["method"].upper_optimizer.keywords["weight_decay"] == 0.25
+
+
+def test_options_of_meta_train_reach_the_tasks(monkeypatch):
+    sampler = TaskSampler(classes(6), 3, 1, 2, tasks=2)
+
+    def fails(*args, **options):
+        kept.update(options)
+        raise InterruptedError
+
+    kept, network = {}, nn.Sequential(nn.Flatten(), nn.Linear(256, 4))
+    monkeypatch.setattr(few_shot, "Episodes", fails)
+    with pytest.raises(InterruptedError):
+        meta_train(network, sampler, steps=1, proximity=0.5, start="random", augment=crop_and_flip)
+    assert (kept["proximity"], kept["start"], kept["augment"]) == (0.5, "random", crop_and_flip)
+    monkeypatch.setattr(few_shot, "CosineClassifier", fails)
+    monkeypatch.setattr(few_shot, "Episodes", Episodes)
+    with pytest.raises(InterruptedError):
+        meta_train(network, sampler, steps=1, scale=7.0)
+    assert kept["scale"] == 7.0
+
+
+def test_start_and_augment_change_what_a_meta_batch_is():
+    sampler = TaskSampler(classes(6), 3, 1, 2, tasks=2)
+    index = sampler.draw(2, torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(256, 4))
+    plain = Episodes(sampler, torch.device("cpu"))
+    dark = Episodes(sampler, torch.device("cpu"), augment=torch.zeros_like, start="random")
+    with torch.no_grad():
+        a, b = plain.prepare(network, (index, None)), dark.prepare(network, (index, None))
+        assert torch.equal(b[0][0, 0], network[1].bias)
+        assert not torch.equal(a[0], b[0])
+        v = few_shot.CosineClassifier(2, 4, 3)
+        plain.start_lower(v, a)
+        means = v.weight.clone()
+        dark.start_lower(v, a)
+    assert not torch.equal(v.weight, means)
+
+
+def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
+    watch = fewshot._Shown(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
+    assert watch.last == ""
+    watch.rows.append({"step": 1, "seconds": 1.0, "accuracy": 0.756})
+    assert watch.last == ", validation 75.6%"
+
+
+def test_a_task_is_drawn_with_right_answers_in_one_colour_and_wrong_ones_in_another():
+    support, queries = np.zeros((2, 8, 8), np.uint8), np.zeros((2, 2, 8, 8), np.uint8)
+    text = task_picture(support, queries, np.array([[0, 1], [1, 1]]), label="a task")
+    data = re.search(r"base64,([^\"]+)", text).group(1)
+    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+    side = FIELD * CELL + GAP
+
+    def field(row: int, column: int) -> list[int]:
+        return sheet[(row + 1) * side + GAP, (column + 1) * side + GAP].tolist()
+
+    assert field(0, 0) == field(1, 1) == list(RIGHT)
+    assert field(0, 1) == list(WRONG)
+    assert field(1, 0) not in ([*RIGHT], [*WRONG])
+
+
+def test_characters_are_embedded_as_they_were_learnt_from(tmp_path):
+    drawn = np.full((105, 105), 255, np.uint8)
+    drawn[30:70, 45:60] = 0
+    Image.fromarray(drawn).convert("1").save(tmp_path / "a.png")
+    network = nn.Flatten()
+    network.register_parameter("none", nn.Parameter(torch.zeros(())))
+    images = Images(tmp_path, [tmp_path / "a.png"])
+    write_embeddings(network, images, (1, 28, 28), True, tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as kept:
+        pixels = kept["features"].reshape(28, 28)
+    learnt = ink(tmp_path / "a.png")
+    assert learnt.max() == 255, "ink is 255"
+    assert np.allclose(pixels, learnt / 255.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["omniglot", "cifar-fs"])
+def test_lists_are_refused_where_the_set_has_a_split(name, tmp_path):
+    with pytest.raises(DataError, match="has a split of its own"):
+        load_classes(name, lists=tmp_path)
+
+
+def test_the_command_learns_on_mini_imagenets_form_and_embeds(tmp_path, monkeypatch, capsys):
+    home, rng = tmp_path / "data" / "mini-imagenet", np.random.default_rng(0)
+    (home / "images").mkdir(parents=True)
+    with zipfile.ZipFile(home / "ravi_larochelle_splits.zip", "w") as archive:
+        for part, labels in (("train", "abc"), ("val", "de"), ("test", "fg")):
+            rows = [f"{label}{i}.jpg,{label}" for label in labels for i in range(3)]
+            archive.writestr(f"{part}.csv", "\n".join(["filename,label", *rows]))
+            for row in rows:
+                pixels = rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(home / "images" / row.split(",")[0])
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    arguments = ["--ways", "2", "--queries", "1", "--meta-batch", "1", "--steps", "2", "--tasks", "3"]
+    out = str(tmp_path / "run")
+    assert main(["fewshot", "mini-imagenet", *arguments, "--device", "cpu", "--out", out, "--json"]) == 0
+    assert '"classes": [\n    3,\n    2,\n    2\n  ]' in capsys.readouterr().out
+    assert main(["fewshot", "--evaluate", out, "--embed", str(home / "images"), "--device", "cpu", "--json"]) == 0
+    assert '"images": 21' in capsys.readouterr().out
+
+
+def test_the_split_of_omniglot_is_the_one_that_the_results_are_of():
+    order = np.random.default_rng(class_sets.OMNIGLOT_SEED).permutation(1623)
+    assert order[:5].tolist() == [1229, 854, 493, 864, 898], "of the characters in the order of their names"

@@ -44,8 +44,10 @@ STEPS = 300
 """Of the feature collisions."""
 RATES = {"bilevel, feature collision": (0.001, 0.01, 0.1), "ART, feature collision": (0.01, 0.1, 1.0)}
 """Learning rates of feature collision; each target takes the one that brings the features nearest: no label is seen."""
+TRIALS = {"ART, gradient matching, 1 trial": 1, "ART, gradient matching, 8 trials": 8}
+"""Eight are the toolbox's default."""
 METHODS = (
-    "bilevel, Penalty", "ART, gradient matching", "bilevel, feature collision", "ART, feature collision", "unmoved",
+    "bilevel, Penalty", *reversed(TRIALS), "bilevel, feature collision", "ART, feature collision", "unmoved",
 )  # fmt: skip
 VICTIMS = (0, 1, 2)
 """First weights of the victims, by seed; the attacks know those of 0."""
@@ -120,8 +122,8 @@ def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
     bound = Bound(epsilon, "linf")
     if method == "bilevel, Penalty":
         return attack(goal, task.train, task.first(0), recipe=task.recipe, bound=bound).x
-    if method == "ART, gradient matching":
-        return gradient_matching(task, goal, epsilon)
+    if method in TRIALS:
+        return gradient_matching(task, goal, epsilon, TRIALS[method])
     if method == "unmoved":
         return goal.base
     found = []
@@ -154,8 +156,8 @@ def _classifier(task: Task) -> Any:
     )  # fmt: skip
 
 
-def gradient_matching(task: Task, goal: Goal, epsilon: float) -> Tensor:
-    """Witches' Brew as the toolbox has it, one trial, on the same bases: they are all of its training set."""
+def gradient_matching(task: Task, goal: Goal, epsilon: float, trials: int) -> Tensor:
+    """Witches' Brew as the toolbox has it, on the same bases: they are all of its training set."""
     import numpy as np
     import torch
     from art.attacks.poisoning import GradientMatchingAttack
@@ -163,7 +165,7 @@ def gradient_matching(task: Task, goal: Goal, epsilon: float) -> Tensor:
     np.random.seed(0)
     torch.manual_seed(0)
     attack = GradientMatchingAttack(
-        _classifier(task), percent_poison=1.0, epsilon=epsilon, max_trials=1, batch_size=goal.points, verbose=0
+        _classifier(task), percent_poison=1.0, epsilon=epsilon, max_trials=trials, batch_size=goal.points, verbose=0
     )
     found, _ = attack.poison(goal.x.numpy(), goal.y.numpy(), goal.base.numpy(), goal.labels.numpy())
     return torch.as_tensor(np.asarray(found))
@@ -233,11 +235,12 @@ def write() -> None:
         "the class in the features), bound and retraining are the same for all. Flipped: by victims from the first "
         "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
         "back at the end; of both feature collisions, each target takes the best of three "
-        "learning rates by the distance of the features, and the seconds, of CPU time, are of all three. Gradient "
-        "matching has its defaults and one trial. Penalty has its defaults, which were settled on other targets. "
+        "learning rates by the distance of the features, and the seconds, of CPU time, are of all three; the toolbox's "
+        "hardly moves the points here, as the distances show. Gradient matching has its defaults, among them eight "
+        "trials; with one trial it takes less time than Penalty. Penalty has its defaults. "
         "All numbers are in `poisoning-vs-art.json`.",
         "## What is found",
-        "\n".join(f"- {line}" for method in METHODS[1:4] if (line := compared(results, method))) or "Nothing was run.",
+        "\n".join(f"- {line}" for method in METHODS[1:5] if (line := compared(results, method))) or "Nothing was run.",
     ]
     for points, epsilon in SETTINGS:
         mine = [line for line in (_line(results, points, epsilon, method) for method in METHODS) if line]

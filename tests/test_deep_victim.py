@@ -59,21 +59,23 @@ def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
 def compared(margins, rows=deep_victim.ROWS):
     """Choice cells in which retrained victims have the wanted class ahead by so much, by the tether."""
     runs = [{"method": "penalty", "margins": [margins[tether]] * 3} for tether in deep_victim.TETHERS]
-    return [(c.settings, {"runs": runs, "device": "CPU"}) for c in deep_victim.choice_cells(4, 2, rows=rows)]
+    return [(c.settings, {"runs": runs, "device": "CPU"}) for c in deep_victim.choice_cells(2, rows=rows)]
 
 
 def test_tether_is_the_one_with_the_largest_margins_on_targets_that_are_not_in_the_table(tmp_path):
-    found = compared({0.003: -5.0, 0.03: -2.0, 0.3: -1.0})
-    assert {s["target"] for s, _ in found} == {4, 5}, "the table has 0 to 3"
-    assert deep_victim.best(found, deep_victim.ROWS) == 0.3
+    found = compared({0.0003: -5.0, 0.003: -1.0, 0.03: -2.0})
+    assert {s["target"] for s, _ in found} == {1000, 1001}, "the table has 0 to 3"
+    assert deep_victim.best(found, deep_victim.ROWS) == 0.003
+    stale = [(s | {"batch": 7}, f) for s, f in found]
+    assert deep_victim.best(stale, deep_victim.ROWS) == deep_victim.TETHER, "they are of other settings"
     assert deep_victim.best(found, 1000) == deep_victim.TETHER, "they are of another size"
-    table, other = kept([True, False, True], tether=0.3), kept([True] * 3)
+    table, other = kept([True, False, True], tether=0.003), kept([True] * 3)
     summary = deep_victim_page.write([*found, *table, *other], tmp_path)
     assert summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
     assert summary["methods"]["penalty"]["known"] == 4
     text = (tmp_path / "deep-victim.md").read_text()
-    assert "a tether of 0.3, chosen on 2 targets" in text
-    assert "-5.00 with 0.003, -2.00 with 0.03, -1.00 with 0.3." in text
+    assert "a tether of 0.003, chosen on 2 targets" in text
+    assert "-5.00 with 0.0003, -1.00 with 0.003, -2.00 with 0.03." in text
 
 
 def test_margin_is_that_of_the_wanted_class_over_the_best_other():
@@ -92,9 +94,10 @@ def test_command_writes_no_page_where_nothing_was_run(tmp_path, capsys):
 def test_small_version_attacks_within_the_bound_and_retrains_every_victim(monkeypatch):
     monkeypatch.setattr(deep_victim, "POOL", 100)
     monkeypatch.setattr(deep_victim, "TEST", 60)
+    monkeypatch.setattr(deep_victim, "FIRST_CHOICE", 40)
     deep_victim.scene_of.cache_clear()
     few = {"training": 3, "steps": {"penalty": 2, "feature-collision": 2}, "batch": 50}
-    (cell,), (choice,) = deep_victim.cells(1, rows=200), deep_victim.choice_cells(1, 1, rows=200)
+    (cell,), (choice,) = deep_victim.cells(1, rows=200), deep_victim.choice_cells(1, rows=200)
     found = deep_victim.run(dict(cell.settings) | few, torch.device("cpu"))
     assert found["label"] != found["wanted"]
     assert [run["method"] for run in found["runs"]] == list(METHODS)

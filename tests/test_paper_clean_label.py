@@ -91,6 +91,21 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     assert moved["options"] == {"rate": 1.0, "points": "steepest"}, "but the same optimizer"
     summary = clean_label_page.write([*cells, *others, *choice], tmp_path)
     assert summary["inception"]["medians"]["penalty"] == 1
+    text = (tmp_path / "clean-label.md").read_text()
+    assert "| Penalty with the paper's settings | 2 of 2 | 2.5 |" in text, "what was run before is shown, too"
+    assert "The first 2 targets were run with other settings before" in text
+    assert "No others have been run." in text
+    later = [(s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
+             for s, f in [*cells[1:], *others]]  # fmt: skip
+    clean_label_page.write([*cells, *others, *choice, *later], tmp_path)
+    assert "On the others: Over 2 targets, Algorithm 1" in (tmp_path / "clean-label.md").read_text()
+
+
+def test_a_gain_that_the_control_has_too_is_not_laid_to_the_lower_level():
+    same = [(2, 6), (3, 8), (2, 6), (3, 7)]
+    cells = [*kept(same), *((s | {"method": "collision-adam"}, f) for s, f in kept(same) if s["method"] == "penalty")]
+    assert "rather than to the lower level" in clean_label_page._worth(cells)
+    assert clean_label_page._worth(kept(same)) == "", "the control was not run"
 
 
 # -- many targets in one tensor ----------------------------------------------------------------------------------------

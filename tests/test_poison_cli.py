@@ -250,6 +250,10 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
     [
         (["--points", "4", "--fraction", "0.1"], "Give either --points or --fraction; got both."),
         (["--fraction", "1.5"], "--fraction must be above 0 and below 1; got 1.5."),
+        (
+            ["--attack", "targeted", "--target-class", "1", "--as", "2", "--audit", "--cost", "5"],
+            "--cost is for --attack untargeted, whose audit counts lost accuracy; got targeted.",
+        ),
         (["--attack", "targeted", "--as", "3"], "--attack targeted needs --target-class."),
         (["--attack", "clean-label", "--epsilon", "1"], "--attack clean-label needs --target."),
         (["--attack", "clean-label", "--target", "0"], "--attack clean-label needs --epsilon."),

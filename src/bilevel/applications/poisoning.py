@@ -5,8 +5,9 @@
 The labels of the points are fixed; u is their inputs. The lower variable starts from the victim as trained on clean
 data, at w. Of a network, g has many minimisers, and the one that serves f best gives the target what is wanted with no
 help of the points, off the way that training takes: the points would have nothing to learn. So v is tethered. g has
-mu/2 |v - w|^2 more, which is to training what a limited number of steps is (Ali, Kolter and Tibshirani, *A
-continuous-time view of early stopping for least squares*, AISTATS 2019).
+mu/2 |v - w|^2 more, which is to further training from w what a limited number of steps is (Ali, Kolter and Tibshirani,
+*A continuous-time view of early stopping for least squares*, AISTATS 2019). A victim that is trained from scratch is
+not trained from w: what the points do to it is measured, not implied.
 
 What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the attack's
 own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
@@ -51,7 +52,7 @@ STEPS = 500
 RATE, LOWER_RATE = 0.03, 0.01
 """Of the points, as a share of the room that they have, and of a whitened victim."""
 TETHER = 0.03
-"""mu for networks. Tenths of it leave v too free, tenfold it the points are told little more than the first slope."""
+"""mu for networks. Far less leaves v too free, tenfold it the points are told little more than the first slope."""
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ def command(
         raise OptionError(f"--norm {norm} says what --epsilon measures; give --epsilon, too.")
     if cost is not None and not audit:
         raise OptionError(f"--cost {cost:g} is what --audit looks for; give --audit, too.")
+    if cost is not None and attack != "untargeted":
+        raise OptionError(f"--cost is for --attack untargeted, whose audit counts lost accuracy; got {attack}.")
     _refuse(asked)
     loaded = load(data, label=label, test=test)
     net = classifier_of(model, loaded, where, seed)

@@ -105,6 +105,16 @@ def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tupl
     ]  # fmt: skip
 
 
+def earlier(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
+    """Penalty with options that were not taken, on targets that are no choice's."""
+    taken = _own("penalty", best(kept, features))["options"]
+    return [
+        (settings, found) for settings, found in kept
+        if settings["features"] == features and "part" not in settings
+        and settings["method"] == "penalty" and settings["options"] != taken
+    ]  # fmt: skip
+
+
 def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any]:
     """The candidate whose smallest epsilons have the least mean; the paper's where not all were run."""
     means = []

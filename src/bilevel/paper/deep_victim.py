@@ -48,10 +48,10 @@ RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
 KNOWN, OTHERS = 0, (1, 2)
 """The first weights that the attack knows, by their seed, and those of other victims."""
 COLLISION_RATE = 0.01
-TETHERS = (0.003, 0.03, 0.3)
+TETHERS = (0.0003, 0.003, 0.03)
 """Prices of the tether of Penalty's lower variable that are compared."""
-CHOICE, CHOICE_TARGETS = "choice", 2
-"""They are compared on the targets after those of the table."""
+CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
+"""They are compared on the targets from the thousandth on, which no table has."""
 
 
 def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[Cell]:
@@ -59,10 +59,16 @@ def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -
     return [Cell(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
 
 
-def choice_cells(targets: int = TARGETS, choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
-    """Penalty alone, with every tether, on the targets after those of the table."""
-    after = range(targets, targets + choose)
-    return [Cell({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in after]
+def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
+    """Penalty alone, with every tether, on targets that no table has."""
+    some = range(FIRST_CHOICE, FIRST_CHOICE + choose)
+    return [Cell({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
+
+
+def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
+    """The cells with the settings of now: a file may hold others."""
+    now = {"steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps}
+    return [pair for pair in kept if now == {key: pair[0].get(key) for key in now}]
 
 
 def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
 def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, float]:
     """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
     found: dict[float, list[float]] = {}
-    for settings, one in kept:
+    for settings, one in current(kept):
         if settings.get("part") == CHOICE and settings["rows"] == rows:
             for tether, run in zip(settings["tethers"], one["runs"], strict=True):
                 found.setdefault(tether, []).extend(run["margins"])
@@ -211,7 +217,7 @@ def scene_of(rows: int, device: str, training: int) -> Scene:
 
 def of(kept: Iterable[tuple[Settings, Found]], method: str) -> dict[tuple[int, int], dict[str, Any]]:
     """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
-    pairs = list(kept)
+    pairs = current(list(kept))
     taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
     found = {}
     for settings, one in pairs:

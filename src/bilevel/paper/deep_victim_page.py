@@ -10,7 +10,22 @@ from scipy import stats
 
 from ..applications.poisoning import TETHER
 from ..whole import write_whole
-from .deep_victim import BATCH, CHOICE, EPSILON, METHODS, OTHERS, POINTS, ROWS, STEPS, TEST, best, of, shares, tried
+from .deep_victim import (
+    BATCH,
+    CHOICE,
+    EPSILON,
+    METHODS,
+    OTHERS,
+    POINTS,
+    ROWS,
+    STEPS,
+    TEST,
+    best,
+    current,
+    of,
+    shares,
+    tried,
+)
 from .denoising_numbers import devices
 from .filed import Kept
 from .markdown import table
@@ -22,6 +37,7 @@ LEVEL = 0.05
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     """Write the page; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept = current(kept)
     found = {method: shares(kept, method) for method in METHODS}
     rows = []
     for method, one in found.items():

@@ -52,16 +52,24 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 """What was tried for our own Penalty: upper steps, the factor of the scores in the objective, and whether the images
 that the objective is of come shifted by one pixel up, down, left and right, too (4) or not (0)."""
+OTHERS = ("approx-grad", "rmd")
+OTHER_CANDIDATES: tuple[dict[str, Any], ...] = (
+    {}, {"rate": 0.03}, {"factor": 1.5, "shifts": 0}, {"factor": 1.5, "shifts": 0, "rate": 0.03},
+)  # fmt: skip
+"""What was tried for these: the paper's objective or ours, and two upper rates (0.1 where none is named)."""
 Choice = Mapping[str, dict[str, Any]]
-"""One candidate for each attack."""
+"""One candidate of Penalty for each attack, and under "attack, column" one of each other column."""
 BEFORE_THE_CHOICE: Choice = {UNTARGETED: CANDIDATES[UNTARGETED][4], TARGETED: CANDIDATES[TARGETED][0]}
 """What is run where the part `choice` is not finished."""
 CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
+WEIGHT_PERCENTS = (3, 6)
 CHOICE, TABLE, WEIGHTS, HYPER, EFFECT = "choice", "table", "weight", "table-6", "effect-of-T"
 PARTS = (CHOICE, TABLE, WEIGHTS, HYPER, EFFECT)
 LOWER_STEPS = (1, 5, 10, 20)
 """T of Figure 5(c); our own setting has 0."""
 EFFECT_STEPS = 200
+EFFECT_OPTIONS = {"factor": 1.5, "shifts": 0, "rate": 0.03}
+"""Of both methods there: the same objective on the same images, at one upper rate."""
 
 
 @dataclass(frozen=True)
@@ -112,27 +120,48 @@ HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
 def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
     """The candidate of each attack that is strongest in the mean over the shares of the part `choice`."""
     out = dict(BEFORE_THE_CHOICE)
-    for attack, candidates in CANDIDATES.items():
-        means = [mean_of(kept, attack, candidate) for candidate in candidates]
+    for attack, column in product(CANDIDATES, ("penalty", *OTHERS)):
+        candidates = candidates_of(attack, column)
+        means = [mean_of(kept, attack, column, candidate) for candidate in candidates]
         known = [mean for mean in means if mean is not None]
         if len(known) == len(means):
-            out[attack] = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
+            taken = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
+            out[attack if column == "penalty" else f"{attack}, {column}"] = taken
     return out
 
 
-def mean_of(kept: Sequence[tuple[Settings, Found]], attack: str, candidate: Mapping[str, Any]) -> float | None:
+def candidates_of(attack: str, column: str) -> tuple[dict[str, Any], ...]:
+    return CANDIDATES[attack] if column == "penalty" else OTHER_CANDIDATES
+
+
+def mean_of(
+    kept: Sequence[tuple[Settings, Found]], attack: str, column: str, candidate: Mapping[str, Any]
+) -> float | None:
     """Of what a candidate came to, over the shares; None where one was not run."""
-    place = {"part": CHOICE, "attack": attack, **candidate}
-    found = [result[MEASURES[attack]] for settings, result in kept if place.items() <= settings.items()]
+    found = [result[MEASURES[attack]] for _, result in tried(kept, attack, column, candidate)]
     return statistics.fmean(found) if len(found) == len(CHOICE_PERCENTS) else None
 
 
-def choice_cells(attacks: Sequence[str]) -> list[Cell]:
+def tried(
+    kept: Sequence[tuple[Settings, Found]], attack: str, column: str, candidate: Mapping[str, Any]
+) -> list[tuple[Settings, Found]]:
+    """The cells of a candidate."""
+    wanted = [_candidate(attack, column, percent, candidate) for percent in CHOICE_PERCENTS]
+    return [pair for pair in kept if dict(pair[0]) in wanted]
+
+
+def _candidate(attack: str, column: str, percent: int, candidate: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"unseen": True} if attack == TARGETED else {}  # measured on images that the attack has not seen, as it ought
+    return _settings(CHOICE, attack, column, percent, CHOICE_SEED) | dict(candidate) | own
+
+
+def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *OTHERS)) -> list[Cell]:
     """Every candidate, on a seed that is not in the table."""
-    found = []
-    for percent, attack in product(CHOICE_PERCENTS, attacks):
-        for candidate in CANDIDATES[attack]:
-            found.append(_settings(CHOICE, attack, "penalty", percent, CHOICE_SEED) | candidate)
+    found = [
+        _candidate(attack, column, percent, candidate)
+        for column in ("penalty", *OTHERS) if column in columns
+        for percent, attack in product(CHOICE_PERCENTS, attacks) for candidate in candidates_of(attack, column)
+    ]  # fmt: skip
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
 
 
@@ -144,9 +173,9 @@ def cells(
     if TABLE in parts:
         found += _table(attacks, columns, seeds, choice)
     if WEIGHTS in parts:
-        for seed, column in product(range(seeds), ("clean", "flipping", "penalty")):
-            for percent in (0,) if column == "clean" else (3, 6):
-                settings = _settings(WEIGHTS, UNTARGETED, column, percent, seed, choice) | {"weight": PAPER_WEIGHT}
+        for seed, column, attack in product(range(seeds), ("clean", "flipping", "penalty"), attacks):
+            for percent in (0,) if column == "clean" else WEIGHT_PERCENTS:
+                settings = _settings(WEIGHTS, attack, column, percent, seed, choice) | {"weight": PAPER_WEIGHT}
                 found.append((settings, (4.0, seed, 0.0)))
     if HYPER in parts:
         for seed, (name, values) in product(range(seeds), HYPERPARAMETERS.items()):
@@ -155,8 +184,8 @@ def cells(
                 found.append((settings | {"varied": name, "value": value, "options": options}, (3.0, seed, 1.0)))
     if EFFECT in parts:
         for seed, column, T in product(range(min(seeds, 2)), ("penalty", "approx-grad"), LOWER_STEPS):
-            settings = _settings(EFFECT, UNTARGETED, column, 6, seed, choice) | {"T": T, "steps": EFFECT_STEPS}
-            found.append((settings, (2.5, seed)))
+            settings = _settings(EFFECT, UNTARGETED, column, 6, seed) | {"T": T, "steps": EFFECT_STEPS}
+            found.append((settings | EFFECT_OPTIONS, (2.5, seed)))
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
@@ -199,4 +228,4 @@ def _settings(
     if column == "penalty":
         return common | choice[attack]
     own: dict[str, Any] = {"bases": SOURCE} if column == "flipping" and attack == TARGETED else {}
-    return common | {"steps": STEPS[column]} | own
+    return common | {"steps": STEPS[column]} | own | choice.get(f"{attack}, {column}", {})

@@ -21,7 +21,7 @@ from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
-from .poisoning import CHOICE, SOURCE, SPLITS, TABLE, TARGETED, UNTARGETED, WANTED
+from .poisoning import CHOICE, CHOICE_SEED, SOURCE, SPLITS, TABLE, TARGETED, UNTARGETED, WANTED
 
 loaded = cache(load)
 ITERATIONS = 500
@@ -41,8 +41,8 @@ class Task:
         self.recipe = Recipe(optimizer="lbfgs", steps=ITERATIONS, decay=float(settings["weight"]))
 
     def goal(self, settings: Settings) -> Goal:
-        """Our own objective with the factor and the shifts of a cell of `penalty`; else the paper's."""
-        ours = settings["column"] == "penalty"
+        """Our own objective with the factor and the shifts of a cell that has them; else the paper's."""
+        ours = "factor" in settings
         objective: Callable[[Tensor, Tensor], Tensor]
         if self.attack == TARGETED:
             objective = partial(_scaled, shortfall, settings["factor"]) if ours else torch.nn.functional.cross_entropy
@@ -89,7 +89,8 @@ def for_the_choice(kind: str) -> Pair:
     x, y = data.part("test") if kind == UNTARGETED else (data.x, data.y)
     rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     if kind == TARGETED:
-        rows = rows[y[rows] == SOURCE]
+        seen = torch.cat(rows_of(TARGETED, CHOICE_SEED)[:2])
+        rows = rows[(y[rows] == SOURCE) & ~torch.isin(rows, seen)]
     return x[rows[:5000]], y[rows[:5000]]
 
 
@@ -97,22 +98,23 @@ def for_the_choice(kind: str) -> Pair:
 def split(kind: str, seed: int) -> tuple[Pair, Pair, Pair]:
     """The examples of a seed. Untargeted: drawn from MNIST's training part. Targeted: every class alike, those for the
     test from MNIST's test part."""
-    data = loaded("mnist")
-    generator = torch.Generator().manual_seed(seed)
+    data, (first, second, third) = loaded("mnist"), rows_of(kind, seed)
+    x, y = data.part("test") if kind == TARGETED else (data.x, data.y)
+    return (data.x[first], data.y[first]), (data.x[second], data.y[second]), (x[third], y[third])
+
+
+def rows_of(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which images those are; the last, targeted, of MNIST's test part."""
+    data, counts, generator = loaded("mnist"), SPLITS[kind], torch.Generator().manual_seed(seed)
     order = torch.randperm(data.count, generator=generator)
-    counts = SPLITS[kind]
     if kind == UNTARGETED:
         first, second, third = torch.split(order[: sum(counts)], list(counts))
-        parts = [(data.x, data.y, first), (data.x, data.y, second), (data.x, data.y, third)]
-    else:
-        x_test, y_test = data.part("test")
-        drawn = _alike(data.y, order, counts[0] + counts[1])
-        first = torch.cat([rows[: counts[0] // 10] for rows in drawn])
-        second = torch.cat([rows[counts[0] // 10 :] for rows in drawn])
-        of_test = torch.cat(_alike(y_test, torch.randperm(len(y_test), generator=generator), counts[2]))
-        parts = [(data.x, data.y, first), (data.x, data.y, second), (x_test, y_test, of_test)]
-    train, validation, test = ((x[rows], y[rows]) for x, y, rows in parts)
-    return train, validation, test
+        return first, second, third
+    y_test = data.part("test")[1]
+    drawn = _alike(data.y, order, counts[0] + counts[1])
+    first = torch.cat([rows[: counts[0] // 10] for rows in drawn])
+    second = torch.cat([rows[counts[0] // 10 :] for rows in drawn])
+    return first, second, torch.cat(_alike(y_test, torch.randperm(len(y_test), generator=generator), counts[2]))
 
 
 def _alike(y: Tensor, order: Tensor, count: int) -> list[Tensor]:
@@ -163,7 +165,7 @@ def pictures(kind: str, poison: Poison) -> dict[str, Any]:
 
 def method(settings: Settings) -> Method | None:
     """What a column runs; None: the default of `attack`."""
-    adam = partial(torch.optim.Adam, lr=0.1)
+    adam = partial(torch.optim.Adam, lr=settings.get("rate", 0.1))
     T = settings.get("T")
     match settings["column"]:
         case "approx-grad":
@@ -182,6 +184,6 @@ def method(settings: Settings) -> Method | None:
     if T is not None:
         options["lower_steps"] = T
     return Penalty(
-        mode="stochastic", warm_up=0.0, upper_optimizer=partial(torch.optim.Adam, lr=0.03),
+        mode="stochastic", warm_up=0.0, upper_optimizer=partial(torch.optim.Adam, lr=settings.get("rate", 0.03)),
         lower_optimizer=partial(torch.optim.Adam, lr=0.01), **options,
     )  # fmt: skip

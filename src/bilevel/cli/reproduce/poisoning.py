@@ -52,7 +52,7 @@ def poisoning(
     kinds = words("--attacks", attacks, tuple(study.PAPER))
     some = words("--columns", columns, tuple(study.COLUMNS))
     run_filed(
-        "poisoning", study.choice_cells(kinds) if study.CHOICE in wanted else [], poisoning_runs.run,
+        "poisoning", study.choice_cells(kinds, some) if study.CHOICE in wanted else [], poisoning_runs.run,
         poisoning_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
         where=where_of(workers, ray), then=lambda kept: study.cells(wanted, kinds, some, seeds, study.best(kept)),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def clean_label(
 
 
 def deep_victim(
-    targets: Annotated[int, typer.Option(min=1, help="Test images, drawn with a fixed seed.")] = 20,
+    targets: Annotated[int, typer.Option(min=1, max=1000, help="Test images, drawn with a fixed seed.")] = 20,
     rows: Annotated[int, typer.Option(min=100, help="Images that the victim is trained on; the poison is 1%.")] = 5000,
     choose: Annotated[
         int, typer.Option(min=0, help="Further images that the tether of Penalty is chosen on; 0: the default.")
@@ -115,7 +115,7 @@ def deep_victim(
 
     function = partial(study.run, device=device_of(device))
     run_filed(
-        "deep-victim", study.choice_cells(targets, choose, rows=rows), partial(beside, function, workers),
+        "deep-victim", study.choice_cells(choose, rows=rows), partial(beside, function, workers),
         deep_victim_page.write, folders_of(out, page), no_run=no_run, json=json, deadline=deadline_in(minutes),
         where=where_of(workers, None), then=lambda kept: study.cells(targets, rows=rows, tether=study.best(kept, rows)),
     )  # fmt: skip

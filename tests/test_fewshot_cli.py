@@ -326,6 +326,26 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
     assert f"| {conv} | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |" in text
 
 
+def test_omniglots_further_seeds_are_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):
+    cells = study.cells([study.TABLE], ["omniglot"], ["penalty", "paper"], 2, ["conv4"])
+    later = [c.settings for c in cells if c.settings["seed"] == 1]
+    assert sorted((s["method"], s["ways"], s["shots"], s.get("also")) for s in later if s["method"] == "penalty") == [
+        ("penalty", 5, 1, 20), ("penalty", 5, 5, 20),
+    ]  # fmt: skip
+    assert len([s for s in later if s["method"] == "paper"]) == 4, "whose training has the ways of the test"
+    classes = load_classes(folder)
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
+    settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 1) | {
+        "steps": 2, "train_ways": 2, "tasks": 2, "queries": 2, "points": 1, "test_tasks": 10, "test_queries": 3,
+        "also": 2,
+    }  # fmt: skip
+    found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
+    assert found["also"] == {"accuracy": found["accuracy"], "interval": found["interval"]}, "the same tasks here"
+    one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1}
+    shown = few_shot_page.apart([(later[0], one)])
+    assert [(s["ways"], f["accuracy"], "also" in {**s, **f}) for s, f in shown] == [(5, 0.99, False), (20, 0.9, False)]
+
+
 def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_path):
     found = {"accuracy": 0.7, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
              "weights": 3_807_328, "device": "CPU", "kept_step": 1800}  # fmt: skip

@@ -49,7 +49,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     """Write the figures and the page into a folder; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     mine = timed([pair for pair in kept if pair[1].get("accuracy") is not None], chosen(kept, part=TIME))
-    cells = longest(chosen(mine, part=TABLE))
+    cells = longest(apart(chosen(mine, part=TABLE)))
     said = findings(_finished(cells))
     text = [
         "# Few-shot learning: one representation, many tasks",
@@ -74,6 +74,18 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     ]
     write_whole(folder / "few-shot.md", "\n\n".join(text) + "\n")
     return {"cells": len(mine), "findings": said}
+
+
+def apart(cells: Sequence[Kept]) -> list[Kept]:
+    """A cell for each number of ways, where one was tried with two."""
+    out: list[Kept] = []
+    for settings, found in cells:
+        own = {key: value for key, value in settings.items() if key != "also"}
+        out.append((own, {key: value for key, value in found.items() if key != "also"}))
+        if "also" in found:
+            kept = {key: value for key, value in found.items() if key not in ("also", "accuracy_of_means", "curve")}
+            out.append((own | {"ways": settings["also"]}, kept | found["also"]))
+    return out
 
 
 def timed(cells: Sequence[Kept], times: Sequence[Kept]) -> list[Kept]:

@@ -134,6 +134,11 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         "weights": sum(p.numel() for p in network.parameters()),
         "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip
+    if "also" in settings:
+        more = _evaluate(
+            settings, network, TaskSampler(unseen, settings["also"], settings["shots"], queries), tasks, seed
+        )
+        found["also"] = {"accuracy": more.accuracy, "interval": more.interval}
     if not prototypes:
         means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed)
         found["accuracy_of_means"] = means.accuracy

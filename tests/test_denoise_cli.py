@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits, load_iris
 
 from bilevel.cli.main import main
 from bilevel.data import load
+from bilevel.errors import ProblemError
 
 QUICK = ["--steps", "40", "--no-baselines"]
 
@@ -94,6 +95,34 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
     assert "holds a run that is finished, with other settings" in capsys.readouterr().err
     assert json.loads((tmp_path / "result.json").read_text()) == found
+
+
+def test_noise_on_a_few_rows_is_made_and_the_rows_have_the_keys_of_the_file_written(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(26, 3)), np.arange(26) % 2
+    for rows, trusted in ((10, 4), (26, 6)):
+        out = tmp_path / str(rows)
+        np.savez(tmp_path / "few.npz", x=x[:rows], y=y[:rows])
+        words = ["--trusted", trusted, "--noise", 0.3, "--steps", 5, "--out", out]
+        assert run(tmp_path / "few.npz", *words) == 0
+        assert len(rows_of(out)) == rows - trusted
+    assert [row["key"] for row in rows_of(out)] == list(load(out / "noisy.npz").keys)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new folder", "over a run that is finished"])
+def test_run_that_is_refused_on_its_way_leaves_nothing_of_itself(arrays, tmp_path, capsys, monkeypatch, before):
+    out = tmp_path / "r"
+    if before:
+        assert run(arrays, *QUICK, "--out", out) == 0
+    held = {path.name: path.read_bytes() for path in out.glob("*")}
+
+    def diverged(*_: object) -> None:
+        assert (out / "noisy.npz").exists()
+        raise ProblemError("it diverged.")
+
+    monkeypatch.setattr("bilevel.cli.denoise._run", diverged)
+    assert run(arrays, "--noise", 0.3, *QUICK, "--out", out) == 1
+    assert "it diverged." in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.glob("*")} == held
 
 
 def test_table_with_text_and_missing_values(tmp_path, capsys):

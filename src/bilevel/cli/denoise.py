@@ -132,10 +132,10 @@ def command(
             print("note: this run is finished already.", file=sys.stderr)
             tell(done or {}, show, json=json, report=folder.path / "report.html")
         return
-    if noise is not None and first:
-        prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
-    with resumable(checkpoint, first=first):
+    with resumable(checkpoint, first=first, files=(NOISY,)):
+        if noise is not None and first:
+            prepared = replace(prepared, data=write_noisy(folder, prepared.data))
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
     if not first:
         return

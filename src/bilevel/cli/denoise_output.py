@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import __version__
 from ..applications.classifiers import Classifier
 from ..applications.cleaning import Cleaned, Prepared, as_bytes, thumbnails
-from ..data import Labelled, load
+from ..data import Labelled
+from ..data.arrays import array_keys
 from ..report import Table as ReportTable
 from ..report.review import SIDE, Review, Suspect, render_review
 from ..report.values import cell_text
@@ -54,7 +55,7 @@ def write_noisy(folder: Folder, data: Labelled) -> Labelled:
             arrays["y" + suffix] = names[pair[1].numpy()]
     with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    return replace(data, positions=np.arange(data.count), keys=load(folder.path / NOISY).keys)
+    return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
 
 
 def apply_command(source: str, label: str | None) -> str:

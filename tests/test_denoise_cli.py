@@ -205,6 +205,7 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
         (["digits", "--noise", "1.5"], 2, "noise must be"),
         (["digits", "--noise", "0.1", "--trusted", "5"], 1, "every class"),
         (["{plain}"], 2, "--trusted is needed"),
+        (["{same}"], 1, "all its 1,517 rows are"),
         (["{cut}"], 1, "cut.npz"),
         (["{arrays}", "--apply", "decisions.csv"], 2, "--apply needs --out"),
         (["{arrays}", "--apply", "nowhere.csv", "--out", "{tmp}/c.npz"], 1, "nowhere.csv"),
@@ -216,9 +217,11 @@ def test_wrong_input_is_answered_with_one_sentence_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     held = np.load(arrays)
     np.savez(tmp_path / "plain.npz", x=held["x"], y=held["y"])
+    parts = {name: held[name] for name in ("x", "y", "x_trusted", "y_trusted")}
+    np.savez(tmp_path / "same.npz", **parts, x_test=held["x"], y_test=held["y"])
     (tmp_path / "cut.npz").write_bytes(arrays.read_bytes()[:20_000])
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    paths = {"arrays": arrays, "plain": tmp_path / "plain.npz", "cut": tmp_path / "cut.npz", "tmp": tmp_path}
+    paths = {name: tmp_path / f"{name}.npz" for name in ("plain", "same", "cut")} | {"arrays": arrays, "tmp": tmp_path}
     assert run(*(a.format(**paths) for a in arguments)) == code
     told = capsys.readouterr()
     assert words in told.err

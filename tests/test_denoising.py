@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -431,6 +432,55 @@ def test_one_class_is_refused():
     data = small(trusted=(torch.zeros(4, 5), torch.tensor([0, 1, 2, 1])))
     with pytest.raises(DataError, match="at least two classes"):
         prepare(Labelled("one", "arrays", data.x, data.y * 0, data.classes, data.keys, trusted=data.trusted))
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(60, "not in the test set or the held-out part; all its 60 rows are"), (59, "without the 59 rows in the test")],
+)
+def test_data_of_which_the_test_set_leaves_nothing_to_learn_is_refused(last, words):
+    data = small(trusted=(torch.zeros(3, 5), torch.arange(3)))
+    with pytest.raises(DataError, match=words):
+        prepare(replace(data, test=(data.x[:last], data.y[:last])))
+
+
+def test_test_rows_that_are_trusted_too_are_left_out_of_the_test_set():
+    data, trusted = small(), small(100)
+    known = trusted.x[60:72], trusted.y[60:72]
+    test = torch.cat([known[0][:5], data.x[:2], known[0][:1] + 1]), torch.cat([known[1][:5], data.y[:2], known[1][:1]])
+    prepared = prepare(replace(data, trusted=known, test=test))
+    assert len(prepared.trusted[1]) == 12
+    assert torch.equal(prepared.data.test[0], test[0][5:])
+    assert torch.equal(prepared.data.test[1], test[1][5:])
+    assert prepared.data.count == 58
+    assert (
+        "5 rows of the test set are in the trusted set, too, which is trained on; they are left out." in prepared.notes
+    )
+    with pytest.raises(DataError, match=r"the test set must have rows that are not in the trusted set; all its 12 rows"):
+        prepare(replace(data, trusted=known, test=known))
+
+
+def test_held_out_rows_that_are_in_the_rest_of_the_trusted_set_are_left_out():
+    data, more = small(), small(460)
+    x, y = more.x[60:].clone(), more.y[60:].clone()
+    x[::2], y[::2] = x[1::2], y[1::2]
+    x[:60] = more.x[60:120]
+    prepared = prepare(replace(data, trusted=(x, y)))
+    left = {row.numpy().tobytes() for row in prepared.trusted[0]}
+    assert prepared.held_out
+    assert 0 < len(prepared.data.test[1]) < 80
+    assert len(prepared.trusted[1]) == 320
+    assert not any(row.numpy().tobytes() in left for row in prepared.data.test[0])
+    assert any("of the held-out part are in the trusted set, too" in note for note in prepared.notes)
+
+
+def test_trusted_set_of_few_different_rows_has_none_held_out():
+    data, more = small(), small(90)
+    prepared = prepare(replace(data, trusted=(more.x[60:].repeat(20, 1), more.y[60:].repeat(20))))
+    assert not prepared.held_out
+    assert prepared.data.test is None
+    assert len(prepared.trusted[1]) == 600
+    assert any("as its rows are in the rest of it, too" in note for note in prepared.notes)
 
 
 def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set_is_enough():

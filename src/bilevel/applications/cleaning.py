@@ -96,31 +96,56 @@ def prepare(
     _refuse_missing(data)
     notes += _duplicates(data)
     if data.test is None:
-        kept = data.part("trusted")
-        count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
-        if count >= LEAST_TRUSTED and least >= LEAST_OF_CLASS:
-            held_out = True
-            whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
-            parted = split_test(whole, share=HELD_OUT, seed=seed)
-            data = replace(data, trusted=(parted.x, parted.y), test=parted.test)
-            part = counted(count - parted.count, "row")
-            notes.append(f"A fifth of the trusted set, {part}, is held out to measure accuracies.")
-        else:
-            notes.append(
-                "No accuracy is measured: there is no test set, and the trusted one, with "
-                f"{counted(count, 'row')} and {least} of its rarest class, is too small to hold a part of it out: "
-                f"that takes {LEAST_TRUSTED} rows, and {LEAST_OF_CLASS} of each class."
-            )
+        data, held_out, more = _held_out(data, seed)
+    else:
+        data, more = _untrained(data)
+    notes += more
     if data.test is not None:
+        rows = data.count
         data, truth, more = _apart(data, truth)
         notes += more
+        _refuse_missing(data, rows - data.count)
     return Prepared(data, truth, held_out, tuple(notes))
 
 
-def _refuse_missing(data: Labelled) -> None:
+def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
+    """The data with a fifth of the trusted set as the test set, whether it could be had, and notes."""
+    kept = data.part("trusted")
+    count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
+    if count < LEAST_TRUSTED or least < LEAST_OF_CLASS:
+        note = (
+            f"No accuracy is measured: there is no test set, and the trusted one, with {counted(count, 'row')} and "
+            f"{least} of its rarest class, is too small to hold a part of it out: that takes {LEAST_TRUSTED} rows, and "
+            f"{LEAST_OF_CLASS} of each class."
+        )
+        return data, False, [note]
+    whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
+    parted = split_test(whole, share=HELD_OUT, seed=seed)
+    part = counted(count - parted.count, "row")
+    try:
+        data, notes = _untrained(replace(data, trusted=(parted.x, parted.y), test=parted.test), "held-out part")
+    except DataError:
+        note = (
+            "No accuracy is measured: there is no test set, and a part of the trusted one cannot be held out, as its "
+            "rows are in the rest of it, too."
+        )
+        return data, False, [note]
+    return data, True, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
+
+
+def _refuse_missing(data: Labelled, out: int = 0) -> None:
+    """Refuse data that nothing can be learnt of; `out` rows of it were left out, as they are in the test set."""
+    if not data.count:
+        raise DataError(
+            "the data must have rows that are not in the test set or the held-out part; all its "
+            f"{counted(out, 'row')} are. Give another test set."
+        )
     present, known = (set(labels.tolist()) for labels in (data.y, data.part("trusted")[1]))
     if len(present) < 2:
-        raise DataError(f"the data must have at least two classes; all its labels are {data.classes[present.pop()]!r}.")
+        without = f"without the {counted(out, 'row')} in the test set or the held-out part, " if out else ""
+        raise DataError(
+            f"the data must have at least two classes; {without}all its labels are {data.classes[present.pop()]!r}."
+        )
     if missing := [data.classes[c] for c in sorted(present - known)]:
         names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         raise DataError(
@@ -131,7 +156,7 @@ def _refuse_missing(data: Labelled) -> None:
 
 def _duplicates(data: Labelled) -> list[str]:
     """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
-    twins = _twins(data, data.part("trusted"))
+    twins = _twins(data.x, data.part("trusted"))
     found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
     if not found:
         return []
@@ -141,9 +166,26 @@ def _duplicates(data: Labelled) -> list[str]:
     return [f"{rows} {are} in the trusted set, too, {other} of them with another label; {stay}."]
 
 
+def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
+    """The data without test rows that are in the trusted set, which is trained on; `name` is that of the test part."""
+    x, y = data.part("test")
+    rows = torch.tensor([twin is None for twin in _twins(x, data.part("trusted"))])
+    if bool(rows.all()):
+        return data, []
+    if not bool(rows.any()):
+        raise DataError(
+            f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Give "
+            "another one, or none."
+        )
+    out = int((~rows).sum())
+    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
+    note = f"{counted(out, 'row')} of the {name} {are} in the trusted set, too, which is trained on; {left}."
+    return replace(data, test=(x[rows], y[rows])), [note]
+
+
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
     """The data without rows that are in the test set, which must not be trained on."""
-    rows = np.flatnonzero([twin is None for twin in _twins(data, data.part("test"))])
+    rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
     if len(rows) == data.count:
         return data, truth, []
     out = data.count - len(rows)
@@ -152,10 +194,10 @@ def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | Non
     return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
 
 
-def _twins(data: Labelled, pair: Pair) -> list[int | None]:
-    """For each row of the data the label that the same row has in the pair, where it is there."""
+def _twins(x: Tensor, pair: Pair) -> list[int | None]:
+    """For each row of x the label that the same row has in the pair, where it is there."""
     known = {row.numpy().tobytes(): int(label) for row, label in zip(*pair, strict=True)}
-    return [known.get(row.numpy().tobytes()) for row in data.x]
+    return [known.get(row.numpy().tobytes()) for row in x]
 
 
 def clean(

@@ -7,6 +7,7 @@ and stands in for it, if it is large enough.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ PER_CLASS = 10
 HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
 """The share of the trusted set that stands in for a test set, and the rows, in all and of a class, that it needs."""
 AS_GOOD = 0.005
-"""A difference in accuracy that is none."""
+"""A difference in accuracy that is none, however many rows it is of."""
 Noise = Literal["symmetric", "asymmetric"]
 
 
@@ -263,19 +264,27 @@ def _told(tell: Tell, stage: str, total: int, done: int) -> None:
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
-    ours = accuracies.get("denoised")
+    """A note for each way of training that does as well as denoising, as far as the rows measured on can tell."""
+    if "denoised" not in accuracies:
+        return ()
+    ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
     ways = {
         "labels as they are": "the labels as they are",
-        "trusted set alone": f"the {len(prepared.trusted[1]):,} trusted rows alone",
+        "trusted set alone": f"the {counted(len(prepared.trusted[1]), 'trusted row')} alone",
     }
-    found = [(accuracies[name], text) for name, text in ways.items() if name in accuracies]
-    if ours is None or not found or max(found)[0] < ours - AS_GOOD:
-        return ()
-    best, text = max(found)
-    return (
-        f"For a classifier, training on {text} is as good or better here: {100 * best:.1f}% against {100 * ours:.1f}%. "
-        "The suspects may be worth a look all the same.",
-    )
+    rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
+    found = [
+        f"For a classifier, training on {text} is as good or better, as far as the {rows} can tell: "
+        f"{100 * theirs:.1f}% against {100 * ours:.1f}%."
+        for name, text in ways.items()
+        if (theirs := accuracies.get(name)) is not None and theirs >= ours - _margin(ours, theirs, count)
+    ]
+    return (*found, "The suspects may be worth a look all the same.") if found else ()
+
+
+def _margin(a: float, b: float, count: int) -> float:
+    """A difference in accuracy that is none: the standard error of that of two shares of `count` rows, or AS_GOOD."""
+    return max(AS_GOOD, math.sqrt((a * (1 - a) + b * (1 - b)) / count))
 
 
 def as_bytes(x: Tensor) -> np.ndarray:

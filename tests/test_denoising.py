@@ -136,6 +136,24 @@ def test_folder_of_a_run_that_was_stopped_in_its_first_training_is_not_taken_for
     denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, resume=True, steps=40)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_model_of_any_type_of_numbers_has_checkpoints_to_go_on_from(dtype, tmp_path):
+    prepared = digits()
+    x, y = prepared.data.x, prepared.data.y
+    made = partial(denoise, trusted=prepared.trusted, steps=8, checkpoint=tmp_path)
+
+    def stop(name: str, done: int, total: int) -> None:
+        if name == "round 1":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made((x, y), model=network().to(dtype), watch=stop)
+    with pytest.raises(CheckpointError, match="other train data"):
+        made((x + 1, y), model=network().to(dtype), resume=True)
+    straight = denoise((x, y), prepared.trusted, network().to(dtype), steps=8)
+    assert torch.equal(made((x, y), model=network().to(dtype), resume=True).confidence, straight.confidence)
+
+
 def test_objective_is_that_of_the_paper():
     torch.manual_seed(0)
     problem, v = importance_problem(), nn.Linear(3, 2)
@@ -456,7 +474,7 @@ def test_test_rows_that_are_trusted_too_are_left_out_of_the_test_set():
     assert (
         "5 rows of the test set are in the trusted set, too, which is trained on; they are left out." in prepared.notes
     )
-    with pytest.raises(DataError, match=r"the test set must have rows that are not in the trusted set; all its 12 rows"):
+    with pytest.raises(DataError, match="rows that are not in the trusted set; all its 12 rows are"):
         prepare(replace(data, trusted=known, test=known))
 
 

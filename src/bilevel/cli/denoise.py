@@ -110,7 +110,7 @@ def command(
     chosen = _method(method)
     count, file = _trusted(trusted)
     loaded = load(data, label=label, trusted=file, test=test)
-    if loaded.trusted is None and count is None and noise is None and loaded.name != "digits":
+    if loaded.trusted is None and count is None and noise is None and data != "digits":
         raise OptionError(
             f"--trusted is needed, as {data} has no trusted rows: a file of rows whose labels are right, or how many "
             "rows to draw as such."

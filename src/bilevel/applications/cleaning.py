@@ -289,8 +289,22 @@ def _margin(a: float, b: float, count: int) -> float:
 
 def as_bytes(x: Tensor) -> np.ndarray:
     """Images in [0, 1] as bytes: (n, height, width), of several channels (n, height, width, channels)."""
-    found = (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return channels_last(_bytes(x))
+
+
+def is_bytes(x: Tensor) -> bool:
+    """Whether inputs are those of bytes: others, such as sixteenths, would be rounded."""
+    return bool(torch.equal(_bytes(x).float() / 255, x))
+
+
+def channels_last(x: Tensor) -> np.ndarray:
+    """Images as an array: (n, height, width), of several channels (n, height, width, channels)."""
+    found = x.permute(0, 2, 3, 1)
     return (found[..., 0] if found.shape[3] == 1 else found).numpy()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return (x.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:

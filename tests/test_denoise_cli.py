@@ -22,13 +22,16 @@ import torch
 from common import chromium
 from PIL import Image
 from safetensors import safe_open
+from scipy.io import savemat
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.classifiers import Classifier
 from bilevel.applications.cleaning import Cleaned, Prepared
+from bilevel.augmentation import crop
 from bilevel.cli.denoise_output import summary
 from bilevel.cli.main import main
 from bilevel.data import Labelled, load
+from bilevel.data.files import MAT
 from bilevel.errors import ProblemError
 from bilevel.solution import Status
 
@@ -175,6 +178,27 @@ def test_run_that_is_refused_on_its_way_leaves_nothing_of_itself(arrays, tmp_pat
     assert run(arrays, "--noise", 0.3, *QUICK, "--out", out) == 1
     assert "it diverged." in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.glob("*")} == held
+
+
+def test_house_numbers_are_denoised_with_the_network_of_the_paper_and_not_mirrored(tmp_path, capsys, monkeypatch):
+    folder, random = tmp_path / "data" / "svhn", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for name, count in zip(MAT, (60, 20), strict=True):
+        labels = (np.arange(count) % 10 + 1).astype("uint8")
+        savemat(folder / name, {"X": random.integers(0, 256, (32, 32, 3, count), np.uint8), "y": labels[:, None]})
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    used = []
+    monkeypatch.setattr("bilevel.applications.classifiers.crop", lambda x: used.append(1) or crop(x))
+    words = ["--model", "cnn", "--trusted", 20, "--noise", 0.2, "--steps", 2, "--no-baselines"]
+    assert run("svhn", *words, "--device", "cpu", "--out", tmp_path / "r", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["trusted"], found["model"]) == (40, 20, "cnn")
+    assert found["test_accuracy"] is not None
+    with safe_open(tmp_path / "r" / "model.safetensors", "pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in file.keys()) == 1_341_226  # noqa: SIM118
+    assert used
+    with np.load(tmp_path / "r" / "noisy.npz") as noisy:
+        assert noisy["x"].dtype == np.uint8
 
 
 def test_table_with_text_and_missing_values(tmp_path, capsys):

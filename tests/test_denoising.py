@@ -18,6 +18,7 @@ from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError,
 from bilevel.applications.classifiers import classifier
 from bilevel.applications.cleaning import Prepared, _advice, as_bytes, clean, prepare, thumbnails
 from bilevel.applications.denoising import denoise, importance_problem
+from bilevel.augmentation import crop, crop_and_flip
 from bilevel.cli.denoise import FIT
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
@@ -554,6 +555,16 @@ def test_classifier_of_each_kind_gives_one_score_a_class(kind, shape, found):
     assert made.network(torch.zeros(2, *shape)).shape == (2, 7)
     assert (made.augment is not None) == (found == "cnn" and shape[0] == 3)
     assert bool(made.why) == (kind == "auto" and shape == (1, 28, 28))
+
+
+def test_house_numbers_have_their_own_network_and_are_not_mirrored():
+    found = {
+        source: classifier("cnn", (3, 32, 32), 10, device=torch.device("cpu"), seed=0, source=source)
+        for source in ("svhn", "cifar10", "svhn.npz")
+    }
+    weights = {source: sum(p.numel() for p in made.network.parameters()) for source, made in found.items()}
+    assert weights == {"svhn": 1_341_226, "cifar10": 1_172_410, "svhn.npz": 1_172_410}
+    assert [made.augment for made in found.values()] == [crop, crop_and_flip, crop_and_flip]
 
 
 def test_classifier_is_drawn_from_its_seed_alone():

@@ -116,7 +116,7 @@ def command(
             "rows to draw as such."
         )
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
-    net = classifier_of(model, prepared.data, where, seed)
+    net = classifier_of(model, prepared.data, data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
     resume = resume or restarted()
 

@@ -137,7 +137,7 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
     return Review(
         run=_name(result, found.importance),
         title=f"Labels of {data.name}", outcome=result["message"], good=True, accuracy=_accuracy_table(result),
-        classes=data.classes, noise_rate=found.noise_rate,
+        classes=data.classes,
         history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
         importance=found.importance.numpy(), suspects=suspects,
         pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,

@@ -62,7 +62,7 @@ def example(count: int) -> Review:
     return Review(
         run=f"{count} suspects", title="Labels of noise", outcome="Measured.", good=True,
         accuracy=Table("How well", ["Trained on", "Accuracy"], [["all", "70"]]),
-        classes=[f"class {c}" for c in range(10)], noise_rate=0.25,
+        classes=[f"class {c}" for c in range(10)],
         history={"step": [1, 2], "upper": [2.0, 1.0], "lower": [2.0, 1.0]}, importance=draw.random(4 * count),
         suspects=[Suspect(i, f"{i}.png", i % 10, (i + 1) % 10, 0.4 * i / count, 0.9) for i in range(count)],
         pictures=draw.integers(0, 256, (count, 28, 28), dtype=np.uint8), fields=None, command="bilevel denoise",

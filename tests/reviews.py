@@ -42,7 +42,6 @@ def review(count=30, classes=("cat", "dog", "cow"), **changes):
         "good": True,
         "accuracy": Table("How well", ["Trained on", "Accuracy"], [["all", "70"], ["weighted", "90"]]),
         "classes": classes,
-        "noise_rate": 0.25,
         "history": {"step": [1, 2, 3], "upper": [3.0, 2.0, 1.0], "lower": [3.0, 2.5, 2.0]},
         "importance": np.linspace(0, 1, 10 * count + 100),
         "suspects": suspects,

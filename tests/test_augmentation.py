@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bilevel.augmentation import MARGIN, crop_and_flip
+from bilevel.augmentation import MARGIN, crop, crop_and_flip
 
 
 def image() -> torch.Tensor:
@@ -38,3 +38,16 @@ def test_images_of_a_batch_are_drawn_one_by_one_and_stay_in_place():
         assert set(one.unique().tolist()) <= {0.0, float(i + 1)}
         assert float(one[0, 8, 8]) == i + 1
     assert len({one.ne(0).sum().item() for one in found}) > 1
+
+
+def test_crops_alone_are_those_of_the_same_draw_and_never_mirrored():
+    x = image().expand(50, -1, -1, -1)
+    torch.manual_seed(3)
+    found = crop(x)
+    torch.manual_seed(3)
+    flipped = crop_and_flip(x)
+    mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(found, flipped, strict=True)]
+    assert all(flip or torch.equal(a, b) for flip, a, b in zip(mirrored, found, flipped, strict=True))
+    assert 10 < sum(mirrored) < 40
+    inside = found[:, 0, MARGIN:-MARGIN, MARGIN:-MARGIN]
+    assert bool((inside.diff(dim=2) == 1).all())

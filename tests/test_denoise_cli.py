@@ -12,18 +12,28 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from common import chromium
 from PIL import Image
 from safetensors import safe_open
+from scipy.io import savemat
 from sklearn.datasets import load_digits, load_iris
 
+from bilevel.applications.classifiers import Classifier
+from bilevel.applications.cleaning import Cleaned, Prepared
+from bilevel.augmentation import crop
+from bilevel.cli.denoise_output import summary
 from bilevel.cli.main import main
-from bilevel.data import load
+from bilevel.data import Labelled, load
+from bilevel.data.files import MAT
+from bilevel.errors import ProblemError
+from bilevel.solution import Status
 
 QUICK = ["--steps", "40", "--no-baselines"]
 
@@ -65,6 +75,8 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     assert written["noise_rate"] == pytest.approx(written["suspects"] / 1517)
     assert written["test_accuracy"] == written["accuracies"]["denoised"] > 0.85
     assert {"labels as they are", "trusted set alone"} < set(written["accuracies"])
+    better = max(("labels as they are", "trusted set alone"), key=lambda name: written["accuracies"][name])
+    assert written["message"].endswith(f"; trained on the {better}, on {100 * written['accuracies'][better]:.1f}%.")
     assert written["seed"] == 0
     assert written["method"] == "penalty"
     assert len(rows_of(tmp_path / "r", "history.csv")) == 150
@@ -81,7 +93,7 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert found["trusted"] == 100
     noisy, digits = np.load(tmp_path / "noisy.npz"), load_digits()
     assert len(noisy["x"]) == found["rows"]
-    images = (digits.images * 255 / 16).round().astype("uint8")
+    images = (digits.images / 16).astype("float32")
     right = {image.tobytes(): str(y) for image, y in zip(images, digits.target, strict=True)}
     wrong = [right[x.tobytes()] != y for x, y in zip(noisy["x"], noisy["y"], strict=True)]
     assert np.mean(wrong) == pytest.approx(0.3, abs=1e-3)
@@ -94,6 +106,99 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
     assert "holds a run that is finished, with other settings" in capsys.readouterr().err
     assert json.loads((tmp_path / "result.json").read_text()) == found
+
+
+def test_noise_on_a_few_rows_is_made_and_the_rows_have_the_keys_of_the_file_written(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(26, 3)), np.arange(26) % 2
+    for rows, trusted in ((10, 4), (26, 6)):
+        out = tmp_path / str(rows)
+        np.savez(tmp_path / "few.npz", x=x[:rows], y=y[:rows])
+        words = ["--trusted", trusted, "--noise", 0.3, "--steps", 5, "--out", out]
+        assert run(tmp_path / "few.npz", *words) == 0
+        assert len(rows_of(out)) == rows - trusted
+    assert [row["key"] for row in rows_of(out)] == list(load(out / "noisy.npz").keys)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({}, "is right on 90.0% of the test set."),
+        ({"trusted set alone": 0.8}, "of the test set; trained on the trusted set alone, on 80.0%."),
+        ({"trusted set alone": 0.8, "labels as they are": 0.7, "right labels": 0.95}, "trusted set alone, on 80.0%."),
+        ({"trusted set alone": 0.8, "labels as they are": 0.85, "right labels": 0.95}, "labels as they are, on 85.0%."),
+    ],
+)
+def test_outcome_names_the_better_one_of_what_a_user_could_train_on_instead(others, said):
+    suspect = torch.tensor([True, False])
+    solution = Namespace(ranks=1, status=Status.MAX_STEPS, engine="")
+    found = Namespace(suspect=suspect, noise_rate=0.5, settings={}, solution=solution)
+    cleaned = Cleaned(found, {"denoised": 0.9, **others}, None, None, ())
+    pair = torch.zeros(2, 3), torch.tensor([0, 1])
+    prepared = Prepared(Labelled("two", "arrays", *pair, ("a", "b"), ["0", "1"], trusted=pair))
+    net = Classifier(torch.nn.Linear(3, 2), "linear")
+    asked = {"method": "penalty", "seed": 0}
+    message = summary(prepared, cleaned, net, asked, 1.0, torch.device("cpu"))["message"]
+    assert message.startswith("1 of 2 labels (50.0%) is probably wrong. The classifier trained on the cleaned data")
+    assert message.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kept"),
+    [("bytes", np.uint8), ("sixteenths", np.float32), ("trusted sixteenths", np.float32)],
+)
+def test_pixels_made_noisy_stay_as_they_are(tmp_path, pixels, kept):
+    random = np.random.default_rng(0)
+    x, trusted = (random.integers(0, 17, (30, 16, 16, 3)).astype("float32") for _ in range(2))
+    x /= 16 if pixels == "sixteenths" else 255
+    trusted /= 255 if pixels == "bytes" else 16
+    y = np.arange(30) % 2
+    np.savez(tmp_path / "d.npz", x=x, y=y, x_trusted=trusted, y_trusted=y)
+    out = tmp_path / "r"
+    assert run(tmp_path / "d.npz", "--noise", 0.2, "--steps", 2, "--model", "linear", "--out", out) == 0
+    with np.load(out / "noisy.npz") as noisy:
+        assert noisy["x"].dtype == noisy["x_trusted"].dtype == kept
+    source, written = load(tmp_path / "d.npz"), load(out / "noisy.npz")
+    assert torch.equal(source.x, written.x)
+    assert torch.equal(source.part("trusted")[0], written.part("trusted")[0])
+    assert [row["key"] for row in rows_of(out)] == list(written.keys)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new folder", "over a run that is finished"])
+def test_run_that_is_refused_on_its_way_leaves_nothing_of_itself(arrays, tmp_path, capsys, monkeypatch, before):
+    out = tmp_path / "r"
+    if before:
+        assert run(arrays, *QUICK, "--out", out) == 0
+    held = {path.name: path.read_bytes() for path in out.glob("*")}
+
+    def diverged(*_: object) -> None:
+        assert (out / "noisy.npz").exists()
+        raise ProblemError("it diverged.")
+
+    monkeypatch.setattr("bilevel.cli.denoise._run", diverged)
+    assert run(arrays, "--noise", 0.3, *QUICK, "--out", out) == 1
+    assert "it diverged." in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.glob("*")} == held
+
+
+def test_house_numbers_are_denoised_with_the_network_of_the_paper_and_not_mirrored(tmp_path, capsys, monkeypatch):
+    folder, random = tmp_path / "data" / "svhn", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for name, count in zip(MAT, (60, 20), strict=True):
+        labels = (np.arange(count) % 10 + 1).astype("uint8")
+        savemat(folder / name, {"X": random.integers(0, 256, (32, 32, 3, count), np.uint8), "y": labels[:, None]})
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    used = []
+    monkeypatch.setattr("bilevel.applications.classifiers.crop", lambda x: used.append(1) or crop(x))
+    words = ["--model", "cnn", "--trusted", 20, "--noise", 0.2, "--steps", 2, "--no-baselines"]
+    assert run("svhn", *words, "--device", "cpu", "--out", tmp_path / "r", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["trusted"], found["model"]) == (40, 20, "cnn")
+    assert found["test_accuracy"] is not None
+    with safe_open(tmp_path / "r" / "model.safetensors", "pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in file.keys()) == 1_341_226  # noqa: SIM118
+    assert used
+    with np.load(tmp_path / "r" / "noisy.npz") as noisy:
+        assert noisy["x"].dtype == np.uint8
 
 
 def test_table_with_text_and_missing_values(tmp_path, capsys):
@@ -176,6 +281,8 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
         (["digits", "--noise", "1.5"], 2, "noise must be"),
         (["digits", "--noise", "0.1", "--trusted", "5"], 1, "every class"),
         (["{plain}"], 2, "--trusted is needed"),
+        (["{digits}"], 2, "--trusted is needed"),
+        (["{same}"], 1, "all its 1,517 rows are"),
         (["{cut}"], 1, "cut.npz"),
         (["{arrays}", "--apply", "decisions.csv"], 2, "--apply needs --out"),
         (["{arrays}", "--apply", "nowhere.csv", "--out", "{tmp}/c.npz"], 1, "nowhere.csv"),
@@ -186,10 +293,14 @@ def test_wrong_input_is_answered_with_one_sentence_and_nothing_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     held = np.load(arrays)
-    np.savez(tmp_path / "plain.npz", x=held["x"], y=held["y"])
+    for name in ("plain", "digits"):
+        np.savez(tmp_path / f"{name}.npz", x=held["x"], y=held["y"])
+    parts = {name: held[name] for name in ("x", "y", "x_trusted", "y_trusted")}
+    np.savez(tmp_path / "same.npz", **parts, x_test=held["x"], y_test=held["y"])
     (tmp_path / "cut.npz").write_bytes(arrays.read_bytes()[:20_000])
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    paths = {"arrays": arrays, "plain": tmp_path / "plain.npz", "cut": tmp_path / "cut.npz", "tmp": tmp_path}
+    paths = {name: tmp_path / f"{name}.npz" for name in ("plain", "digits", "same", "cut")}
+    paths |= {"arrays": arrays, "tmp": tmp_path}
     assert run(*(a.format(**paths) for a in arguments)) == code
     told = capsys.readouterr()
     assert words in told.err

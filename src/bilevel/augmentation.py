@@ -14,13 +14,23 @@ TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
 def crop_and_flip(x: Tensor) -> Tensor:
     """Images (n, channels, height, width), each shifted by up to 4 pixels over a border of zeros and, every other one,
     mirrored: the usual augmentation of CIFAR-10."""
+    return _moved(x, mirror=True)
+
+
+def crop(x: Tensor) -> Tensor:
+    """Images shifted as by `crop_and_flip`, and not mirrored: for digits and letters."""
+    return _moved(x, mirror=False)
+
+
+def _moved(x: Tensor, *, mirror: bool) -> Tensor:
     n, _, height, width = x.shape
     padded = pad(x, (MARGIN,) * 4)
     top, left = torch.randint(2 * MARGIN + 1, (2, n, 1), device=x.device)
     rows = top + torch.arange(height, device=x.device)
     columns = left + torch.arange(width, device=x.device)
-    mirrored = torch.rand(n, 1, device=x.device) < 0.5
-    columns = torch.where(mirrored, columns.flip(1), columns)
+    if mirror:
+        mirrored = torch.rand(n, 1, device=x.device) < 0.5
+        columns = torch.where(mirrored, columns.flip(1), columns)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 

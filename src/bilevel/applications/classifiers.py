@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import models
-from ..augmentation import crop_and_flip
+from ..augmentation import crop, crop_and_flip
 from ..errors import OptionError
 from ..options import one_of
 from ..replay import seeded
@@ -19,6 +19,8 @@ KINDS = ("auto", "linear", "mlp", "cnn")
 HIDDEN = 128, 300
 """Hidden units of the MLP, and from WIDE inputs on."""
 WIDE = 500
+NUMBERS = "svhn"
+"""The named set of house numbers."""
 SMALLEST = 16
 """Pixels of the shorter side from which an image is for a convolutional network."""
 
@@ -33,11 +35,14 @@ class Classifier:
     augment: Augment | None = None
 
 
-def classifier(kind: str, shape: Sequence[int], classes: int, *, device: torch.device, seed: int) -> Classifier:
+def classifier(
+    kind: str, shape: Sequence[int], classes: int, *, device: torch.device, seed: int, source: str = ""
+) -> Classifier:
     """The network of a kind for inputs of a shape. `auto`: convolutions for images where a GPU is at hand, else an MLP.
 
-    Convolutions are the paper's where their size fits: MNIST's for (1, 28, 28), CIFAR-10's for (3, 32, 32). Other
-    images get three blocks of them that end in the mean over the image. Colour images are augmented by crops and flips.
+    Convolutions are the paper's where their size fits: MNIST's for (1, 28, 28), CIFAR-10's for (3, 32, 32), SVHN's
+    where `source`, what the inputs are of, is that set. Other images get three blocks of them that end in the mean over
+    the image. Colour images are augmented by crops and flips, those of SVHN by crops: a number mirrored is none.
     """
     one_of("model", kind, KINDS)
     image = len(shape) == 3 and min(shape[1:]) >= SMALLEST
@@ -52,11 +57,12 @@ def classifier(kind: str, shape: Sequence[int], classes: int, *, device: torch.d
             f"{tuple(shape)}. Use 'mlp' or 'linear'."
         )
     with seeded(seed):
-        network = _built(kind, tuple(shape), classes).to(device)
-    return Classifier(network, kind, why, crop_and_flip if kind == "cnn" and shape[0] == 3 else None)
+        network = _built(kind, tuple(shape), classes, source).to(device)
+    augment = crop if source == NUMBERS else crop_and_flip
+    return Classifier(network, kind, why, augment if kind == "cnn" and shape[0] == 3 else None)
 
 
-def _built(kind: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+def _built(kind: str, shape: tuple[int, ...], classes: int, source: str) -> nn.Module:
     inputs = int(torch.Size(shape).numel())
     if kind == "linear":
         return models.linear(inputs, classes)
@@ -65,7 +71,7 @@ def _built(kind: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     if shape == (1, 28, 28):
         return models.mnist_cnn(classes)
     if shape == (3, 32, 32):
-        return models.cifar_cnn(classes)
+        return models.svhn_cnn(classes) if source == NUMBERS else models.cifar_cnn(classes)
     blocks: list[nn.Module] = []
     for before, after in ((shape[0], 32), (32, 64), (64, 128)):
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]

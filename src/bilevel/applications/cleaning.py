@@ -7,6 +7,7 @@ and stands in for it, if it is large enough.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ PER_CLASS = 10
 HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
 """The share of the trusted set that stands in for a test set, and the rows, in all and of a class, that it needs."""
 AS_GOOD = 0.005
-"""A difference in accuracy that is none."""
+"""A difference in accuracy that is none, however many rows it is of."""
 Noise = Literal["symmetric", "asymmetric"]
 
 
@@ -96,31 +97,56 @@ def prepare(
     _refuse_missing(data)
     notes += _duplicates(data)
     if data.test is None:
-        kept = data.part("trusted")
-        count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
-        if count >= LEAST_TRUSTED and least >= LEAST_OF_CLASS:
-            held_out = True
-            whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
-            parted = split_test(whole, share=HELD_OUT, seed=seed)
-            data = replace(data, trusted=(parted.x, parted.y), test=parted.test)
-            part = counted(count - parted.count, "row")
-            notes.append(f"A fifth of the trusted set, {part}, is held out to measure accuracies.")
-        else:
-            notes.append(
-                "No accuracy is measured: there is no test set, and the trusted one, with "
-                f"{counted(count, 'row')} and {least} of its rarest class, is too small to hold a part of it out: "
-                f"that takes {LEAST_TRUSTED} rows, and {LEAST_OF_CLASS} of each class."
-            )
+        data, held_out, more = _held_out(data, seed)
+    else:
+        data, more = _untrained(data)
+    notes += more
     if data.test is not None:
+        rows = data.count
         data, truth, more = _apart(data, truth)
         notes += more
+        _refuse_missing(data, rows - data.count)
     return Prepared(data, truth, held_out, tuple(notes))
 
 
-def _refuse_missing(data: Labelled) -> None:
+def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
+    """The data with a fifth of the trusted set as the test set, whether it could be had, and notes."""
+    kept = data.part("trusted")
+    count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
+    if count < LEAST_TRUSTED or least < LEAST_OF_CLASS:
+        note = (
+            f"No accuracy is measured: there is no test set, and the trusted one, with {counted(count, 'row')} and "
+            f"{least} of its rarest class, is too small to hold a part of it out: that takes {LEAST_TRUSTED} rows, and "
+            f"{LEAST_OF_CLASS} of each class."
+        )
+        return data, False, [note]
+    whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
+    parted = split_test(whole, share=HELD_OUT, seed=seed)
+    part = counted(count - parted.count, "row")
+    try:
+        data, notes = _untrained(replace(data, trusted=(parted.x, parted.y), test=parted.test), "held-out part")
+    except DataError:
+        note = (
+            "No accuracy is measured: there is no test set, and a part of the trusted one cannot be held out, as its "
+            "rows are in the rest of it, too."
+        )
+        return data, False, [note]
+    return data, True, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
+
+
+def _refuse_missing(data: Labelled, out: int = 0) -> None:
+    """Refuse data that nothing can be learnt of; `out` rows of it were left out, as they are in the test set."""
+    if not data.count:
+        raise DataError(
+            "the data must have rows that are not in the test set or the held-out part; all its "
+            f"{counted(out, 'row')} are. Give another test set."
+        )
     present, known = (set(labels.tolist()) for labels in (data.y, data.part("trusted")[1]))
     if len(present) < 2:
-        raise DataError(f"the data must have at least two classes; all its labels are {data.classes[present.pop()]!r}.")
+        without = f"without the {counted(out, 'row')} in the test set or the held-out part, " if out else ""
+        raise DataError(
+            f"the data must have at least two classes; {without}all its labels are {data.classes[present.pop()]!r}."
+        )
     if missing := [data.classes[c] for c in sorted(present - known)]:
         names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         raise DataError(
@@ -131,7 +157,7 @@ def _refuse_missing(data: Labelled) -> None:
 
 def _duplicates(data: Labelled) -> list[str]:
     """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
-    twins = _twins(data, data.part("trusted"))
+    twins = _twins(data.x, data.part("trusted"))
     found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
     if not found:
         return []
@@ -141,9 +167,26 @@ def _duplicates(data: Labelled) -> list[str]:
     return [f"{rows} {are} in the trusted set, too, {other} of them with another label; {stay}."]
 
 
+def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
+    """The data without test rows that are in the trusted set, which is trained on; `name` is that of the test part."""
+    x, y = data.part("test")
+    rows = torch.tensor([twin is None for twin in _twins(x, data.part("trusted"))])
+    if bool(rows.all()):
+        return data, []
+    if not bool(rows.any()):
+        raise DataError(
+            f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Give "
+            "another one, or none."
+        )
+    out = int((~rows).sum())
+    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
+    note = f"{counted(out, 'row')} of the {name} {are} in the trusted set, too, which is trained on; {left}."
+    return replace(data, test=(x[rows], y[rows])), [note]
+
+
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
     """The data without rows that are in the test set, which must not be trained on."""
-    rows = np.flatnonzero([twin is None for twin in _twins(data, data.part("test"))])
+    rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
     if len(rows) == data.count:
         return data, truth, []
     out = data.count - len(rows)
@@ -152,10 +195,10 @@ def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | Non
     return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
 
 
-def _twins(data: Labelled, pair: Pair) -> list[int | None]:
-    """For each row of the data the label that the same row has in the pair, where it is there."""
+def _twins(x: Tensor, pair: Pair) -> list[int | None]:
+    """For each row of x the label that the same row has in the pair, where it is there."""
     known = {row.numpy().tobytes(): int(label) for row, label in zip(*pair, strict=True)}
-    return [known.get(row.numpy().tobytes()) for row in data.x]
+    return [known.get(row.numpy().tobytes()) for row in x]
 
 
 def clean(
@@ -221,25 +264,47 @@ def _told(tell: Tell, stage: str, total: int, done: int) -> None:
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
-    ours = accuracies.get("denoised")
+    """A note for each way of training that does as well as denoising, as far as the rows measured on can tell."""
+    if "denoised" not in accuracies:
+        return ()
+    ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
     ways = {
         "labels as they are": "the labels as they are",
-        "trusted set alone": f"the {len(prepared.trusted[1]):,} trusted rows alone",
+        "trusted set alone": f"the {counted(len(prepared.trusted[1]), 'trusted row')} alone",
     }
-    found = [(accuracies[name], text) for name, text in ways.items() if name in accuracies]
-    if ours is None or not found or max(found)[0] < ours - AS_GOOD:
-        return ()
-    best, text = max(found)
-    return (
-        f"For a classifier, training on {text} is as good or better here: {100 * best:.1f}% against {100 * ours:.1f}%. "
-        "The suspects may be worth a look all the same.",
-    )
+    rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
+    found = [
+        f"For a classifier, training on {text} is as good or better, as far as the {rows} can tell: "
+        f"{100 * theirs:.1f}% against {100 * ours:.1f}%."
+        for name, text in ways.items()
+        if (theirs := accuracies.get(name)) is not None and theirs >= ours - _margin(ours, theirs, count)
+    ]
+    return (*found, "The suspects may be worth a look all the same.") if found else ()
+
+
+def _margin(a: float, b: float, count: int) -> float:
+    """A difference in accuracy that is none: the standard error of that of two shares of `count` rows, or AS_GOOD."""
+    return max(AS_GOOD, math.sqrt((a * (1 - a) + b * (1 - b)) / count))
 
 
 def as_bytes(x: Tensor) -> np.ndarray:
     """Images in [0, 1] as bytes: (n, height, width), of several channels (n, height, width, channels)."""
-    found = (x.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return channels_last(_bytes(x))
+
+
+def is_bytes(x: Tensor) -> bool:
+    """Whether inputs are those of bytes: others, such as sixteenths, would be rounded."""
+    return bool(torch.equal(_bytes(x).float() / 255, x))
+
+
+def channels_last(x: Tensor) -> np.ndarray:
+    """Images as an array: (n, height, width), of several channels (n, height, width, channels)."""
+    found = x.permute(0, 2, 3, 1)
     return (found[..., 0] if found.shape[3] == 1 else found).numpy()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return (x.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:

@@ -211,7 +211,7 @@ def _final_rate(method: Method | None, solution: Solution) -> float:
 def _digest(*tensors: Tensor) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.contiguous().numpy().tobytes())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return found.hexdigest()
 
 

@@ -110,13 +110,13 @@ def command(
     chosen = _method(method)
     count, file = _trusted(trusted)
     loaded = load(data, label=label, trusted=file, test=test)
-    if loaded.trusted is None and count is None and noise is None and loaded.name != "digits":
+    if loaded.trusted is None and count is None and noise is None and data != "digits":
         raise OptionError(
             f"--trusted is needed, as {data} has no trusted rows: a file of rows whose labels are right, or how many "
             "rows to draw as such."
         )
     prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
-    net = classifier_of(model, prepared.data, where, seed)
+    net = classifier_of(model, prepared.data, data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
     resume = resume or restarted()
 
@@ -132,10 +132,10 @@ def command(
             print("note: this run is finished already.", file=sys.stderr)
             tell(done or {}, show, json=json, report=folder.path / "report.html")
         return
-    if noise is not None and first:
-        prepared = replace(prepared, data=write_noisy(folder, prepared.data))
     began = time.perf_counter()
-    with resumable(checkpoint, first=first):
+    with resumable(checkpoint, first=first, files=(NOISY,)):
+        if noise is not None and first:
+            prepared = replace(prepared, data=write_noisy(folder, prepared.data))
         cleaned = _run(prepared, net, chosen, steps, baselines, seed, checkpoint, resume)
     if not first:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .. import __version__
 from ..applications.classifiers import Classifier
-from ..applications.cleaning import Cleaned, Prepared, as_bytes, thumbnails
-from ..data import Labelled, load
+from ..applications.cleaning import Cleaned, Prepared, as_bytes, channels_last, is_bytes, thumbnails
+from ..data import Labelled
+from ..data.arrays import array_keys
 from ..report import Table as ReportTable
 from ..report.review import SIDE, Review, Suspect, render_review
 from ..report.values import cell_text
@@ -41,20 +42,25 @@ ROWS = {
     "right labels": "on the right labels",
 }
 """What was trained, as the tables say it."""
+RIVALS = ("labels as they are", "trusted set alone")
+"""What a user could train on instead."""
 
 
 def write_noisy(folder: Folder, data: Labelled) -> Labelled:
     """Write the data as it is cleaned, so that decisions can be applied to it; its rows are named by their number."""
     names = np.array(data.classes)
     arrays: dict[str, np.ndarray] = {}
-    parts = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
-    for suffix, pair in parts.items():
-        if pair is not None:
-            arrays["x" + suffix] = as_bytes(pair[0]) if data.kind == "images" else pair[0].numpy()
-            arrays["y" + suffix] = names[pair[1].numpy()]
+    given = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
+    parts = {suffix: pair for suffix, pair in given.items() if pair is not None}
+    array: Callable[[Tensor], np.ndarray] = Tensor.numpy
+    if data.kind == "images":
+        array = as_bytes if all(is_bytes(x) for x, _ in parts.values()) else channels_last
+    for suffix, (x, y) in parts.items():
+        arrays["x" + suffix] = array(x)
+        arrays["y" + suffix] = names[y.numpy()]
     with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    return replace(data, positions=np.arange(data.count), keys=load(folder.path / NOISY).keys)
+    return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
 
 
 def apply_command(source: str, label: str | None) -> str:
@@ -76,8 +82,9 @@ def summary(
     if (ours := cleaned.accuracies.get("denoised")) is not None:
         part = "the held-out part of the trusted set" if prepared.held_out else "the test set"
         message += f" The classifier trained on the cleaned data is right on {100 * ours:.1f}% of {part}"
-        plain = cleaned.accuracies.get("labels as they are")
-        message += "." if plain is None else f"; on the labels as they are, on {100 * plain:.1f}%."
+        rivals = {name: cleaned.accuracies[name] for name in RIVALS if name in cleaned.accuracies}
+        best = max(rivals, key=rivals.__getitem__, default=None)
+        message += "." if best is None else f"; trained {ROWS[best]}, on {100 * rivals[best]:.1f}%."
     measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
     if found.solution.ranks > 1:
         measured |= {"ranks": found.solution.ranks, "bytes_per_step": found.solution.bytes_per_step}
@@ -130,7 +137,7 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
     return Review(
         run=_name(result, found.importance),
         title=f"Labels of {data.name}", outcome=result["message"], good=True, accuracy=_accuracy_table(result),
-        classes=data.classes, noise_rate=found.noise_rate,
+        classes=data.classes,
         history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
         importance=found.importance.numpy(), suspects=suspects,
         pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,

@@ -13,7 +13,8 @@ from ..replay import seeded
 from . import python_file
 
 
-def classifier_of(model: str, data: Labelled, device: torch.device, seed: int) -> Classifier:
+def classifier_of(model: str, data: Labelled, source: str, device: torch.device, seed: int) -> Classifier:
+    """The network for data that was read from `source`, as the user names it."""
     shape, classes = tuple(data.x.shape[1:]), len(data.classes)
     if not python_file.is_file(model):
         if model not in KINDS:
@@ -21,7 +22,7 @@ def classifier_of(model: str, data: Labelled, device: torch.device, seed: int) -
                 f"--model has no {model!r}.{did_you_mean(model, KINDS)} It is one of {', '.join(KINDS)}, or "
                 "path.py:make."
             )
-        return classifier(model, shape, classes, device=device, seed=seed)
+        return classifier(model, shape, classes, device=device, seed=seed, source=source)
     path, make = python_file.load(model, "--model must be a kind or a Python file")
     if not callable(make):
         raise OptionError(f"--model must name a function make(shape, classes), as in {path.name}:make.")

@@ -128,7 +128,7 @@ def command(
         raise OptionError(f"--cost is for --attack untargeted, whose audit counts lost accuracy; got {attack}.")
     _refuse(asked)
     loaded = load(data, label=label, test=test)
-    net = classifier_of(model, loaded, where, seed)
+    net = classifier_of(model, loaded, data, where, seed)
     ground = prepare(loaded, net.network, rows=rows, seed=seed)
     if net.why:
         ground = _noted(ground, net.why)

@@ -85,17 +85,19 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
     return checkpoint
 
 
-def _put_back(checkpoint: Path) -> None:
-    """After a refusal: the run that was there before, as it was."""
+def _take_back(checkpoint: Path, files: Sequence[str]) -> None:
+    """After a refusal: nothing of this run, and the one that was there before, as it was."""
+    for name in ("config.json", *files):
+        (checkpoint.parent / name).unlink(missing_ok=True)
     for file in (checkpoint / ASIDE).glob("*"):
         file.replace(checkpoint.parent / file.name)
 
 
 @contextmanager
-def resumable(checkpoint: Path, *, first: bool = True) -> Iterator[None]:
+def resumable(checkpoint: Path, *, first: bool = True, files: Sequence[str] = ()) -> Iterator[None]:
     """Around what a run does: where it ends early, the checkpoint stays if --resume can go on from it.
 
-    `first` is whether this process speaks for all ranks.
+    `first` is whether this process speaks for all ranks, `files` what the run writes into its folder meanwhile.
     """
     try:
         yield
@@ -113,6 +115,6 @@ def resumable(checkpoint: Path, *, first: bool = True) -> Iterator[None]:
         raise
     except BilevelError:
         if first:
-            _put_back(checkpoint)
+            _take_back(checkpoint, files)
             shutil.rmtree(checkpoint, ignore_errors=True)  # to go on from it would end the same
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +59,16 @@ def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
         x=transform(x),
         y=indices(names, classes, f"{path}, y"),
         classes=classes,
-        keys=row_keys(
-            row.tobytes() + str(name).encode("utf-8", "surrogatepass") for row, name in zip(x, names, strict=True)
-        ),
+        keys=array_keys(x, names),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
     )
+
+
+def array_keys(x: np.ndarray, names: Sequence[str]) -> list[str]:
+    """The keys of rows of an .npz file, which hold a checksum of the row and of its label."""
+    return row_keys(row.tobytes() + name.encode("utf-8", "surrogatepass") for row, name in zip(x, names, strict=True))
 
 
 def read_npz(path: Path) -> Arrays:

@@ -70,7 +70,6 @@ class Review:
     good: bool
     accuracy: Table | None
     classes: Sequence[str]
-    noise_rate: float | None
     history: Mapping[str, Sequence[float]]
     """The losses `upper` (trusted) and `lower` (training), and `step` where they are not of every step."""
     importance: NDArray[np.floating[Any]]
@@ -207,10 +206,8 @@ def _plain(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _facts(review: Review) -> list[tuple[str, str]]:
     count, found = len(review.importance), len(review.suspects)
-    facts = [("Training examples", f"{count:,}"), ("Suspects", f"{found:,} ({found / max(count, 1):.0%})")]
-    if review.noise_rate is not None:
-        facts.append(("Estimated share of wrong labels", f"{review.noise_rate:.0%}"))
-    return [*facts, ("Classes", f"{len(review.classes):,}")]
+    suspects = f"{found:,} ({found / max(count, 1):.0%})"
+    return [("Training examples", f"{count:,}"), ("Suspects", suspects), ("Classes", f"{len(review.classes):,}")]
 
 
 def _curves(history: Mapping[str, Sequence[float]]) -> Markup | None:

@@ -93,6 +93,30 @@ def test_columns_without_use_are_left_out_with_a_note_and_kept_for_people(tmp_pa
     assert data.fields["who"][3] == "Name 3"
 
 
+def test_a_few_values_that_are_no_numbers_count_as_missing_and_are_named(tmp_path: Path) -> None:
+    size = [str(i * i) for i in range(N)]
+    size[3] = "unknown"
+    ids = np.arange(200, 200 + N)
+    test = tmp_path / "t.csv"
+    pd.DataFrame({"size": ["4", "?", None], "a": [1, 2, 3], "label": ["yes", "no", "no"]}).to_csv(test, index=False)
+    data = load(write(tmp_path, size=size, a=NUMBERS, id=ids), label="label", test=test)
+    assert data.notes == (
+        "Left out of the inputs: id (counts the rows).",
+        f"size: 1 of {N} values, such as 'unknown', is no number and counts as missing.",
+    )
+    assert data.features == ("size", "size is missing", "a")
+    assert data.x[:, 1].nonzero().flatten().tolist() == [3]
+    assert data.test is not None
+    assert data.test[0][:, 1].tolist() == [0, 1, 1]
+    assert data.test[0][0, 0] == data.x[2, 0]
+
+
+def test_text_with_more_that_is_no_number_stays_text(tmp_path: Path) -> None:
+    size = ["1", "2", "many"] * N
+    data = load(write(tmp_path, size=size[:N], a=NUMBERS), label="label")
+    assert data.features[:3] == ("size = 1", "size = 2", "size = many")
+
+
 def test_a_table_without_a_column_to_learn_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column to learn from besides the labels: same \(is constant\)"):
         load(write(tmp_path, same=[7] * N), label="label")

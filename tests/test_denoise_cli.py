@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits, load_iris
 from bilevel.applications.classifiers import Classifier
 from bilevel.applications.cleaning import Cleaned, Prepared
 from bilevel.augmentation import crop
-from bilevel.cli.denoise_output import summary
+from bilevel.cli.denoise_output import _good, summary
 from bilevel.cli.main import main
 from bilevel.data import Labelled, load
 from bilevel.data.files import MAT
@@ -140,6 +140,32 @@ def test_outcome_names_the_better_one_of_what_a_user_could_train_on_instead(othe
     message = summary(prepared, cleaned, net, asked, 1.0, torch.device("cpu"))["message"]
     assert message.startswith("1 of 2 labels (50.0%) is probably wrong. The classifier trained on the cleaned data")
     assert message.endswith(said)
+
+
+@pytest.mark.parametrize(("rivals", "good"), [({}, True), ({"trusted set alone": 0.9}, True),
+                                              ({"labels as they are": 0.91}, False)])  # fmt: skip
+def test_page_is_green_only_where_nothing_else_does_better(rivals, good):
+    assert _good(Cleaned(Namespace(), {"denoised": 0.9, "right labels": 0.99, **rivals}, None, None, ())) is good
+
+
+@pytest.mark.parametrize("name", ["config.json", "history.csv", "report.html"])
+def test_files_of_others_in_the_folder_are_not_written_over(arrays, tmp_path, capsys, name):
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / name).write_text("{}")
+    assert run(arrays, "--steps", 5, "--out", out) == 2
+    assert f"has a {name} that is no run's" in " ".join(capsys.readouterr().err.split())
+    assert [(file.name, file.read_text()) for file in out.iterdir()] == [(name, "{}")]
+
+
+def test_options_that_would_do_nothing_or_harm_are_refused(arrays, tmp_path, capsys):
+    assert run(arrays, "--noise-kind", "asymmetric", "--out", tmp_path / "r") == 2
+    assert "give --noise, too" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "photos").mkdir()
+    assert run(tmp_path / "photos", "--trusted", 2, "--out", tmp_path / "photos" / "run") == 2
+    assert "--out must not lie in" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "r").exists()
+    assert not list((tmp_path / "photos").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -596,3 +596,11 @@ def test_images_as_bytes_keep_every_channel_and_thumbnails_are_grey_or_colour(ch
     assert np.array_equal(thumbnails(whole / 255, torch.tensor([2]), side=96)[0], found[2] if channels in (1, 3) else
                           found[2][..., 0] if channels == 2 else found[2][..., :3])  # fmt: skip
     assert len(thumbnails(whole / 255, torch.tensor([], dtype=torch.int64), side=6)) == 0
+
+
+def test_what_is_no_module_or_no_number_of_steps_is_refused():
+    pair = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(OptionError, match=r"model must be an nn\.Module; got str"):
+        denoise(pair, pair, "mlp")
+    with pytest.raises(OptionError, match="steps must be"):
+        denoise(pair, pair, torch.nn.Linear(3, 2), steps=1.5)

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..batch_scales import DEEP_RATE
 from ..callbacks import Callback
 from ..distributed import first_rank
-from ..errors import CheckpointError, ProblemError
+from ..errors import CheckpointError, OptionError, ProblemError
 from ..method import Method
 from ..methods.penalty import Penalty
 from ..options import in_range
@@ -111,11 +111,13 @@ def denoise(
     level. `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from
     with `resume=True`. `callbacks` watch the bilevel run, `watch` the trainings.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be an nn.Module; got {type(model).__name__}.")
     began = time.perf_counter()
     (x, y), (x_trusted, y_trusted), classes = with_trusted(train, trusted, model)
-    in_range("batch", batch, least=1)
-    in_range("steps", steps, least=1)
-    in_range("final_steps", final_steps, least=1)
+    in_range("batch", batch, least=1, whole=True)
+    in_range("steps", steps, least=1, whole=True)
+    in_range("final_steps", final_steps, least=1, whole=True)
     in_range("rate", rate, above=0)
     size = min(batch or BATCH[len(y) >= LARGE], len(y))
     steps = steps or max(LEAST_STEPS, PASSES * len(y) // size)

@@ -63,15 +63,23 @@ def command(
         float | None, typer.Option(help="Make this share of the labels wrong on purpose, to see how it does.")
     ] = None,
     noise_kind: Annotated[
-        Noise, typer.Option(help="What a wrong label is: any other class (symmetric), or the next one (asymmetric).")
-    ] = Noise.symmetric,
+        Noise | None,
+        typer.Option(
+            help="What a wrong label of --noise is: any other class (symmetric), or the next one (asymmetric).",
+            show_default="symmetric",
+        ),
+    ] = None,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(KINDS)}, or path.py:make with make(shape, classes).")
     ] = "auto",
     method: Annotated[str, typer.Option(help=f"{', '.join(FIT)}.")] = "penalty",
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of the bilevel run; by default 12 passes over the data, and at least 1,200."),
+        typer.Option(
+            min=1,
+            help="Steps of the bilevel run, and of each training before and after it; by default 12 passes over the "
+            "data, and at least 1,200.",
+        ),
     ] = None,
     baselines: Annotated[
         bool, typer.Option(help="Also train on the labels as they are, and on the trusted rows alone, to compare.")
@@ -103,11 +111,15 @@ def command(
         return
     asked = {
         "command": "denoise", "data": data, "trusted": trusted, "test": test, "label": label, "noise": noise,
-        "noise_kind": str(noise_kind), "model": model, "method": method, "steps": steps, "baselines": baselines,
-        "seed": seed,
+        "noise_kind": str(noise_kind or Noise.symmetric), "model": model, "method": method, "steps": steps,
+        "baselines": baselines, "seed": seed,
     }  # fmt: skip
     where = device_of(device)
     chosen = _method(method)
+    if noise_kind is not None and noise is None:
+        raise OptionError(f"--noise-kind {noise_kind} says what a wrong label of --noise is; give --noise, too.")
+    if out is not None and Path(data).is_dir() and out.resolve().is_relative_to(Path(data).resolve()):
+        raise OptionError(f"--out must not lie in {data}, which is not changed; got {str(out)!r}.")
     count, file = _trusted(trusted)
     loaded = load(data, label=label, trusted=file, test=test)
     if loaded.trusted is None and count is None and noise is None and data != "digits":
@@ -115,7 +127,7 @@ def command(
             f"--trusted is needed, as {data} has no trusted rows: a file of rows whose labels are right, or how many "
             "rows to draw as such."
         )
-    prepared = prepare(loaded, trusted=count, noise=noise, kind=noise_kind.value, seed=seed)
+    prepared = prepare(loaded, trusted=count, noise=noise, kind=(noise_kind or Noise.symmetric).value, seed=seed)
     net = classifier_of(model, prepared.data, data, where, seed)
     folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
     resume = resume or restarted()

@@ -125,6 +125,12 @@ def write(
     return page
 
 
+def _good(cleaned: Cleaned) -> bool:
+    """Whether nothing that a user could train on instead does better."""
+    found = cleaned.accuracies
+    return all(found[name] <= found["denoised"] for name in RIVALS if name in found)
+
+
 def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:
     data, found = prepared.data, cleaned.denoised
     rows = torch.nonzero(found.suspect).squeeze(1)
@@ -136,8 +142,8 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
     history = found.solution.history
     return Review(
         run=_name(result, found.importance),
-        title=f"Labels of {data.name}", outcome=result["message"], good=True, accuracy=_accuracy_table(result),
-        classes=data.classes,
+        title=f"Labels of {data.name}", outcome=result["message"], good=_good(cleaned),
+        accuracy=_accuracy_table(result), classes=data.classes,
         history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
         importance=found.importance.numpy(), suspects=suspects,
         pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,

@@ -66,6 +66,7 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
                     f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
                 )
     else:
+        _refuse_foreign(folder, files)
         ended = bool(kept(folder, "result.json"))
         if resume and ended:
             raise OptionError(f"{folder.path} holds a run that is finished, with other settings. Use another --out.")
@@ -83,6 +84,17 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
     write_config(folder, asked)
     checkpoint.mkdir(exist_ok=True)
     return checkpoint
+
+
+def _refuse_foreign(folder: Folder, files: Sequence[str]) -> None:
+    """A file that the run would write over, where the folder is none of a run."""
+    if "versions" in kept(folder, "config.json"):
+        return
+    there = [name for name in ("config.json", *files) if (folder.path / name).exists()]
+    if there:
+        raise OptionError(
+            f"{folder.path} has a {there[0]} that is no run's. Nothing is written over; use another --out."
+        )
 
 
 def _take_back(checkpoint: Path, files: Sequence[str]) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..wording import agreeing, counted
 from .labels import name_of
 from .scale import Scale
 
 MOST_VALUES = 20
 """Values of a text column that have a column of their own."""
+NUMBERS = 0.95
+"""The share of values that are numbers from which a column of text is one of numbers, with the rest missing."""
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?")
 Values = np.ndarray | list[str | None]
 
@@ -29,6 +32,8 @@ class Typed:
 
     kind: str
     values: Values
+    strange: tuple[str, ...] = ()
+    """Values of a column of numbers that are none, and count as missing."""
 
     @property
     def empty(self) -> bool:
@@ -47,6 +52,8 @@ class Numbers:
     median: float
     scale: Scale
     marked: bool
+    parsed: bool = False
+    """Whether it is read from text, some of which is no number."""
 
     @classmethod
     def of(cls, typed: Typed) -> Numbers:
@@ -58,7 +65,7 @@ class Numbers:
         scale = Scale.of(np.where(missing, median, values)[:, None])
         if not missing.any() and not scale.varies[0]:
             raise UnusableError("is constant")
-        return cls(typed.kind, median, scale, bool(missing.any()))
+        return cls(typed.kind, median, scale, bool(missing.any()), bool(typed.strange))
 
     def names(self, column: str) -> list[str]:
         """What the numbers that the column becomes are called."""
@@ -136,18 +143,21 @@ class Columns:
         """Fit them on a pandas.DataFrame without the labels."""
         rules: dict[str, Numbers | Categories] = {}
         out: list[str] = []
+        notes: list[str] = []
         for name in frame.columns:
             try:
                 typed = typed_of(frame[name])
                 if typed.empty:
                     raise UnusableError("has no values")
                 rules[name] = Categories.of(typed) if typed.kind == "text" else Numbers.of(typed)
+                if typed.strange:
+                    notes.append(_told(name, typed))
             except UnusableError as reason:
                 out.append(f"{name} ({reason})")
         shown = ", ".join(out[:10]) + (f" and {len(out) - 10} more" if len(out) > 10 else "")
         if not rules:
             raise DataError(f"{where} has no column to learn from besides the labels{': ' if out else ''}{shown}.")
-        return cls(rules, (f"Left out of the inputs: {shown}.",) if out else ())
+        return cls(rules, (*((f"Left out of the inputs: {shown}.",) if out else ()), *notes))
 
     def __call__(self, frame: Any, where: str) -> np.ndarray:
         """A part as float32 (n, columns)."""
@@ -157,11 +167,23 @@ class Columns:
                 raise DataError(f"{where} has no column {name!r}, which the main file has.")
             series = frame[name]
             try:
-                text = isinstance(rule, Categories)
-                found.append(rule(Typed("text", _names_of(series.astype(object))) if text else typed_of(series)))
+                found.append(rule(_typed_for(rule, series)))
             except UnusableError as error:
                 raise DataError(f"{where}: column {name!r} {error}.") from None
         return np.hstack(found)
+
+
+def _told(name: str, typed: Typed) -> str:
+    count, of = len(typed.strange), len(typed.values)
+    are = agreeing(count, "is no number and counts", "are no numbers and count")
+    return f"{name}: {count} of {counted(of, 'value')}, such as {typed.strange[0]!r}, {are} as missing."
+
+
+def _typed_for(rule: Numbers | Categories, series: Any) -> Typed:
+    """The values of a column for a rule that was fitted on another part of it."""
+    if isinstance(rule, Categories):
+        return Typed("text", _names_of(series.astype(object)))
+    return _parsed(importlib.import_module("pandas"), series) if rule.parsed else typed_of(series)
 
 
 def typed_of(series: Any) -> Typed:
@@ -194,7 +216,18 @@ def _objects(pandas: Any, series: Any) -> Typed:
             raise UnusableError("holds numbers that are too large") from None
     if present and all(_is_date(value) for value in present):
         return _dates(pandas, series)
+    if present and all(isinstance(value, str) for value in present):
+        parsed = _parsed(pandas, series)
+        if len(parsed.strange) <= (1 - NUMBERS) * len(present):
+            return parsed
     return Typed("text", _names_of(series))
+
+
+def _parsed(pandas: Any, series: Any) -> Typed:
+    """Text read as numbers; what is none is missing."""
+    numbers = pandas.to_numeric(series, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    pairs = zip(series, np.isnan(numbers) & ~series.isna().to_numpy(), strict=True)
+    return Typed("number", _numbers(numbers).values, tuple(str(value) for value, strange in pairs if strange))
 
 
 def _is_date(value: object) -> bool:
@@ -226,4 +259,4 @@ def _names_of(values: Sequence[object]) -> list[str | None]:
 
 
 def _counts_rows(values: np.ndarray) -> bool:
-    return bool(values[0] in (0, 1) and np.array_equal(values, values[0] + np.arange(len(values))))
+    return len(values) > 1 and bool(np.array_equal(values, values[0] + np.arange(len(values))))

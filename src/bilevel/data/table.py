@@ -3,10 +3,11 @@
 Every other column becomes numbers by rules that are fitted on the main file alone:
 
 - numbers, dates and durations: scaled (see `scale`); a missing value is the median, and a column of 0 and 1 says so;
+- text that is numbers but for one value in twenty: numbers, with the others missing, and a note;
 - text, categories, true and false: a column of 0 and 1 for each of the 20 most frequent values, one for all others
   where there are more, one for missing where there are such;
-- left out, with a note: constant columns, columns without values, a count of the rows, text of which nearly all values
-  differ, and nested values.
+- left out, with a note: constant columns, columns without values, a count of the rows from any number on, text of which
+  nearly all values differ, and nested values.
 """
 
 from __future__ import annotations

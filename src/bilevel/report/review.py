@@ -207,7 +207,11 @@ def _plain(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _facts(review: Review) -> list[tuple[str, str]]:
     count, found = len(review.importance), len(review.suspects)
     suspects = f"{found:,} ({found / max(count, 1):.0%})"
-    return [("Training examples", f"{count:,}"), ("Suspects", suspects), ("Classes", f"{len(review.classes):,}")]
+    return [
+        ("Training examples", f"{count:,}"),
+        ("Suspects: estimated wrong labels", suspects),
+        ("Classes", f"{len(review.classes):,}"),
+    ]
 
 
 def _curves(history: Mapping[str, Sequence[float]]) -> Markup | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError, models
+from bilevel.applications import denoising as application
 from bilevel.applications.classifiers import classifier
 from bilevel.applications.cleaning import Prepared, _advice, as_bytes, clean, prepare, thumbnails
 from bilevel.applications.denoising import denoise, importance_problem
@@ -40,6 +41,10 @@ def network(seed: int = 0) -> nn.Sequential:
 
 def digits(noise: float = 0.4, kind: str = "symmetric", trusted: int = 100):
     return prepare(load("digits"), trusted=trusted, noise=noise, kind=kind, seed=0)
+
+
+class BegunError(Exception):
+    """The bilevel run begins."""
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
@@ -100,6 +105,28 @@ class StopAt(Callback):
         if run.step >= self.step:
             raise KeyboardInterrupt
         return False
+
+
+def test_where_examples_are_seen_seldom_importances_start_where_they_do_else_and_move_less(monkeypatch):
+    prepared, starts = digits(), {}
+    x, y = prepared.data.x, prepared.data.y
+
+    def begun(problem, method, u, v, data, *, max_steps, **options):
+        every = torch.arange(len(y))
+        slope = torch.autograd.functional.jacobian(lambda u: problem.lower(u, v, (x, y, every)), u.values)
+        starts[max_steps] = u.values, problem.lower(u, v, (x, y, every)), slope
+        raise BegunError
+
+    monkeypatch.setattr(application, "solve", begun)
+    often, seldom = (round(visits * len(y) / 100) for visits in (24, 6))
+    for steps in (often, seldom):
+        with pytest.raises(BegunError):
+            denoise((x, y), prepared.trusted, network(), steps=steps, final_steps=50, batch=100)
+    (u, loss, slope), (u_seldom, loss_seldom, slope_seldom) = starts[often], starts[seldom]
+    assert u.abs().max() <= 2.51
+    torch.testing.assert_close(u_seldom, 4 * u, rtol=1e-2, atol=0)  # steps are whole numbers
+    torch.testing.assert_close(loss_seldom, loss)
+    torch.testing.assert_close(slope_seldom, slope / 4, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("stage", ["trusted set", "importance", "round 1", "round 2"])

@@ -29,7 +29,7 @@ from .clean_label import (
     in_table,
 )
 from .denoising_numbers import alone, chosen, devices, values
-from .figures import STYLE, _figure, _save
+from .figures import STYLE, new_figure, save_figure
 from .filed import Kept
 from .markdown import table
 
@@ -180,13 +180,13 @@ def shown(kept: Sequence[Kept]) -> list[list[str]]:
 @matplotlib.rc_context(STYLE)
 def points(pictures: Sequence[Sequence[str]], path: Path) -> None:
     """Targets above their bases above their points."""
-    figure = _figure(0.9 * len(pictures), 2.9)
+    figure = new_figure(0.9 * len(pictures), 2.9)
     places = figure.subplots(3, len(pictures), squeeze=False)
     for column, images in enumerate(pictures):
         for row, image in enumerate(images):
             places[row, column].imshow(np.asarray(Image.open(io.BytesIO(base64.b64decode(image)))))
             places[row, column].set_axis_off()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _table(kept: Sequence[Kept], before: Sequence[Kept] = ()) -> str:
@@ -215,7 +215,7 @@ def _table(kept: Sequence[Kept], before: Sequence[Kept] = ()) -> str:
 @matplotlib.rc_context(STYLE)
 def success(kept: Sequence[Kept], path: Path) -> None:
     """The share of targets that are flipped by each epsilon."""
-    figure = _figure(4.4, 2.8)
+    figure = new_figure(4.4, 2.8)
     axes = figure.subplots()
     for method, color in zip(METHODS, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True):
         found = list(needed(kept, method).values())
@@ -224,4 +224,4 @@ def success(kept: Sequence[Kept], path: Path) -> None:
             axes.plot(EPSILONS, shares, "o-", ms=3, lw=1.2, color=color, label=TITLES[method])
     axes.set(xlabel="epsilon, l2", ylabel="targets flipped, percent", ylim=(0, 102))
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)

@@ -22,15 +22,12 @@ def cells(
     seeds: int,
     passes: int | None = None,
 ) -> list[Cell]:
-    """The cells that were asked for. None: all noises, all kinds, as the study has them."""
-    pairs = [
-        (noise, k)
-        for noise, k in denoising.NOISES
-        if (noises is None or noise in noises) and (kind is None or k == kind)
-    ]
-    if noises is not None:
-        listed = {noise for noise, _ in pairs}
-        pairs += [(noise, kind or denoising.SYMMETRIC) for noise in noises if noise not in listed]
+    """The cells that were asked for. No noises: those of the study. No kind: both, of the noises that are given."""
+    kinds = (denoising.SYMMETRIC, denoising.ASYMMETRIC) if kind is None else (kind,)
+    if noises is None:
+        pairs = [(noise, k) for noise, k in denoising.NOISES if k in kinds]
+    else:
+        pairs = [(noise, k) for k in kinds for noise in noises]
     found = denoising.cells([name for name in datasets if name in denoising.STUDIES], pairs, columns, seeds)
     if denoising_wide.NAME in datasets:
         found += denoising_wide.cells(tuple(columns), seeds, passes)

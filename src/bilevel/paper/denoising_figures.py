@@ -10,7 +10,7 @@ import matplotlib
 
 from .denoising_numbers import Numbers, chosen, numbers, percent, values
 from .denoising_speed import METHODS
-from .figures import STYLE, _figure, _legend, _save
+from .figures import STYLE, legend_above, new_figure, save_figure
 from .filed import Kept
 
 COLORS = dict(zip(METHODS, ("#1f77b4", "#9467bd", "#ff7f0e"), strict=True))
@@ -24,12 +24,12 @@ LINES = {"accuracy": ("denoise", "#1f77b4"), "trusted": ("trusted set alone", "#
 def how_few(kept: Sequence[Kept], path: Path) -> None:
     """Accuracy (left) and AUC (right) against the number of trusted examples."""
     counts = sorted(values(kept, "trusted"))
-    figure = _figure(7.2, 2.9)
+    figure = new_figure(7.2, 2.9)
     left, right = figure.subplots(1, 2)
     for key, (label, color) in LINES.items():
-        _line(left, counts, [percent(chosen(kept, trusted=n), key) for n in counts], color, label)
+        line(left, counts, [percent(chosen(kept, trusted=n), key) for n in counts], color, label)
     for key, label, color in (("auc", "importance", "#9467bd"), ("auc_quality", "quality", "#d62728")):
-        _line(right, counts, [numbers(chosen(kept, trusted=n), key) for n in counts], color, label)
+        line(right, counts, [numbers(chosen(kept, trusted=n), key) for n in counts], color, label)
     left.set_ylabel("test accuracy, percent")
     right.set_ylabel("AUC of right against wrong labels")
     for axes in (left, right):
@@ -37,13 +37,13 @@ def how_few(kept: Sequence[Kept], path: Path) -> None:
         axes.set_xticks(counts, [f"{n:,}" for n in counts])
         axes.minorticks_off()
         axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def speed(kept: Sequence[Kept], path: Path) -> None:
     """Accuracies of the lower variable against seconds, each seed a line."""
-    figure = _figure(8.4, 2.8)
+    figure = new_figure(8.4, 2.8)
     cells = figure.subplots(1, 3)
     names = {"test": "test", "validation": "validation (trusted)", "train": "train (wrong labels among them)"}
     for axes, (key, title) in zip(cells, names.items(), strict=True):
@@ -59,20 +59,20 @@ def speed(kept: Sequence[Kept], path: Path) -> None:
         axes.set_xlim(left=min(found["curves"]["seconds"][1] for _, found in kept) / 2)
         axes.set_ylim(min(shown) - 2, min(max(shown) + 2, 100.5))
     cells[0].set_ylabel("accuracy, percent")
-    _legend(figure, cells[0])
-    _save(figure, path)
+    legend_above(figure, cells[0])
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def steps(kept: Sequence[Kept], path: Path) -> None:
     """The last accuracy (left) and the time of an upper iteration (right) against T."""
     counts = sorted(values(kept, "T"))
-    figure = _figure(7.2, 2.8)
+    figure = new_figure(7.2, 2.8)
     left, right = figure.subplots(1, 2)
     for name in METHODS:
         mine = chosen(kept, method=name)
-        _line(left, counts, [percent(chosen(mine, T=T)) for T in counts], COLORS[name], name)
-        _line(right, counts, [numbers(chosen(mine, T=T), "ms_per_step") for T in counts], COLORS[name], name)
+        line(left, counts, [percent(chosen(mine, T=T)) for T in counts], COLORS[name], name)
+        line(right, counts, [numbers(chosen(mine, T=T), "ms_per_step") for T in counts], COLORS[name], name)
     left.set_ylabel("test accuracy, percent")
     right.set_ylabel("ms per upper iteration")
     right.set_yscale("log")
@@ -83,11 +83,11 @@ def steps(kept: Sequence[Kept], path: Path) -> None:
         axes.set(xscale="log", xlabel="T")
         axes.set_xticks(counts, [str(T) for T in counts])
         axes.minorticks_off()
-    _legend(figure, left)
-    _save(figure, path)
+    legend_above(figure, left)
+    save_figure(figure, path)
 
 
-def _line(axes: Any, x: Sequence[float], found: Sequence[Numbers], color: str, label: str) -> None:
+def line(axes: Any, x: Sequence[float], found: Sequence[Numbers], color: str, label: str) -> None:
     """Means with their deviations, where there are values."""
     points = [(at, one.mean, one.deviation) for at, one in zip(x, found, strict=True) if one]
     if points:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cells import Settings
 from .filed import Kept
 
 NOT_RUN = "not run"
@@ -71,6 +73,28 @@ def devices(kept: Iterable[Kept]) -> str:
 def values(kept: Iterable[Kept], key: str) -> list[Any]:
     """The different values of a setting, as they come."""
     return list(dict.fromkeys(settings[key] for settings, _ in kept))
+
+
+def current(kept: Sequence[Kept]) -> list[Kept]:
+    """The cells but for those of ApproxGrad's former linear solver, which lack `solver`, where others have taken their
+    place."""
+    replaced = {_place(settings) for settings, found in kept if "solver" in settings and not found.get("partial")}
+    return [pair for pair in kept if "solver" in pair[0] or _place(pair[0]) not in replaced]
+
+
+def _place(settings: Settings) -> str:
+    return json.dumps({key: settings[key] for key in sorted(settings) if key not in ("solver", "seed", "T")})
+
+
+def finite(kept: Iterable[Kept]) -> list[Kept]:
+    """The cells that did not diverge."""
+    return [pair for pair in kept if pair[1].get("status") != "diverged"]
+
+
+def mark(kept: Sequence[Kept]) -> str:
+    """What is said after a number of these cells where some of them diverged."""
+    bad = len(kept) - len(finite(kept))
+    return "" if not bad else " (diverged)" if bad == len(kept) else f" ({bad} of {len(kept)} diverged)"
 
 
 def diverged(kept: Iterable[Kept], key: str) -> str:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..whole import write_whole
 from . import denoising_figures, denoising_wide
-from .denoising import ASYMMETRIC, COLUMNS, NOISES, SHOWN, STUDIES, SYMMETRIC
-from .denoising_numbers import Numbers, alone, chosen, devices, diverged, numbers, percent
+from .denoising import ASYMMETRIC, COLUMNS, NOISES, PAPER_BATCH, SHOWN, STUDIES, SYMMETRIC, Study, bilevel_passes
+from .denoising_methods import DAMPING, LOWER_RATE, PAPER_T, UPPER_RATE
+from .denoising_numbers import (
+    SEEDS,
+    Numbers,
+    alone,
+    chosen,
+    current,
+    devices,
+    diverged,
+    finite,
+    mark,
+    numbers,
+    percent,
+    seeds,
+)
+from .denoising_runs import HELD_OUT
 from .denoising_small import CLEANING_STEPS, HOW_FEW, HYPER_CLEANING
 from .denoising_small_page import few_sentences, few_table, rule_sentences, rule_table, targets
 from .filed import Kept
@@ -18,8 +34,8 @@ from .markdown import table
 TITLES = {
     "mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN", "fashion-mnist": "Fashion-MNIST", "digits": "digits (MLP)",
 }  # fmt: skip
-ALIKE = 0.1
-"""A difference in percent that is none; nor is one below the deviation of either."""
+SURE = 1.96
+"""Standard errors by which two networks of one seed have to differ."""
 
 
 def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
@@ -38,13 +54,25 @@ def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str
     final = STUDIES[dataset].final_passes
     finished = [
         pair
-        for pair in chosen(kept, dataset=dataset)
+        for pair in chosen(current(kept), dataset=dataset)
         if "part" not in pair[0] and pair[0]["passes"][1] == final and not pair[1].get("partial")
     ]
     mine = chosen(finished, noise=noise, kind=kind)
     found = {column: chosen(mine, column=column) for column in COLUMNS}
     by_seed = {pair[0]["seed"]: pair for pair in chosen(finished, column="trusted")}
     return found | {"trusted": list(by_seed.values())}
+
+
+def places(kept: Sequence[Kept]) -> list[tuple[str, float, str]]:
+    """The rows of the table: data set, noise and kind, those of the study and all others that have cells."""
+    found = []
+    for dataset in STUDIES:
+        mine = [s for s, _ in chosen(kept, dataset=dataset) if "part" not in s and s["column"] != "clean"]
+        others = sorted(
+            {(s["noise"], s["kind"]) for s in mine} - set(NOISES), key=lambda pair: (pair[1] == ASYMMETRIC, pair[0])
+        )
+        found += [(dataset, noise, kind) for noise, kind in (*NOISES, *others)]
+    return found
 
 
 def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
@@ -59,9 +87,14 @@ def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
         "where there are other than 5, their number is given. Seeds draw the split, the wrong labels, the first "
         "weights and the batches.",
         "## What was found",
+        "In brackets after another column: ours less that column, in percent, on the seeds that both have, with their "
+        "number where it is not 5. `above` and `below` are said where that is more than the deviation of the "
+        f"differences between seeds or, of one seed, than {SURE:g} binomial standard errors on the test set; else "
+        "`level with`. Runs that diverged are not compared.",
         "\n".join(f"- {sentence}" for sentence in found) if found else "Nothing was run.",
         "## Table 2",
-        _columns(),
+        _columns(kept),
+        _settings(),
         _table(kept),
         _run_on(kept),
         "## How well wrong labels are found",
@@ -91,7 +124,7 @@ def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
         _left(kept),
         "## To run it again",
         "```bash\nbilevel reproduce denoising --out runs/denoising --page docs/results\n"
-        "bilevel reproduce denoising --dataset mnist --noise 0.25 --columns ours --page docs/results\n"
+        "bilevel reproduce denoising --dataset mnist --noise 0.25 --kind symmetric --columns ours --page docs/results\n"
         "bilevel reproduce denoising --dataset mnist --columns algorithm-2 --minutes 8 --page docs/results\n"
         "bilevel reproduce denoising --dataset cifar10-wrn --minutes 8 --page docs/results\n```\n\n"
         "`--minutes` ends a run in its midst; the same command goes on with it, from the state in `--out`.",
@@ -102,77 +135,118 @@ def page(kept: Sequence[Kept], found: Sequence[str]) -> str:
 def findings(kept: Sequence[Kept]) -> list[str]:
     """Sentences on the numbers that are there."""
     found = []
-    for dataset, study in STUDIES.items():
-        for noise, kind in NOISES:
-            columns = {name: percent(cells) for name, cells in row(kept, dataset, noise, kind).items()}
-            if columns["ours"]:
-                found.append(_sentence(_title(dataset, noise, kind), columns, study.paper.get(noise, {}), _target(
-                    study.target, noise, kind)))  # fmt: skip
+    for dataset, noise, kind in places(kept):
+        cells = row(kept, dataset, noise, kind)
+        if cells["ours"]:
+            found.append(_sentence(_title(dataset, noise, kind), cells, STUDIES[dataset], noise, kind))
     found += rule_sentences(chosen(kept, part=HYPER_CLEANING))
     found += few_sentences(chosen(kept, part=HOW_FEW))
     return found
 
 
-def _target(target: Any, noise: float, kind: str) -> float | None:
-    return None if target is None or kind == ASYMMETRIC else target.get(noise)
-
-
-def _sentence(title: str, columns: dict[str, Numbers], paper: Any, target: float | None) -> str:
-    ours = columns["ours"]
+def _sentence(title: str, cells: dict[str, list[Kept]], study: Study, noise: float, kind: str) -> str:
+    ours = percent(cells["ours"])
+    paper, target = _papers(study, noise, kind), (study.target or {}).get(noise)
     text = f"{title}: our settings reach {ours.show()}"
-    if "algorithm-2" in paper:
+    if paper:
         text += f"; the paper's Penalty {paper['algorithm-2']:.2f}, its Oracle {paper['oracle']:.1f}"
-    if target is not None:
+    if target is not None and kind == SYMMETRIC:
         text += f"; the target of {target:.2f} is {'met' if ours.mean >= target else 'missed'}"
     text += "."
     beside: dict[str, list[str]] = {"above": [], "level with": [], "below": []}
     for name in SHOWN[:-1]:
-        if other := columns[name]:
-            gap = ours.mean - other.mean
-            alike = abs(gap) < max(ALIKE, ours.deviation, other.deviation)
-            where = "level with" if alike else "above" if gap > 0 else "below"
-            beside[where].append(f"{COLUMNS[name]} ({other.mean:.2f})")
+        if found := beside_ours(cells["ours"], cells[name], study.tests):
+            where, gaps = found
+            count = len(gaps.values)
+            beside[where].append(f"{COLUMNS[name]} ({gaps.mean:+.2f}{'' if count == SEEDS else ', ' + seeds(count)})")
     return text + "".join(f" It is {where} {'; '.join(names)}." for where, names in beside.items() if names)
+
+
+def _papers(study: Study, noise: float, kind: str) -> Mapping[str, float]:
+    """The paper's row: its noise is symmetric."""
+    return study.paper.get(noise, {}) if kind == SYMMETRIC else {}
+
+
+def beside_ours(ours: Sequence[Kept], other: Sequence[Kept], tests: int) -> tuple[str, Numbers] | None:
+    """Where ours is beside another column on common seeds, and by how much; None where there is none."""
+    mine, theirs = ({s["seed"]: f["accuracy"] for s, f in finite(cells)} for cells in (ours, other))
+    common = sorted(set(mine) & set(theirs))
+    if not common:
+        return None
+    gaps = Numbers(tuple(100 * (mine[seed] - theirs[seed]) for seed in common))
+    if len(common) > 1:
+        least = gaps.deviation
+    else:
+        least = SURE * 100 * math.sqrt(sum(p * (1 - p) / tests for p in (mine[common[0]], theirs[common[0]])))
+    return "level with" if abs(gaps.mean) <= least else "above" if gaps.mean > 0 else "below", gaps
 
 
 def _title(dataset: str, noise: float, kind: str) -> str:
     return f"{TITLES[dataset]}, {100 * noise:g}% {kind}"
 
 
-def _columns() -> str:
+def _columns(kept: Sequence[Kept]) -> str:
     said = {
         "oracle": "the right labels and the trusted set",
         "trusted": "the trusted set alone",
         "plain": "all labels as they are and the trusted set, last epoch",
         "stopped": "the same, kept at its best epoch by a fifth of the trusted set that it is not trained on",
-        "approx-grad": "20 lower and 20 linear steps, one pass of upper steps over the training set, on digits "
-        f"{STUDIES['digits'].implicit_passes} (the paper has 100 passes, on CIFAR-10 200)",
-        "algorithm-2": "Algorithm 2 with the constants of Appendix E.2",
+        "approx-grad": f"{PAPER_T} lower steps, and {PAPER_T} of Adam on the linear system with a damping of "
+        f"{DAMPING:g}; importances as in the next column",
+        "algorithm-2": f"Algorithm 2 with the constants of Appendix E.2, T = {PAPER_T}; the importances start at the "
+        "probabilities of a network trained on the trusted set, in a fifth of a training's steps",
         "ours": "`denoise`: `Penalty()` with no option, then two rounds of training",
     }
     lines = [f"- {COLUMNS[name]}: {text}." for name, text in said.items()]
-    return "\n".join(lines) + (
-        "\n\nColumns without a bilevel run take as many steps as a round of ours. Below a row, where there is one, is "
-        "the paper's."
+    former = [
+        _title(*place) for place in places(kept) if any("solver" not in s for s, _ in row(kept, *place)["approx-grad"])
+    ]
+    other = f"\n\nApproxGrad with conjugate gradients in place of Adam: {'; '.join(former)}." if former else ""
+    return "\n".join(lines) + other
+
+
+def _settings() -> str:
+    """How the columns are trained, ours beside the paper's."""
+    rows = []
+    for name, study in STUDIES.items():
+        passes = [str(bilevel_passes(study, column)) for column in ("ours", "approx-grad", "algorithm-2")]
+        rows.append([TITLES[name], f"{study.rate:g}, falling to 0", str(study.final_passes), str(study.batch), *passes])
+        if study.paper_rate is not None:
+            epochs = str(study.paper_passes)
+            rows.append(["the paper", f"{study.paper_rate:g}", epochs, str(PAPER_BATCH), "", epochs, epochs])
+    heads = ["data", "rate of Adam", "passes of a training", "batch", "bilevel passes, ours", "ApproxGrad",
+             "Penalty, the paper's"]  # fmt: skip
+    return (
+        "How the columns are trained. A pass has as many steps as the training and the trusted set have batches: in a "
+        "training of every column without a bilevel run, whatever its number of examples, and in each round of ours. "
+        f"Only the early-stopped column has fewer steps: one in {HELD_OUT} trusted examples is held out of its passes. "
+        "A bilevel pass has an upper step for each batch of the training set. The lower steps of ApproxGrad have the "
+        f"rate of the trainings, those of the paper's Penalty {LOWER_RATE:g}, which does not fall, with {UPPER_RATE:g} "
+        "for u; ours takes its rates from the scale of the problem. On a GPU networks run in bf16, with their weights "
+        "in float32; on a CPU all is in float32. What the paper does not say is left empty.\n\n"
+        + table(heads, rows)
+        + "\n\nBelow a row, here and in the next table, is the paper's, where there is one."
     )
 
 
 def _table(kept: Sequence[Kept]) -> str:
     rows = []
-    for dataset, study in STUDIES.items():
-        for noise, kind in NOISES:
-            cells = row(kept, dataset, noise, kind)
-            rows.append([_title(dataset, noise, kind), *(percent(cells[column]).show() for column in SHOWN)])
-            if kind == SYMMETRIC and noise in study.paper:
-                paper = study.paper[noise]
-                rows.append(["the paper", *(f"{paper[name]:g}" if name in paper else "" for name in SHOWN)])
+    for dataset, noise, kind in places(kept):
+        cells = row(kept, dataset, noise, kind)
+        rows.append([_title(dataset, noise, kind), *(percent(cells[c]).show() + mark(cells[c]) for c in SHOWN)])
+        if paper := _papers(STUDIES[dataset], noise, kind):
+            rows.append(["the paper", *(f"{paper[name]:g}" if name in paper else "" for name in SHOWN)])
     return table(["data, noise", *(COLUMNS[name] for name in SHOWN)], rows)
 
 
 def _run_on(kept: Sequence[Kept]) -> str:
     parts = []
     for dataset in STUDIES:
-        mine = [pair for pair in chosen(kept, dataset=dataset) if "part" not in pair[0] and not pair[1].get("partial")]
+        mine = [
+            pair
+            for pair in chosen(current(kept), dataset=dataset)
+            if "part" not in pair[0] and not pair[1].get("partial")
+        ]
         timed = alone(chosen(mine, column="ours"))
         ours = numbers(timed, "seconds")
         if mine:
@@ -185,17 +259,16 @@ def _run_on(kept: Sequence[Kept]) -> str:
 
 def _detection(kept: Sequence[Kept]) -> str:
     rows = []
-    for dataset in STUDIES:
-        for noise, kind in NOISES:
-            for column in ("approx-grad", "algorithm-2", "ours"):
-                cells = row(kept, dataset, noise, kind)[column]
-                if cells:
-                    quality = numbers(cells, "auc_quality")
-                    rows.append([
-                        _title(dataset, noise, kind), COLUMNS[column], numbers(cells, "auc").show(3),
-                        quality.show(4) if quality else "", numbers(cells, "f1").show(3),
-                        percent(cells, "noise_rate").show(1),
-                    ])  # fmt: skip
+    for place in places(kept):
+        found = row(kept, *place)
+        for column in ("approx-grad", "algorithm-2", "ours"):
+            if cells := found[column]:
+                quality = numbers(cells, "auc_quality")
+                rows.append([
+                    _title(*place), COLUMNS[column] + mark(cells), numbers(cells, "auc").show(3),
+                    quality.show(4) if quality else "", numbers(cells, "f1").show(3),
+                    percent(cells, "noise_rate").show(1),
+                ])  # fmt: skip
     heads = ["data, noise", "method", "AUC of importance", "AUC of quality", "F1 of suspects", "suspects, percent"]
     return table(heads, rows) if rows else "Nothing was run."
 
@@ -234,12 +307,10 @@ def _wide(kept: Sequence[Kept]) -> str:
 def not_run(kept: Sequence[Kept]) -> list[dict[str, Any]]:
     """The places of the table that have no cell."""
     found: list[dict[str, Any]] = []
-    for dataset in STUDIES:
-        for noise, kind in NOISES:
-            cells = row(kept, dataset, noise, kind)
-            left = [column for column in SHOWN if not cells[column]]
-            if left:
-                found.append({"dataset": dataset, "noise": noise, "kind": kind, "columns": left})
+    for dataset, noise, kind in places(kept):
+        cells = row(kept, dataset, noise, kind)
+        if left := [column for column in SHOWN if not cells[column]]:
+            found.append({"dataset": dataset, "noise": noise, "kind": kind, "columns": left})
     return found
 
 
@@ -251,7 +322,7 @@ def _left(kept: Sequence[Kept]) -> str:
         + "."
         for one in left
     ]
-    total = len(STUDIES) * len(NOISES) * len(SHOWN)
+    total = len(places(kept)) * len(SHOWN)
     empty = sum(len(one["columns"]) for one in left)
     text = f"{empty} of {total} places of the table are not filled" + (":\n\n" + "\n".join(lines) if lines else ".")
     begun = _begun(kept)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from ..applications.denoising import denoise, importance_problem, loaders
 from ..cells import Found, Settings
 from ..data import corrupt, load, split_trusted
 from ..method import Method
-from ..methods.approx_grad import ApproxGrad
-from ..methods.penalty import Penalty
+from ..precision import Precision
 from ..replay import seeded
 from ..rows import Rows
 from ..solution import Status
 from ..solve import solve
-from ..training import accuracy, fit, probabilities
+from ..training import Watch, accuracy, fit, probabilities
 from ..whole import write_whole
+from . import denoising_methods
 from .denoising import ONE_SEED, STUDIES, Study
+from .denoising_methods import PAPER_T
 from .sittings import Deadline, Leave, OutOfTimeError, Sitting
 
 loaded = cache(load)
@@ -55,7 +56,7 @@ class Task:
             self.model = self.study.network().to(self.device)
 
     @property
-    def precision(self) -> Any:
+    def precision(self) -> Precision | None:
         return "bf16" if self.device.type == "cuda" else None
 
     def steps(self, passes: float, rows: int) -> int:
@@ -65,7 +66,14 @@ class Task:
         return accuracy(model, self.test)
 
     def fit(
-        self, model: nn.Module, x: Tensor, y: Tensor, *, steps: int, watch: Any = None, before: int | None = None
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        *,
+        steps: int,
+        watch: Watch | None = None,
+        before: int | None = None,
     ) -> None:
         """Train the model. Where the training comes before a run of so many steps, its own are not counted."""
 
@@ -185,35 +193,30 @@ def stopped(task: Task) -> Found:
 
 
 def approx_grad(task: Task) -> Found | None:
-    adam = partial(torch.optim.Adam, lr=task.study.rate)
-    return _bilevel(task, ApproxGrad(lower_steps=20, linear_steps=20, damping=0.1, lower_optimizer=adam))
+    return _bilevel(task, denoising_methods.approx_grad(PAPER_T, task.study.rate))
 
 
 def algorithm_2(task: Task) -> Found | None:
-    """Appendix E.2: T = 20 on one batch, sigma 3, rho 1e-5, gamma, epsilon and lam 0.01."""
-    method = Penalty.algorithm_2(
-        lower_steps=20, gamma=0.01, epsilon=0.01, lam=0.01, nu=task.study.paper_nu, upper_rate=3.0, lower_rate=1e-5,
-    )  # fmt: skip
-    return _bilevel(task, method)
+    return _bilevel(task, denoising_methods.algorithm_2(PAPER_T, task.study.paper_nu))
 
 
 def _bilevel(task: Task, method: Method) -> Found | None:
     """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
     model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
     task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
-    p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y].clamp(1e-3, 1 - 1e-3)
-    u = Rows(len(task.y), init=torch.logit(p) / 2, device=task.device)  # (tanh u + 1) / 2 = p
+    p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]
+    u = Rows(len(task.y), init=denoising_methods.start(p), device=task.device)
     data = loaders(task.x, task.y, *task.trusted, task.study.batch)
     model.train()
     solution = solve(
-        importance_problem(task.study.augment, lambda u: (torch.tanh(u) + 1) / 2), method, u, model, data,
+        importance_problem(task.study.augment, denoising_methods.importance), method, u, model, data,
         max_steps=steps, seed=task.seed, hypergradient=False, precision=task.precision,
         callbacks=[Deadline(task.sitting)], checkpoint=task.sitting.folder("importance"),
         resume=task.sitting.place is not None,
     )  # fmt: skip
     if solution.interrupted:
         return None
-    importance = (torch.tanh(u.values.cpu()) + 1) / 2
+    importance = denoising_methods.importance(u.values.cpu())
     so_far = {"partial": True, "of": steps} if solution.status is Status.STOPPED else {}
     return {
         "accuracy": task.accuracy(model), **task.found(importance, importance < 0.5), "engine": solution.engine,

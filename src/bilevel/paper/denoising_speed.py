@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,14 @@ from ..callbacks import Callback, Run
 from ..cells import Cell, Found, Settings
 from ..data import Pair, corrupt, split_trusted
 from ..method import Method
-from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..replay import seeded
 from ..rows import Rows
 from ..solve import solve
 from ..training import accuracy, fit, probabilities
+from . import denoising_methods
+from .denoising import STUDIES
+from .denoising_methods import PAPER_T, SOLVER
 from .denoising_runs import device_name, loaded
 from .denoising_small import network
 
@@ -36,7 +37,6 @@ SPEED, STEPS = "speed", "steps"
 METHODS = ("Penalty, ours", "Penalty, the paper's", "ApproxGrad")
 NUMBERS = (1, 2, 5, 10, 20)
 """T in the study of its effect."""
-PAPER_T = 20
 BATCH, TRUSTED, NOISE, RATE = 200, 1000, 0.25, 1e-3
 ROWS = {"mlp": 5000, "cnn": 59_000}
 PASSES: dict[str, dict[str, float]] = {"speed": {"mlp": 10, "cnn": 2}, "steps": {"mlp": 4, "cnn": 0.5}}
@@ -61,6 +61,8 @@ def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> li
     for settings in found:
         if part == SPEED and settings["method"] == METHODS[0]:
             settings |= {"T": 0, "passes": OURS_PASSES[kind]}
+        if settings["method"] == METHODS[2]:
+            settings["solver"] = SOLVER
     return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
 
 
@@ -68,11 +70,8 @@ def method(name: str, T: int) -> Method:
     if name == METHODS[0]:
         return Penalty(lower_steps=T)
     if name == METHODS[1]:
-        return Penalty.algorithm_2(
-            lower_steps=T, gamma=0.01, epsilon=0.01, lam=0.01, nu=1e-6, upper_rate=3.0, lower_rate=1e-5
-        )  # fmt: skip
-    adam = partial(torch.optim.Adam, lr=RATE)
-    return ApproxGrad(lower_steps=T, linear_steps=T, damping=0.1, lower_optimizer=adam)
+        return denoising_methods.algorithm_2(T, STUDIES["mnist"].paper_nu)
+    return denoising_methods.approx_grad(T, RATE)
 
 
 class Curves(Callback):
@@ -109,14 +108,13 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     init: float | Tensor = 0.0
     if not ours:
         fit(model, *trusted, steps=min(PRETRAINING, steps), batch=BATCH, rate=RATE, seed=seed)
-        p = probabilities(model, data.x)[torch.arange(len(y)), y].clamp(1e-3, 1 - 1e-3)
-        init = torch.logit(p) / 2
+        init = denoising_methods.start(probabilities(model, data.x)[torch.arange(len(y)), y])
     curves = Curves(model, test, trusted, (data.x, y), time.perf_counter() - began)
     curves.measure(0.0)
     curves.spent = 0.0
     u = Rows(len(y), init=init, device=device)
     model.train()
-    importance = torch.sigmoid if ours else _tanh
+    importance = torch.sigmoid if ours else denoising_methods.importance
     solution = solve(
         importance_problem(None, importance), method(name, settings["T"]), u, model,
         loaders(data.x, y, *trusted, BATCH), max_steps=steps, seed=seed, hypergradient=False, callbacks=[curves],
@@ -132,10 +130,6 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
 def load() -> float | None:
     """How many programs wanted to run for each core in the last minute: above 1, times are too long."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
-
-
-def _tanh(u: Tensor) -> Tensor:
-    return (torch.tanh(u) + 1) / 2
 
 
 def _summary(curves: Curves, seconds: Any, engine: str) -> Found:

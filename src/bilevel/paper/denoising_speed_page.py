@@ -8,7 +8,7 @@ from typing import Any
 
 from ..whole import write_whole
 from . import denoising_figures
-from .denoising_numbers import chosen, devices, diverged, numbers, percent, seeds, values
+from .denoising_numbers import chosen, current, devices, diverged, finite, mark, numbers, percent, seeds, values
 from .denoising_speed import METHODS, PRETRAINING, SPEED, STEPS
 from .filed import Kept
 from .markdown import table
@@ -21,7 +21,7 @@ LEVELS = (0.90, 0.92, 0.94, 0.96, 0.98)
 def write(part: str, kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     """Write the figures and the page of a part into a folder; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
-    mine = chosen(kept, part=part)
+    mine = current(chosen(kept, part=part))
     sections, said = [], []
     for network in values(mine, "network"):
         cells = chosen(mine, network=network)
@@ -31,7 +31,9 @@ def write(part: str, kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         said += found
         sections += [
             f"## {NETWORKS[network][0].upper()}{NETWORKS[network][1:]}, on {devices(cells)}",
-            f"{cells[0][0]['rows']:,} examples to clean, {_runs(cells)} a method{_iterations(cells)}.{_busy(cells)}",
+            f"{cells[0][0]['rows']:,} examples to clean, {_runs(cells)} a method{_iterations(cells)}."
+            + _solver(cells)
+            + _busy(cells),
             "\n".join(f"- {sentence}" for sentence in found),
             f"![{HEADS[part][0]}]({image})",
             _speed_table(cells) if part == SPEED else _step_table(cells),
@@ -57,13 +59,14 @@ HEADS = {
     SPEED: (
         "Denoising: accuracy against time",
         "Figure 4(a)",
-        "Here it has no lower steps, its default, and as many passes as `denoise` gives it; the others have T = 20. "
+        "Here it has no lower steps, its default, and as many passes as `denoise` gives it; the others have T = 20, "
+        "ApproxGrad with as many steps of Adam for the linear system. "
         "The paper takes 75% on the training labels and 100% on the trusted ones as a sign that the problem is solved.",
     ),
     STEPS: (
         "Denoising: the effect of T",
         "Figure 5(a)",
-        "All have the same number of upper iterations; ApproxGrad takes T steps for the linear system, too.",
+        "All have the same number of upper iterations; ApproxGrad takes T steps of Adam for the linear system, too.",
     ),
 }
 
@@ -82,14 +85,31 @@ def _diverged(cells: Sequence[Kept]) -> str:
     return diverged([({**s, "run": f"{s['method']}, T = {s['T']}"}, found) for s, found in cells], "run")
 
 
+def quiet(cells: Sequence[Kept]) -> bool:
+    """Whether it is known of all runs that no other work took their time."""
+    return all(found.get("load") is not None and found["load"] <= 1 for _, found in cells)
+
+
 def _busy(cells: Sequence[Kept]) -> str:
     load = numbers(cells, "load")
-    if not load or max(load.values) <= 1:
-        return ""
-    return (
-        f" The machine was busy with other work: {min(load.values):.1f} to {max(load.values):.1f} programs a core, so "
-        "that times are too long, and their ratios are rough."
-    )
+    unknown, said = len(cells) - len(load.values), ""
+    if load and max(load.values) > 1:
+        said += (
+            f" The machine was busy with other work: {min(load.values):.1f} to {max(load.values):.1f} programs a core, "
+            "so that times are too long, and their ratios are rough."
+        )
+    if unknown:
+        said += (
+            f" How busy the machine was is not known of {unknown} of {len(cells)} runs: their times may be too long, "
+            "and their ratios are rough."
+        )
+    return said
+
+
+def _solver(cells: Sequence[Kept]) -> str:
+    """A sentence where ApproxGrad is shown with another linear solver than it has now."""
+    former = any("solver" not in settings for settings, _ in chosen(cells, method=METHODS[-1]))
+    return " ApproxGrad was run with conjugate gradients in place of Adam." if former else ""
 
 
 def _speed_table(cells: Sequence[Kept]) -> str:
@@ -97,7 +117,8 @@ def _speed_table(cells: Sequence[Kept]) -> str:
     for settings, found in sorted(cells, key=lambda pair: (METHODS.index(pair[0]["method"]), pair[0]["seed"])):
         curves = found["curves"]
         rows.append([
-            settings["method"], str(settings["seed"]), f"{found['steps']:,}", f"{found['ms_per_step']:.1f}",
+            settings["method"] + mark([(settings, found)]), str(settings["seed"]),
+            f"{found['steps']:,}", f"{found['ms_per_step']:.1f}",
             f"{found['seconds']:.1f}", *(f"{100 * curves[key][-1]:.2f}" for key in ("test", "validation", "train")),
         ])  # fmt: skip
     heads = ["method", "seed", "upper steps", "ms a step", "seconds", "test", "validation", "train"]
@@ -127,7 +148,8 @@ def speed_sentences(cells: Sequence[Kept]) -> list[str]:
             found.append(text + (f"; not reached by {' and '.join(never)}." if never else "."))
             if not never:
                 break
-    ends = [f"{name} {percent(chosen(cells, method=name)).show(usual=1)}" for name in METHODS]
+    by_name = {name: chosen(cells, method=name) for name in METHODS}
+    ends = [f"{name} {percent(mine).show(usual=1)}{mark(mine)}" for name, mine in by_name.items()]
     return [*found, f"At the end: {'; '.join(ends)}."]
 
 
@@ -138,28 +160,36 @@ def _step_table(cells: Sequence[Kept]) -> str:
         for T in sorted(values(cells, "T")):
             mine = chosen(cells, method=name, T=T)
             time = numbers(mine, "ms_per_step")
-            rows.append([name, str(T), percent(mine).show(usual=usual), time.show(1, usual)])
+            rows.append([name, str(T), percent(mine).show(usual=usual) + mark(mine), time.show(1, usual)])
     return table(["method", "T", "test accuracy", "ms per upper iteration"], rows)
 
 
 def step_sentences(cells: Sequence[Kept]) -> list[str]:
-    """What a larger T gains, and what it costs."""
-    found = []
+    """What a larger T gains and, where times are those of the runs alone, what it costs."""
     counts = sorted(values(cells, "T"))
-    for name in METHODS:
-        first, last = (chosen(cells, method=name, T=T) for T in (counts[0], counts[-1]))
-        if first and last:
-            gain = percent(last).mean - percent(first).mean
-            times = numbers(last, "ms_per_step").mean / numbers(first, "ms_per_step").mean
-            found.append(
-                f"{name}: from T = {counts[0]} to {counts[-1]} the accuracy goes from {percent(first).mean:.2f} to "
-                f"{percent(last).mean:.2f} ({gain:+.2f}), and an upper iteration takes {times:.1f} times as long."
-            )
-    for name in METHODS[:-1]:
-        ours, theirs = (numbers(chosen(cells, method=m, T=counts[-1]), "ms_per_step") for m in (name, METHODS[-1]))
-        if ours and theirs:
-            found.append(
-                f"At T = {counts[-1]}, an upper iteration of ApproxGrad takes {theirs.mean / ours.mean:.1f} times that "
-                f"of {name}."
-            )
-    return found
+    found = [_gain(name, cells, counts[0], counts[-1]) for name in METHODS]
+    if quiet(cells):
+        found += [_cost(name, cells, counts[-1]) for name in METHODS[:-1]]
+    return [sentence for sentence in found if sentence]
+
+
+def _gain(name: str, cells: Sequence[Kept], least: int, most: int) -> str:
+    first, last = (finite(chosen(cells, method=name, T=T)) for T in (least, most))
+    if not first or not last:
+        return ""
+    gain = percent(last).mean - percent(first).mean
+    text = (
+        f"{name}: from T = {least} to {most} the accuracy goes from {percent(first).mean:.2f} to "
+        f"{percent(last).mean:.2f} ({gain:+.2f})"
+    )
+    if not quiet(cells):
+        return text + "."
+    times = numbers(last, "ms_per_step").mean / numbers(first, "ms_per_step").mean
+    return text + f", and an upper iteration takes {times:.1f} times as long."
+
+
+def _cost(name: str, cells: Sequence[Kept], T: int) -> str:
+    ours, theirs = (numbers(finite(chosen(cells, method=m, T=T)), "ms_per_step") for m in (name, METHODS[-1]))
+    if not ours or not theirs:
+        return ""
+    return f"At T = {T}, an upper iteration of ApproxGrad takes {theirs.mean / ours.mean:.1f} times that of {name}."

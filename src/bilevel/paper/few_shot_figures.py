@@ -10,7 +10,7 @@ import matplotlib
 
 from .denoising_numbers import chosen
 from .few_shot import LOWER_STEPS, METHODS
-from .figures import STYLE, _figure, _legend, _save
+from .figures import STYLE, legend_above, new_figure, save_figure
 from .filed import Kept
 
 COLORS = dict(zip(METHODS, ("#1f77b4", "#7f7f7f", "#ff7f0e", "#9467bd", "#2ca02c"), strict=True))
@@ -22,7 +22,7 @@ def curves(kept: Sequence[Kept], path: Path) -> None:
     places = list(dict.fromkeys((s["dataset"], s["backbone"], s["ways"], s["shots"]) for s, _ in kept))
     columns = min(4, len(places))
     rows = -(-len(places) // columns)
-    figure = _figure(2.6 * columns + 0.4, 2.5 * rows + 0.3)
+    figure = new_figure(2.6 * columns + 0.4, 2.5 * rows + 0.3)
     cells: list[Any] = list(figure.subplots(rows, columns, squeeze=False).ravel())
     for axes, (dataset, backbone, ways, shots) in zip(cells, places, strict=False):
         some = chosen(kept, dataset=dataset, backbone=backbone, ways=ways, shots=shots)
@@ -35,8 +35,8 @@ def curves(kept: Sequence[Kept], path: Path) -> None:
         axes.set_axis_off()
     cells[0].set_ylabel("accuracy, percent")
     most = max(range(len(places)), key=lambda i: len(cells[i].get_legend_handles_labels()[1]))
-    _legend(figure, cells[most])
-    _save(figure, path)
+    legend_above(figure, cells[most])
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
@@ -45,7 +45,7 @@ def effect(kept: Sequence[Kept], path: Path) -> None:
     measured = [pair for pair in kept if pair[1]["ms_per_step"] is not None]
     panels = [("accuracy", 100, kept, "accuracy, percent")]
     panels += [("ms_per_step", 1, measured, "ms per upper step")] if measured else []
-    figure = _figure(3.2 * len(panels), 2.6)
+    figure = new_figure(3.2 * len(panels), 2.6)
     cells: list[Any] = list(figure.subplots(1, len(panels), squeeze=False).ravel())
     for axes, (key, factor, some, label) in zip(cells, panels, strict=True):
         for method, title in METHODS.items():
@@ -54,5 +54,5 @@ def effect(kept: Sequence[Kept], path: Path) -> None:
                 x, y = [s["T"] for s, _ in mine], [factor * found[key] for _, found in mine]
                 axes.plot(x, y, "o-", color=COLORS[method], label=title)
         axes.set(xlabel="T", ylabel=label, xticks=LOWER_STEPS)
-    _legend(figure, cells[0])
-    _save(figure, path)
+    legend_above(figure, cells[0])
+    save_figure(figure, path)

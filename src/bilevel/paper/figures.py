@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 def convergence(results: Results, pair: str, path: Path) -> None:
     """Figures 1 and 2: for each problem of a pair and each T, the mean of every method over its trials."""
     steps = [*LOWER_STEPS, 100]
-    figure = _figure(8.8, 4.6)
+    figure = new_figure(8.8, 4.6)
     axes = figure.subplots(2, len(steps), sharex="col", sharey="row")
     for row, problem in zip(axes, PAIRS[pair], strict=True):
         for cell, T in zip(row, steps, strict=True):
@@ -44,14 +44,14 @@ def convergence(results: Results, pair: str, path: Path) -> None:
         row[0].set_ylabel("error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    _legend(figure, axes[0][0])
-    _save(figure, path)
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def ablation(results: Results, path: Path) -> None:
     """Figure 7: Penalty on Example 1 for each T and first lam, with nu (top) and without."""
-    figure = _figure(8.0, 4.4)
+    figure = new_figure(8.0, 4.4)
     axes = figure.subplots(2, len(LOWER_STEPS), sharex=True, sharey=True)
     shades = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, len(LAMS)))
     for row, multipliers in zip(axes, (True, False), strict=True):
@@ -64,8 +64,8 @@ def ablation(results: Results, path: Path) -> None:
         row[0].set_ylabel("mean error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    _legend(figure, axes[0][0])
-    _save(figure, path)
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
@@ -77,7 +77,7 @@ def sensitivity(results: Results, path: Path) -> None:
         "gamma_factor": "c_gamma",
         "epsilon_factor": "c_epsilon",
     }
-    figure = _figure(8.0, 2.4)
+    figure = new_figure(8.0, 2.4)
     axes = figure.subplots(1, len(SENSITIVITY), sharey=True)
     for cell, option in zip(axes, SENSITIVITY, strict=True):
         for (problem, rows), color in zip(results.varied(option).items(), ("#1f77b4", "#d62728"), strict=True):
@@ -88,14 +88,14 @@ def sensitivity(results: Results, path: Path) -> None:
             cell.set_xscale("log")
         cell.set_xlabel(names[option])
     axes[0].set_ylabel("last mean error")
-    _legend(figure, axes[0])
-    _save(figure, path)
+    legend_above(figure, axes[0])
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def budget(results: Results, path: Path) -> None:
     """Every run against the gradients of g that it took, and the number that all of them took."""
-    figure = _figure(8.0, 5.6)
+    figure = new_figure(8.0, 5.6)
     axes = figure.subplots(2, 2, sharex=True)
     for cell, problem in zip(axes.flat, PROBLEMS, strict=True):
         for (name, T), cost in results.gradients.items():
@@ -111,14 +111,14 @@ def budget(results: Results, path: Path) -> None:
         cell.set_xlabel("gradients of g")
     for cell in axes[:, 0]:
         cell.set_ylabel("mean error")
-    _legend(figure, axes[0][0], columns=5)
-    _save(figure, path)
+    legend_above(figure, axes[0][0], columns=5)
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def exponents(found: Sequence[Exponent], path: Path) -> None:
     """Counted gradients (top) and bytes (bottom) of one upper step against T, U and V."""
-    figure = _figure(8.0, 4.6)
+    figure = new_figure(8.0, 4.6)
     axes = figure.subplots(2, 3, sharex="col", sharey="row")
     for row, quantity, label in zip(axes, ("gradients", "bytes"), ("gradients of g", "bytes"), strict=True):
         for cell, variable in zip(row, "TUV", strict=True):
@@ -132,8 +132,8 @@ def exponents(found: Sequence[Exponent], path: Path) -> None:
         row[0].set_ylabel(label)
     for cell, variable in zip(axes[-1], "TUV", strict=True):
         cell.set_xlabel(variable)
-    _legend(figure, axes[0][0])
-    _save(figure, path)
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
 
 
 def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:
@@ -157,18 +157,18 @@ def _thousands(value: float, _: int) -> str:
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _legend(figure: Figure, axes: Any, columns: int = 5) -> None:
+def legend_above(figure: Figure, axes: Any, columns: int = 5) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)), frameon=False)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """A PNG: the thin lines of all trials are large as SVG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:

@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from .denoising_figures import COLORS, _line
+from .denoising_figures import COLORS, line
 from .denoising_numbers import chosen, numbers, percent
-from .figures import STYLE, _figure, _save
+from .figures import STYLE, new_figure, save_figure
 from .filed import Kept
 from .poisoning import COLUMNS, LOWER_STEPS
 
@@ -22,7 +22,7 @@ SIDE = 28
 def points(pictures: Mapping[str, Any], path: Path) -> None:
     """Points above their bases, each under its label."""
     labels = pictures["labels"]
-    figure = _figure(0.8 * len(labels), 1.9)
+    figure = new_figure(0.8 * len(labels), 1.9)
     cells = figure.subplots(2, len(labels))
     for row, name in enumerate(("poison", "base")):
         for column, (pixels, label) in enumerate(zip(pictures[name], labels, strict=True)):
@@ -31,23 +31,23 @@ def points(pictures: Mapping[str, Any], path: Path) -> None:
             axes.set_axis_off()
             if row == 0:
                 axes.set_title(str(label), fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 @matplotlib.rc_context(STYLE)
 def effect(kept: Sequence[Kept], path: Path) -> None:
     """The last accuracy (left) and the time of an upper step (right) against T."""
-    figure = _figure(7.2, 2.8)
+    figure = new_figure(7.2, 2.8)
     left, right = figure.subplots(1, 2)
     for column, color in zip(("penalty", "approx-grad"), COLORS.values(), strict=False):
         mine = chosen(kept, column=column)
-        _line(left, LOWER_STEPS, [percent(chosen(mine, T=T)) for T in LOWER_STEPS], color, COLUMNS[column])
+        line(left, LOWER_STEPS, [percent(chosen(mine, T=T)) for T in LOWER_STEPS], color, COLUMNS[column])
         times = [numbers(chosen(mine, T=T), "ms_per_step") for T in LOWER_STEPS]
-        _line(right, LOWER_STEPS, times, color, COLUMNS[column])
+        line(right, LOWER_STEPS, times, color, COLUMNS[column])
     left.set_ylabel("test accuracy, percent")
     right.set_ylabel("ms per upper step")
     for axes in (left, right):
         axes.set(xlabel="T")
         axes.set_xticks(LOWER_STEPS)
         axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)

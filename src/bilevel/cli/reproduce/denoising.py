@@ -39,8 +39,15 @@ def denoising(
         str | None,
         typer.Option(help="Data sets of the table, with commas. By default all on a GPU, digits on a CPU."),
     ] = None,
-    noise: Annotated[str | None, typer.Option(help="Shares of wrong labels, with commas: 0.25,0.5.")] = None,
-    kind: Annotated[str | None, typer.Option(help="`symmetric` or `asymmetric`. By default both.")] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of wrong labels, with commas: 0.25,0.5. By default 0.25 and 0.5 symmetric, 0.4 asymmetric."
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="`symmetric` or `asymmetric`. By default both, of each share in --noise.")
+    ] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of the table, with commas: ours,oracle.")] = None,
     parts: Annotated[
         str | None,

@@ -83,7 +83,6 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     "decay 0.2": {"decay": 0.2},
     "decay 0.5": {"decay": 0.5},
     "decay 0.5, scale 20": {"decay": 0.5, "scale": 20.0},
-    "decay 0.5, upper rate 1e-3": {"decay": 0.5, "upper_rate": 1e-3},
 }
 """The same with the residual network on CIFAR-FS, 5 ways, 5 shots; ProtoNet has those without a scale."""
 RESNET_CHOICE_STEPS = 1500

@@ -186,6 +186,16 @@ def test_characters_are_embedded_as_they_were_learnt_from(tmp_path):
     assert np.allclose(pixels, learnt / 255.0, atol=1e-6)
 
 
+def test_images_of_other_sizes_are_brought_to_that_of_training_with_a_note(tmp_path):
+    for name, side in (("a", 16), ("b", 40)):
+        Image.new("L", (side, side), 90).save(tmp_path / f"{name}.png")
+    network = nn.Flatten()
+    network.register_parameter("none", nn.Parameter(torch.zeros(())))
+    images = Images(tmp_path, sorted(tmp_path.glob("*.png")))
+    found = write_embeddings(network, images, (1, 16, 16), False, tmp_path / "out.npz")
+    assert found["notes"] == ["1 image was brought to 16x16 pixels, as in training."]
+
+
 @pytest.mark.parametrize("name", ["omniglot", "cifar-fs"])
 def test_lists_are_refused_where_the_set_has_a_split(name, tmp_path):
     with pytest.raises(DataError, match="has a split of its own"):

@@ -110,16 +110,20 @@ def write_embeddings(
 ) -> dict[str, Any]:
     """Embed images; writes an .npz file with `features` and `files`. Characters are made as the set's were."""
     channels, height, width = shape
-    found, names, broken = [], [], []
+    found, names, broken, fitted = [], [], [], 0
     for file in images.files:
         name = file.relative_to(images.folder).as_posix()
         try:
-            pixels = ink(file) if omniglot else read_pixels(file, (width, height), "L" if channels == 1 else "RGB")[0]
+            if omniglot:
+                pixels, changed = ink(file), False
+            else:
+                pixels, changed = read_pixels(file, (width, height), "L" if channels == 1 else "RGB")
         except Exception:  # decoders raise anything on a broken file
             broken.append(name)
             continue
         found.append(pixels)
         names.append(name)
+        fitted += changed
     if not found:
         raise DataError(f"{images.folder}: none of {counted(len(images.files), 'image')} can be decoded.")
     stack = torch.from_numpy(np.stack(found))
@@ -129,6 +133,9 @@ def write_embeddings(
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
     left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
     notes = [f"Left out {left}, such as {broken[0]}."] if broken else []
+    if fitted:
+        was = agreeing(fitted, "was", "were")
+        notes.append(f"{counted(fitted, 'image')} {was} brought to {width}x{height} pixels, as in training.")
     message = f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each."
     return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
             "notes": notes}  # fmt: skip

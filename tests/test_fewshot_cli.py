@@ -326,6 +326,22 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
     assert f"| {conv} | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |" in text
 
 
+def test_a_quick_look_claims_nothing(tmp_path):
+    found = {"accuracy": 0.7, "interval": 0.1, "steps": 10, "of": 10, "ms_per_step": 8.0, "seconds": 1.0,
+             "weights": 111_936, "device": "CPU"}  # fmt: skip
+    kept = [(cell.settings, found) for cell in study.small_cells()]
+    assert few_shot_page.write(kept, tmp_path)["findings"] == []
+    assert "**A quick look.** Cells here have a few steps and 5 tasks" in (tmp_path / "few-shot.md").read_text()
+
+
+def test_too_many_ways_in_training_and_weights_that_are_not_finite_are_told(folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "a", "--train-ways", "40")) == 2
+    assert "--train-ways must be at most the number of classes to learn from, 8; got 40." in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "b", "--decay", "1e12")) == 1
+    assert "not finite after training" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "b").iterdir())
+
+
 def test_omniglots_further_seeds_are_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):
     cells = study.cells([study.TABLE], ["omniglot"], ["penalty", "paper"], 2, ["conv4"])
     later = [c.settings for c in cells if c.settings["seed"] == 1]

@@ -301,3 +301,20 @@ def test_differences_are_amplified_so_that_the_largest_fills_the_range():
     assert [name for name, _ in pictures(point, 10)] == ["base", "poison", "difference"]
     with pytest.raises(OptionError, match="uint8 of one shape"):
         pictures(Point("p", (), base=base, poison=base[:2]), 1)
+
+
+def test_one_point_has_a_row_of_every_array(arrays, tmp_path):
+    assert run(arrays, "--points", 1, "--steps", 3, "--out", tmp_path / "one") == 0
+    with np.load(tmp_path / "one" / "poison.npz") as found:
+        assert {name: len(found[name]) for name in ("y", "labels", "base", "poisoned", "rows", "l2", "linf")} == (
+            dict.fromkeys(("y", "labels", "base", "poisoned", "rows", "l2", "linf"), 1)
+        )
+
+
+def test_a_run_of_another_command_is_not_written_over(arrays, tmp_path, capsys):
+    (tmp_path / "r").mkdir()
+    before = '{"command": "fewshot", "versions": {}}'
+    (tmp_path / "r" / "config.json").write_text(before)
+    assert run(arrays, "--points", 1, "--steps", 3, "--out", tmp_path / "r") == 2
+    assert "holds a run of `bilevel fewshot`; use another --out." in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "r" / "config.json").read_text() == before

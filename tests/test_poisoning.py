@@ -309,6 +309,22 @@ def test_whitened_classifier_is_the_same_one_and_its_inputs_are_white(digits):
     assert torch.allclose(same.P @ moment @ same.P, torch.eye(64), atol=1e-4)
 
 
+def test_few_rows_of_many_inputs_are_whitened_without_a_square_of_the_inputs(digits):
+    (x, y), *_ = digits
+    rows = x[:20]
+    model = trained(softmax_regression(), rows, y[:20], EXACT)
+    same = whitened(model, rows, EXACT.decay)
+    assert same.few
+    assert not hasattr(same, "P")
+    assert torch.allclose(same(x), model(x), atol=1e-4)
+    assert torch.allclose(same.on_mapped(same.mapped(x)), model(x), atol=1e-4)
+    assert decayed(same, 0.3).item() == pytest.approx(decayed(model, 0.3).item(), rel=1e-4)
+    inputs = rows.flatten(1)
+    moment = CURVATURE / len(rows) * inputs.T @ inputs + EXACT.decay * torch.eye(64)
+    half = same._times(torch.eye(64))
+    assert torch.allclose(half @ moment @ half, torch.eye(64), atol=1e-4)
+
+
 def test_convex_victims_are_not_tethered(digits):
     train, validation, _ = digits
     goal = untargeted(train, validation, 5, seed=0)

@@ -2,11 +2,16 @@
 
     scores = x W + b,     W = P z,     P = (curvature X'X/n + decay I)^(-1/2)
 
+With fewer rows than inputs, P is a multiple of the identity but in the few directions that the rows have, and is kept
+in that form.
+
 The penalty method prices the slope |grad_z g|^2, whose condition is the square of g's own. What is attacked, and what
 is trained in the end, is the victim in W.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +26,52 @@ class Whitened(nn.Module):
     """A linear classifier whose weights are P z."""
 
     P: Tensor
+    directions: Tensor
+    gains: Tensor
 
     def __init__(self, linear: nn.Linear, x: Tensor, decay: float) -> None:
         super().__init__()
-        inputs = x.flatten(1).double()
-        values, vectors = torch.linalg.eigh(CURVATURE / len(inputs) * inputs.T @ inputs)
-        values = values.clamp(min=0) + max(decay, LEAST * float(values.max()))
-        weight = linear.weight.detach()
-        self.register_buffer("P", (vectors * values.rsqrt()) @ vectors.T)
-        self.z = nn.Parameter(((vectors * values.sqrt()) @ vectors.T @ weight.double().T).to(weight.dtype))
-        self.P = self.P.to(weight.dtype)
+        inputs, weight = x.flatten(1).double(), linear.weight.detach()
+        self.few = len(inputs) < inputs.shape[1]
+        self.rest = 0.0
+        if self.few:
+            _, sizes, rows = torch.linalg.svd(math.sqrt(CURVATURE / len(inputs)) * inputs, full_matrices=False)
+            values, vectors = sizes.square(), rows.T
+        else:
+            values, vectors = torch.linalg.eigh(CURVATURE / len(inputs) * inputs.T @ inputs)
+        least = max(decay, LEAST * float(values.max()))
+        values = values.clamp(min=0) + least
+        first = weight.double().T
+        if self.few:
+            self.rest = least**-0.5
+            inside = vectors.T @ first
+            z = (vectors * values.sqrt()) @ inside + (first - vectors @ inside) / self.rest
+            self.register_buffer("directions", vectors.to(weight.dtype))
+            self.register_buffer("gains", (values.rsqrt() - self.rest).to(weight.dtype)[:, None])
+        else:
+            z = (vectors * values.sqrt()) @ vectors.T @ first
+            self.register_buffer("P", ((vectors * values.rsqrt()) @ vectors.T).to(weight.dtype))
+        self.z = nn.Parameter(z.to(weight.dtype))
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
+    def weight(self) -> Tensor:
+        return self._times(self.z)
+
+    def _times(self, columns: Tensor) -> Tensor:
+        """P times columns."""
+        if not self.few:
+            return self.P @ columns
+        return self.rest * columns + self.directions @ (self.gains * (self.directions.T @ columns))
+
     def decayed_weights(self) -> list[Tensor]:
-        return [self.P @ self.z]
+        return [self.weight()]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._shifted(x.flatten(1) @ (self.P @ self.z))
+        return self._shifted(x.flatten(1) @ self.weight())
 
     def mapped(self, x: Tensor) -> Tensor:
         """Inputs in the coordinates of z, for `on_mapped`: computed once of what does not move."""
-        return x.flatten(1) @ self.P
+        return self._times(x.flatten(1).T).T if self.few else x.flatten(1) @ self.P
 
     def on_mapped(self, x: Tensor) -> Tensor:
         return self._shifted(x @ self.z)
@@ -51,7 +81,7 @@ class Whitened(nn.Module):
 
     def together(self, mapped: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(scores of mapped inputs, scores of inputs as they are, weights), with one product P z."""
-        weight = self.P @ self.z
+        weight = self.weight()
         return self.on_mapped(mapped), self._shifted(x.flatten(1) @ weight), weight
 
 

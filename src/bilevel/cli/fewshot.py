@@ -18,6 +18,7 @@ from ..applications.few_shot import (
     Validation,
     adapt_and_evaluate,
     default_method,
+    embed,
     feature_count,
     meta_train,
 )
@@ -25,7 +26,7 @@ from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip
 from ..callbacks import Run
 from ..data.image_classes import ClassSplits
-from ..errors import OptionError
+from ..errors import OptionError, ProblemError
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
@@ -40,6 +41,8 @@ from .run_state import begin, finished, resumable
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
+FEW = 50
+"""Images on which the representation has to be finite after training."""
 VALIDATE_EVERY = 50
 """Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
@@ -187,6 +190,8 @@ def _run(
     if solution.interrupted:
         raise KeyboardInterrupt
     kept = watch.best.restore() if watch is not None and watch.best is not None else None
+    if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
+        raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
     with stage("evaluating", "images") as tell:
         found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
     with stage("evaluating class means", "images") as tell:

@@ -36,6 +36,11 @@ def load(asked: Mapping[str, Any]) -> ClassSplits:
 def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSampler, TaskSampler | None, TaskSampler]:
     """Those of training, validation (None where it has too few classes) and test."""
     shots, queries, valid = asked["shots"], asked["queries"], splits.validation
+    if asked["train_ways"] is not None and asked["train_ways"] > len(splits.train.names):
+        raise OptionError(
+            f"--train-ways must be at most the number of classes to learn from, {len(splits.train.names)}; got "
+            f"{asked['train_ways']}."
+        )
     train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
     watched = None
     if valid is not None and len(valid.names) >= asked["ways"]:
@@ -66,5 +71,6 @@ def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) 
         except Exception as error:
             raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
     if not isinstance(network, nn.Module):
-        raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
+        made = name.rsplit(":", 1)[1]
+        raise OptionError(f"{made} in {path} must return an nn.Module; got {type(network).__name__}.")
     return network.to(where)

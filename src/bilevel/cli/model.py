@@ -32,7 +32,8 @@ def classifier_of(model: str, data: Labelled, source: str, device: torch.device,
         except Exception as error:
             raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
     if not isinstance(network, nn.Module):
-        raise OptionError(f"make in {path} must return an nn.Module; got {type(network).__name__}.")
+        made = model.rsplit(":", 1)[1]
+        raise OptionError(f"{made} in {path} must return an nn.Module; got {type(network).__name__}.")
     try:
         with torch.no_grad():
             scores = network.eval().to(device)(data.x[:2].to(device)).shape

@@ -94,15 +94,25 @@ def write(
     poison, names = outcome.poison, np.array(ground.data.classes)
     with whole(folder.path / "poison.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(
-            file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(), y=names[poison.labels],
-            labels=poison.labels.numpy(), rows=_rows(ground, aim, poison.rows), l2=poison.l2.numpy(),
-            linf=poison.linf.numpy(),
+            file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(),
+            y=names[poison.labels.numpy()], labels=poison.labels.numpy(), rows=_rows(ground, aim, poison.rows),
+            l2=poison.l2.numpy(), linf=poison.linf.numpy(),
         )  # fmt: skip
     if poison.solution is not None:
         poison.solution.history.to_csv(folder.path / "history.csv")
     page = folder.write("report.html", render_poison(_page(ground, aim, outcome, audit, result)))
     folder.write_json("result.json", result)  # last: where it is, the run is finished
     return page
+
+
+def _unseen(aim: Aim) -> str:
+    return "of which the attack knew one, its target" if aim.kind == "clean-label" else "that the attack never saw"
+
+
+def _trusted(ground: Ground, aim: Aim, outcome: Outcome) -> int:
+    """The validation rows, without those that clean-label points began from."""
+    out = len(set(outcome.poison.rows.tolist())) if aim.kind == "clean-label" else 0
+    return len(ground.validation[1]) - out
 
 
 def _rows(ground: Ground, aim: Aim, rows: Tensor) -> np.ndarray:
@@ -128,12 +138,12 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     return PoisonPage(
         title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"], good=not harmed,
         accuracy=ReportTable(
-            "The victim trained from scratch on clean rows, on these and the points where they began, and on these "
-            "and the points, right on test rows that the attack never saw.", HEADS, rows,
+            "The victim trained anew on clean rows, on these and the points where they began, and on these and the "
+            f"points, right on test rows {_unseen(aim)}.", HEADS, rows,
         ),
         points=_points(ground, aim, outcome), target=_target(ground, aim), audit=audited,
         defence="" if audit is None else (
-            f"bilevel's own denoiser, given the poisoned set and the {len(ground.validation[1]):,} validation rows as "
+            f"bilevel's own denoiser, given the poisoned set and {_trusted(ground, aim, outcome):,} validation rows as "
             f"trusted, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
         ),
         settings=[

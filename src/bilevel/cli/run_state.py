@@ -66,7 +66,7 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
                     f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
                 )
     else:
-        _refuse_foreign(folder, files)
+        _refuse_foreign(folder, asked["command"], files)
         ended = bool(kept(folder, "result.json"))
         if resume and ended:
             raise OptionError(f"{folder.path} holds a run that is finished, with other settings. Use another --out.")
@@ -86,9 +86,12 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
     return checkpoint
 
 
-def _refuse_foreign(folder: Folder, files: Sequence[str]) -> None:
-    """A file that the run would write over, where the folder is none of a run."""
-    if "versions" in kept(folder, "config.json"):
+def _refuse_foreign(folder: Folder, command: str, files: Sequence[str]) -> None:
+    """A file that the run would write over, where the folder is none of a run of this command."""
+    before = kept(folder, "config.json")
+    if "versions" in before:
+        if before.get("command") != command:
+            raise OptionError(f"{folder.path} holds a run of `bilevel {before.get('command')}`; use another --out.")
         return
     there = [name for name in ("config.json", *files) if (folder.path / name).exists()]
     if there:

@@ -39,6 +39,10 @@ from .markdown import table
 TITLES = {OMNIGLOT: "Omniglot", CIFAR: "CIFAR-FS, in the place of mini-ImageNet"}
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 CUT = "Where steps stand behind a number, the limit of time has ended the run there; the same command goes on with it."
+QUICK = (
+    "**A quick look.** Cells here have a few steps and {} tasks, with the ways of the test: they show that it runs, "
+    "and their numbers are no results."
+)
 CLEAR = 0.5
 """Points by which trained classifiers have to be better than class means to be worth their training."""
 LIKE = {"paper": "penalty"}
@@ -50,7 +54,8 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     mine = timed([pair for pair in kept if pair[1].get("accuracy") is not None], chosen(kept, part=TIME))
     cells = longest(apart(chosen(mine, part=TABLE)))
-    said = findings(_finished(cells))
+    quick = [int(settings["test_tasks"]) for settings, _ in mine if "test_tasks" in settings]
+    said = [] if quick else findings(_finished(cells))
     text = [
         "# Few-shot learning: one representation, many tasks",
         "Written by `bilevel reproduce fewshot` (Section 3.3, Appendix E.3, Table 3, Figures 4(b) and 5(b) of the "
@@ -58,6 +63,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "15 queries a class, classifiers trained for 100 steps on the support (ProtoNet has none); batch normalisation "
         "has its running statistics, so that no query sees another. Behind the number of one seed stands the "
         "half-width of the 95% interval over tasks, behind that of several their deviation.",
+        *([QUICK.format(max(quick))] if quick else []),
         *(["\n".join(f"- {sentence}" for sentence in said)] if said else []),
         *_tables(cells),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),

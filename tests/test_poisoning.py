@@ -23,7 +23,7 @@ from bilevel.applications.poisoning_goals import Goal, clean_label, raised_loss,
 from bilevel.applications.victims import Recipe, decayed, mapped, trained
 from bilevel.applications.whitening import CURVATURE, Whitened, whitened
 from bilevel.data import Labelled, load
-from bilevel.errors import OptionError
+from bilevel.errors import OptionError, ProblemError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.replay import seeded
@@ -307,6 +307,18 @@ def test_whitened_classifier_is_the_same_one_and_its_inputs_are_white(digits):
     inputs = x.flatten(1)
     moment = CURVATURE / len(x) * inputs.T @ inputs + EXACT.decay * torch.eye(64)
     assert torch.allclose(same.P @ moment @ same.P, torch.eye(64), atol=1e-4)
+
+
+def test_a_victim_whose_loss_is_no_number_is_told(digits):
+    (x, y), *_ = digits
+    bad = nn.Sequential(softmax_regression(), Logarithm())
+    with pytest.raises(ProblemError, match="loss is not a number"):
+        trained(bad, x, y, EXACT)
+
+
+class Logarithm(nn.Module):
+    def forward(self, x):
+        return torch.log(x - 1)
 
 
 def test_few_rows_of_many_inputs_are_whitened_without_a_square_of_the_inputs(digits):

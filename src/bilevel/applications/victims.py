@@ -107,6 +107,10 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss(model(x), y).mean() + decayed(model, recipe.decay)
+        if bool(value.isnan()):  # of which the line search makes a traceback
+            raise ProblemError(
+                "the victim's loss is not a number. Give a model whose scores are finite on these inputs."
+            )
         value.backward()  # type: ignore[no-untyped-call]
         return value
 

@@ -236,8 +236,9 @@ def write() -> None:
         "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
         "back at the end; of both feature collisions, each target takes the best of three "
         "learning rates by the distance of the features, and the seconds, of CPU time, are of all three; the toolbox's "
-        "hardly moves the points here, as the distances show. Gradient matching has its defaults, among them eight "
-        "trials; with one trial it takes less time than Penalty. Penalty has its defaults. "
+        "hardly moves the points here, as the distances show. Gradient matching has its defaults, with eight trials "
+        f"or one{'' if any('8 trials' in key for key in results) else ' (eight have not been run)'}. Penalty has its "
+        "defaults. "
         "All numbers are in `poisoning-vs-art.json`.",
         "## What is found",
         "\n".join(f"- {line}" for method in METHODS[1:5] if (line := compared(results, method))) or "Nothing was run.",

@@ -25,11 +25,13 @@ from safetensors import safe_open
 from scipy.io import savemat
 from sklearn.datasets import load_digits, load_iris
 
+from bilevel import OptionError
 from bilevel.applications.classifiers import Classifier
 from bilevel.applications.cleaning import Cleaned, Prepared
 from bilevel.augmentation import crop
 from bilevel.cli.denoise_output import _good, summary
 from bilevel.cli.main import main
+from bilevel.cli.run_state import folder_of
 from bilevel.data import Labelled, load
 from bilevel.data.files import MAT
 from bilevel.errors import ProblemError
@@ -161,11 +163,17 @@ def test_files_of_others_in_the_folder_are_not_written_over(arrays, tmp_path, ca
 def test_options_that_would_do_nothing_or_harm_are_refused(arrays, tmp_path, capsys):
     assert run(arrays, "--noise-kind", "asymmetric", "--out", tmp_path / "r") == 2
     assert "give --noise, too" in " ".join(capsys.readouterr().err.split())
-    (tmp_path / "photos").mkdir()
-    assert run(tmp_path / "photos", "--trusted", 2, "--out", tmp_path / "photos" / "run") == 2
-    assert "--out must not lie in" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "r").exists()
-    assert not list((tmp_path / "photos").iterdir())
+
+
+@pytest.mark.parametrize("place", ["photos", "photos/run"])
+def test_no_run_is_in_the_folder_of_its_data(place, tmp_path):
+    data = tmp_path / "photos"
+    data.mkdir()
+    with pytest.raises(OptionError, match="--out must not lie in"):
+        folder_of(tmp_path / place, "poison", str(data))
+    assert not list(data.iterdir())
+    assert folder_of(tmp_path / "run", "poison", str(data)).path == tmp_path / "run"
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,8 @@ class Episodes:
 
 
 def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory:
-    """What moves the representation: Adam, or with a decay AdamW."""
-    if decay:
-        return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
-    return partial(torch.optim.Adam, lr=rate)
+    """What moves the representation: AdamW, which without a decay is Adam."""
+    return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
 
 
 def default_method(

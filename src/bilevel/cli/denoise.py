@@ -29,9 +29,8 @@ from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, Resu
 from .bar import RunBar, StageBar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
-from .folder import Folder
 from .model import classifier_of
-from .run_state import begin, finished, resumable
+from .run_state import begin, finished, folder_of, resumable
 from .telling import tell
 
 SMALL = 500_000
@@ -118,8 +117,6 @@ def command(
     chosen = _method(method)
     if noise_kind is not None and noise is None:
         raise OptionError(f"--noise-kind {noise_kind} says what a wrong label of --noise is; give --noise, too.")
-    if out is not None and Path(data).is_dir() and out.resolve().is_relative_to(Path(data).resolve()):
-        raise OptionError(f"--out must not lie in {data}, which is not changed; got {str(out)!r}.")
     count, file = _trusted(trusted)
     loaded = load(data, label=label, trusted=file, test=test)
     if loaded.trusted is None and count is None and noise is None and data != "digits":
@@ -129,7 +126,7 @@ def command(
         )
     prepared = prepare(loaded, trusted=count, noise=noise, kind=(noise_kind or Noise.symmetric).value, seed=seed)
     net = classifier_of(model, prepared.data, data, where, seed)
-    folder = Folder(out or Path("runs") / f"denoise-{Path(data).stem}")
+    folder = folder_of(out, "denoise", data)
     resume = resume or restarted()
 
     def opened() -> tuple[dict[str, Any] | None, Path | None]:

@@ -36,7 +36,7 @@ from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
-from .run_state import begin, finished, resumable
+from .run_state import begin, finished, folder_of, resumable
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -136,7 +136,7 @@ def command(
     except OptionError as error:
         raise OptionError(f"--backbone: {error}") from error
     samplers = samplers_of(splits, asked)
-    folder = Folder(out or Path("runs") / f"fewshot-{Path(data).stem}")
+    folder = folder_of(out, "fewshot", data)
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         load_weights(net, folder.path / WEIGHTS)

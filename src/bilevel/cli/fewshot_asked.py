@@ -62,15 +62,4 @@ def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) 
             )
         with seeded(seed):
             return backbone(name, shape[0]).to(where)
-    path, make = python_file.load(name, "--backbone must be a kind or a Python file")
-    if not callable(make):
-        raise OptionError(f"--backbone must name a function make(shape), as in {path.name}:make.")
-    with seeded(seed):
-        try:
-            network = make(tuple(shape))
-        except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
-    if not isinstance(network, nn.Module):
-        made = name.rsplit(":", 1)[1]
-        raise OptionError(f"{made} in {path} must return an nn.Module; got {type(network).__name__}.")
-    return network.to(where)
+    return python_file.network(name, "--backbone", "make(shape)", (tuple(shape),), seed)[1].to(where)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from ..applications.classifiers import KINDS, Classifier, classifier
 from ..data import Labelled
 from ..errors import OptionError
 from ..options import did_you_mean
-from ..replay import seeded
 from . import python_file
 
 
@@ -23,17 +21,7 @@ def classifier_of(model: str, data: Labelled, source: str, device: torch.device,
                 "path.py:make."
             )
         return classifier(model, shape, classes, device=device, seed=seed, source=source)
-    path, make = python_file.load(model, "--model must be a kind or a Python file")
-    if not callable(make):
-        raise OptionError(f"--model must name a function make(shape, classes), as in {path.name}:make.")
-    with seeded(seed):
-        try:
-            network = make(shape, classes)
-        except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {python_file.told(error)}") from error
-    if not isinstance(network, nn.Module):
-        made = model.rsplit(":", 1)[1]
-        raise OptionError(f"{made} in {path} must return an nn.Module; got {type(network).__name__}.")
+    path, network = python_file.network(model, "--model", "make(shape, classes)", (shape, classes), seed)
     try:
         with torch.no_grad():
             scores = network.eval().to(device)(data.x[:2].to(device)).shape

@@ -25,11 +25,10 @@ from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, Resu
 from .bar import RunBar
 from .denoise import SMALL
 from .device import device_of
-from .folder import Folder
 from .model import classifier_of
 from .poison_audit import Audit, audit_of
 from .poison_output import FILES, show, summary, write
-from .run_state import begin, finished, resumable
+from .run_state import begin, finished, folder_of, resumable
 from .telling import tell
 
 LEVELS = 255
@@ -134,7 +133,7 @@ def command(
         ground = _noted(ground, net.why)
     aim = _aim(asked, ground)
     bound = _bound(epsilon, norm or Norm.l2, ground.data)
-    folder = Folder(out or Path("runs") / f"poison-{Path(data).stem}")
+    folder = folder_of(out, "poison", data)
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         tell(done, show, json=json, report=folder.path / "report.html")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from ..errors import OptionError
+from ..replay import seeded
 
 
 def is_file(text: str) -> bool:
@@ -32,6 +36,22 @@ def load(text: str, rule: str) -> tuple[Path, Any]:
     if name is not None and not hasattr(module, name):
         raise OptionError(f"{path.name} does not define {name!r}.")
     return path, module if name is None else getattr(module, name)
+
+
+def network(text: str, option: str, call: str, arguments: Sequence[Any], seed: int) -> tuple[Path, nn.Module]:
+    """The path, and what the function after the colon makes of these arguments; `call` is how an option shows it."""
+    path, make = load(text, f"{option} must be a kind or a Python file")
+    if not callable(make):
+        raise OptionError(f"{option} must name a function {call}, as in {path.name}:make.")
+    with seeded(seed):
+        try:
+            found = make(*arguments)
+        except Exception as error:
+            raise OptionError(f"the function in {path} could not be run: {told(error)}") from error
+    if not isinstance(found, nn.Module):
+        name = parts(text)[1]
+        raise OptionError(f"{name} in {path} must return an nn.Module; got {type(found).__name__}.")
+    return path, found
 
 
 def told(error: Exception) -> str:

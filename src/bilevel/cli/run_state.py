@@ -24,6 +24,14 @@ ASIDE = "before"
 """The folder in that of the checkpoint where the files of a finished run wait until this one has ended."""
 
 
+def folder_of(out: Path | None, command: str, data: str) -> Folder:
+    """The folder of a run on DATA, which may be a folder itself and is not written into."""
+    path = out or Path("runs") / f"{command}-{Path(data).stem}"
+    if Path(data).is_dir() and path.resolve().is_relative_to(Path(data).resolve()):
+        raise OptionError(f"--out must not lie in {data}, which is not changed; got {str(path)!r}.")
+    return Folder(path)
+
+
 def kept(folder: Folder, name: str) -> dict[str, Any]:
     try:
         found = json.loads((folder.path / name).read_text(encoding="utf-8"))

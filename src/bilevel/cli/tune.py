@@ -20,8 +20,7 @@ from ..workers import one_thread
 from .arguments import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import RunBar, StageBar
 from .device import device_of
-from .folder import Folder
-from .run_state import begin, finished, resumable
+from .run_state import begin, finished, folder_of, resumable
 from .telling import tell
 from .tune_output import FILES, show, summary, write
 
@@ -103,7 +102,7 @@ def command(
     else:
         loaded = load(data, label=label, test=test)
     where = device_of("cpu" if device == "auto" and model is not Model.mlp else device)
-    folder = Folder(out or Path("runs") / f"tune-{Path(data).stem}")
+    folder = folder_of(out, "tune", data)
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         tell(done, show, json=json, report=folder.path / "report.html")

@@ -57,9 +57,12 @@ OTHER_CANDIDATES: tuple[dict[str, Any], ...] = (
     {}, {"rate": 0.03}, {"factor": 1.5, "shifts": 0}, {"factor": 1.5, "shifts": 0, "rate": 0.03},
 )  # fmt: skip
 """What was tried for these: the paper's objective or ours, and two upper rates (0.1 where none is named)."""
-Choice = Mapping[str, dict[str, Any]]
-"""One candidate of Penalty for each attack, and under "attack, column" one of each other column."""
-BEFORE_THE_CHOICE: Choice = {UNTARGETED: CANDIDATES[UNTARGETED][4], TARGETED: CANDIDATES[TARGETED][0]}
+Choice = Mapping[tuple[str, str], dict[str, Any]]
+"""One candidate for each (attack, column)."""
+BEFORE_THE_CHOICE: Choice = {
+    (UNTARGETED, "penalty"): CANDIDATES[UNTARGETED][4], (TARGETED, "penalty"): CANDIDATES[TARGETED][0],
+    **{(attack, column): {} for attack in (UNTARGETED, TARGETED) for column in OTHERS},
+}  # fmt: skip
 """What is run where the part `choice` is not finished."""
 CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
 WEIGHT_PERCENTS = (3, 6)
@@ -125,8 +128,7 @@ def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
         means = [mean_of(kept, attack, column, candidate) for candidate in candidates]
         known = [mean for mean in means if mean is not None]
         if len(known) == len(means):
-            taken = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
-            out[attack if column == "penalty" else f"{attack}, {column}"] = taken
+            out[attack, column] = candidates[means.index(min(known) if attack == UNTARGETED else max(known))]
     return out
 
 
@@ -226,6 +228,6 @@ def _settings(
         "weight": WEIGHT,
     }  # fmt: skip
     if column == "penalty":
-        return common | choice[attack]
+        return common | choice[attack, column]
     own: dict[str, Any] = {"bases": SOURCE} if column == "flipping" and attack == TARGETED else {}
-    return common | {"steps": STEPS[column]} | own | choice.get(f"{attack}, {column}", {})
+    return common | {"steps": STEPS[column]} | own | choice.get((attack, column), {})

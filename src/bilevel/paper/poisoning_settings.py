@@ -21,6 +21,7 @@ from .poisoning import (
     TARGETED,
     UNTARGETED,
     WEIGHT,
+    Choice,
     best,
     mean_of,
     tried,
@@ -32,10 +33,10 @@ SCRIPT = "github.com/hammlab/bilevel-penalty, data_poisoning"
 def compared(kept: Sequence[Kept]) -> str:
     chosen_ones = best(kept)
     others = "; ".join(
-        f"{COLUMNS[column]}, {attack}: {_other(chosen_ones.get(f'{attack}, {column}', {}))}"
+        f"{COLUMNS[column]}, {attack}: {_other(chosen_ones[attack, column])}"
         for column in OTHERS for attack in (UNTARGETED, TARGETED)
     )  # fmt: skip
-    wide, narrow = (chosen_ones[attack] for attack in (UNTARGETED, TARGETED))
+    wide, narrow = (chosen_ones[attack, "penalty"] for attack in (UNTARGETED, TARGETED))
     rows = [
         ["the victim", f"weight of |W|² 0.05 in the text, 0.005 of |W|²/2 in the published script ({SCRIPT}); Adam, "
          "10,000 epochs, rate 0.001", f"weight {WEIGHT:g} of |W|²/2; L-BFGS to the minimum, and there is one"],
@@ -86,7 +87,7 @@ def choice(kept: Sequence[Kept]) -> str:
         rows = []
         for candidate in candidates:
             mine, mean = tried(kept, attack, "penalty", candidate), mean_of(kept, attack, "penalty", candidate)
-            mark = " (in the table)" if candidate == taken[attack] else ""
+            mark = " (in the table)" if candidate == taken[attack, "penalty"] else ""
             rows.append([
                 f"{candidate['factor']:g}{mark}", "yes" if candidate["shifts"] else "no", str(candidate["steps"]),
                 *(percent(chosen(mine, percent=at), MEASURES[attack]).show(usual=1) for at in CHOICE_PERCENTS),
@@ -101,13 +102,13 @@ def choice(kept: Sequence[Kept]) -> str:
     return "\n\n".join(parts)
 
 
-def _others(kept: Sequence[Kept], attack: str, taken: Mapping[str, Mapping[str, Any]]) -> str:
+def _others(kept: Sequence[Kept], attack: str, taken: Choice) -> str:
     """The candidates of the other methods."""
     rows = []
     for column in OTHERS:
         for candidate in OTHER_CANDIDATES:
             mine, mean = tried(kept, attack, column, candidate), mean_of(kept, attack, column, candidate)
-            mark = " (in the table)" if candidate == taken.get(f"{attack}, {column}", {}) else ""
+            mark = " (in the table)" if candidate == taken[attack, column] else ""
             rows.append([
                 COLUMNS[column], f"{_other(candidate)}{mark}",
                 *(percent(chosen(mine, percent=at), MEASURES[attack]).show(usual=1) for at in CHOICE_PERCENTS),

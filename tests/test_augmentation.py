@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bilevel.augmentation import MARGIN, crop, crop_and_flip
+from bilevel.augmentation import MARGIN, crop, crop_and_flip, crop_flip_and_erase
 
 
 def image() -> torch.Tensor:
@@ -51,3 +51,21 @@ def test_crops_alone_are_those_of_the_same_draw_and_never_mirrored():
     assert 10 < sum(mirrored) < 40
     inside = found[:, 0, MARGIN:-MARGIN, MARGIN:-MARGIN]
     assert bool((inside.diff(dim=2) == 1).all())
+
+
+def test_a_square_of_half_the_side_is_erased_anywhere_in_each_image():
+    torch.manual_seed(0)
+    x = torch.ones(4000, 2, 8, 8)
+    found = crop_flip_and_erase(x)
+    torch.manual_seed(0)
+    moved = crop_and_flip(x)
+    gone = (found == 0) & (moved == 1)
+    assert torch.equal(found[~gone], moved[~gone]), "the rest stays"
+    assert torch.equal(gone[:, 0], gone[:, 1]), "all channels"
+    hole = gone[:, 0][moved[:, 0].flatten(1).all(1)]  # of images that were not shifted over the border
+    rows, columns = hole.any(2), hole.any(1)
+    assert torch.equal(hole, rows[:, :, None] & columns[:, None, :]), "a rectangle"
+    assert rows.sum(1).max() == 4
+    assert columns.sum(1).max() == 4
+    assert len({tuple(row.tolist()) for row in rows}) == 8, "as many places as the centre has"
+    assert gone[:, 0].any(0).all(), "anywhere"

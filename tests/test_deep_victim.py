@@ -17,7 +17,7 @@ def kept(flips, targets=4, tether=deep_victim.TETHER):
     return [
         (cell.settings, {"device": "CPU", "clean_accuracies": [0.5, 0.6, 0.55], "runs": [
             {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0,
-             "accuracies": [0.5, 0.4, 0.45]}
+             "accuracies": [0.5, 0.4, 0.45], "margins": [0.0, 0.0, 0.0]}
             for method in METHODS
         ]})
         for cell in deep_victim.cells(targets, tether=tether)
@@ -48,6 +48,17 @@ def test_what_is_found_is_told_by_the_sign_test_over_targets():
     assert "for 20, fewer for 0: by the sign test (p = 1.9e-06) the two differ: Penalty has more." in many
     assert "for 0, fewer for 0: by the sign test (p = 1) the two cannot be told apart." in none
     assert deep_victim_page.stated([]) == ""
+
+
+def test_the_page_tells_how_far_each_attack_draws_the_targets():
+    cells = kept([False] * 3, 4)
+    for k, (_, found) in enumerate(cells):
+        for run, margin in zip(found["runs"], (2.0 + 0.1 * k, 1.0, 0.5), strict=True):
+            run["margins"] = [margin, margin, margin - 1.5]
+    text = deep_victim_page.ahead(cells)
+    assert "Penalty beside the bases as they are: +1.65 (+1.44 to +1.86); feature collision beside" in text
+    assert "Penalty beside feature collision: +1.15 (+0.94 to +1.36)." in text
+    assert deep_victim_page.ahead([]) == ""
 
 
 def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):

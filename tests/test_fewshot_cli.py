@@ -374,7 +374,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     few_shot_page.write(kept, tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
     assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
-    assert "with these decays: Penalty, ours 0.5." in text
+    assert "ApproxGrad and RMD have Penalty's: Penalty, ours decay 0.5" in text
     assert "| no decay | Penalty, ours | 70.00 | 1,800 |" in text
     few_shot_page.write(kept[:1], tmp_path)
     assert "AdamW" not in (tmp_path / "few-shot.md").read_text()

@@ -99,6 +99,12 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
              for s, f in [*cells[1:], *others]]  # fmt: skip
     clean_label_page.write([*cells, *others, *choice, *later], tmp_path)
     assert "On the others: Over 2 targets, Algorithm 1" in (tmp_path / "clean-label.md").read_text()
+    clean_label_page.write([*cells, *others, *choice, later[-1]], tmp_path)
+    text = (tmp_path / "clean-label.md").read_text()
+    assert (
+        "On 2 others only Penalty was run: it flips 2, with a median epsilon of 1. They are not in the table." in text
+    )
+    assert "| Penalty | 2 of 2 | 1 |" in text, "on the targets that the others have, too"
 
 
 def test_a_gain_that_the_control_has_too_is_not_laid_to_the_lower_level():

@@ -22,6 +22,22 @@ def crop(x: Tensor) -> Tensor:
     return _moved(x, mirror=False)
 
 
+def crop_flip_and_erase(x: Tensor) -> Tensor:
+    """Images as by `crop_and_flip`, and in each a square of half its side is zero, whose centre lies anywhere (Cutout,
+    DeVries and Taylor 2017): for large networks and few images."""
+    return _erased(crop_and_flip(x))
+
+
+def _erased(x: Tensor) -> Tensor:
+    n, _, height, width = x.shape
+    holes = []
+    for size in (height, width):
+        centre = torch.randint(size, (n, 1), device=x.device)
+        place = torch.arange(size, device=x.device) - centre
+        holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
+    return x.masked_fill((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
+
+
 def _moved(x: Tensor, *, mirror: bool) -> Tensor:
     n, _, height, width = x.shape
     padded = pad(x, (MARGIN,) * 4)

@@ -12,7 +12,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from PIL import Image
-from scipy import stats
 
 from ..whole import write_whole
 from .clean_label import (
@@ -28,7 +27,7 @@ from .clean_label import (
     earlier,
     in_table,
 )
-from .denoising_numbers import alone, chosen, devices, values
+from .denoising_numbers import Numbers, alone, chosen, devices, values
 from .figures import STYLE, new_figure, save_figure
 from .filed import Kept
 from .markdown import table
@@ -95,17 +94,19 @@ def needed(kept: Sequence[Kept], method: str) -> dict[int, int]:
     }
 
 
+def common(kept: Sequence[Kept]) -> set[int]:
+    """The targets that all methods have of which there is anything."""
+    return set.intersection(*(set(found) for method in METHODS if (found := needed(kept, method))))
+
+
 def compared(kept: Sequence[Kept], other: str = "feature-collision") -> dict[str, Any]:
     """Medians, and the mean difference by pairs with its 95% confidence interval (Student's t)."""
     by_method = {method: needed(kept, method) for method in ("penalty", other)}
     both = sorted(set.intersection(*(set(found) for found in by_method.values())))
     gaps = [by_method[other][t] - by_method["penalty"][t] for t in both]
-    interval = None
-    if len(gaps) > 1:
-        spread = statistics.stdev(gaps) / len(gaps) ** 0.5 * float(stats.t.ppf(0.975, len(gaps) - 1))
-        interval = [statistics.fmean(gaps) - spread, statistics.fmean(gaps) + spread]
     return {
-        "targets": len(both), "mean_difference": statistics.fmean(gaps) if gaps else None, "interval": interval,
+        "targets": len(both), "mean_difference": statistics.fmean(gaps) if gaps else None,
+        "interval": Numbers(tuple(gaps)).interval,
         "medians": {m: statistics.median([f[t] for t in both]) if both else None for m, f in by_method.items()},
         "less": sum(gap > 0 for gap in gaps), "more": sum(gap < 0 for gap in gaps),
     }  # fmt: skip
@@ -150,10 +151,14 @@ def _fresh(mine: Sequence[Kept], before: Sequence[Kept]) -> str:
         (settings, {**found, "targets": [one for one in found["targets"] if int(one["target"]) not in seen]})
         for settings, found in mine
     ]
-    found = compared(rest)
-    if not found["targets"]:
-        return f"{text} No others have been run."
-    return f"{text} On the others: {sentence(found)}"
+    found, single = compared(rest), list(needed(rest, "penalty").values())
+    if found["targets"]:
+        return f"{text} On the others: {sentence(found)}"
+    if single:
+        flipped = sum(epsilon < BEYOND for epsilon in single)
+        text += f" On {len(single)} others only Penalty was run: it flips {flipped}, with a median epsilon of "
+        return f"{text}{statistics.median(single):g}. They are not in the table."
+    return f"{text} No others have been run."
 
 
 def _choice(kept: Sequence[Kept], name: str) -> str:
@@ -190,13 +195,13 @@ def points(pictures: Sequence[Sequence[str]], path: Path) -> None:
 
 
 def _table(kept: Sequence[Kept], before: Sequence[Kept] = ()) -> str:
-    rows = []
+    rows, targets = [], common(kept)
     shown = [(TITLES[method], method, kept) for method in METHODS]
     for options in CANDIDATES:
         title = "with the paper's settings" if options == PAPER else f"with {options}"
         shown.append((f"{TITLES['penalty']} {title}", "penalty", chosen(before, options=options)))
     for title, method, cells in shown:
-        found = list(needed(cells, method).values())
+        found = [epsilon for target, epsilon in needed(cells, method).items() if target in targets]
         if not found:
             continue
         flipped = [e for e in found if e < BEYOND]
@@ -216,9 +221,9 @@ def _table(kept: Sequence[Kept], before: Sequence[Kept] = ()) -> str:
 def success(kept: Sequence[Kept], path: Path) -> None:
     """The share of targets that are flipped by each epsilon."""
     figure = new_figure(4.4, 2.8)
-    axes = figure.subplots()
+    axes, targets = figure.subplots(), common(kept)
     for method, color in zip(METHODS, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True):
-        found = list(needed(kept, method).values())
+        found = [epsilon for target, epsilon in needed(kept, method).items() if target in targets]
         if found:
             shares = [100 * sum(e <= at for e in found) / len(found) for at in EPSILONS]
             axes.plot(EPSILONS, shares, "o-", ms=3, lw=1.2, color=color, label=TITLES[method])

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy import stats
+
 from ..cells import Settings
 from .filed import Kept
 
@@ -31,6 +33,15 @@ class Numbers:
     @property
     def deviation(self) -> float:
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the mean (Student's t); None where there are less than two values."""
+        count = len(self.values)
+        if count < 2:
+            return None
+        half = self.deviation / count**0.5 * float(stats.t.ppf(0.975, count - 1))
+        return self.mean - half, self.mean + half
 
     def show(self, digits: int = 2, usual: int = SEEDS) -> str:
         """Mean and deviation; the number of seeds where it is not the usual one."""

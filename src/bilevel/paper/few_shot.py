@@ -80,15 +80,41 @@ VARIED: dict[str, dict[str, Any]] = {
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
 RESNET_VARIED: dict[str, dict[str, Any]] = {
     "no decay": {"decay": 0.0},
-    "decay 0.2": {"decay": 0.2},
     "decay 0.5": {"decay": 0.5},
+    "decay 0.5, erased squares": {"decay": 0.5, "erased": True},
+    "decay 0.5, upper rate 1e-3": {"decay": 0.5, "upper_rate": 1e-3},
+    "decay 0.5, erased squares, upper rate 1e-3": {"decay": 0.5, "erased": True, "upper_rate": 1e-3},
+    "decay 0.5, erased squares, upper rate 5e-4": {"decay": 0.5, "erased": True, "upper_rate": 5e-4},
+    "decay 2, erased squares, upper rate 1e-3": {"decay": 2.0, "erased": True, "upper_rate": 1e-3},
     "decay 0.5, scale 20": {"decay": 0.5, "scale": 20.0},
+    "decay 0.5, erased squares, scale 20": {"decay": 0.5, "erased": True, "scale": 20.0},
+    "decay 0.5, erased squares, upper rate 1e-3, scale 20": {
+        "decay": 0.5,
+        "erased": True,
+        "upper_rate": 1e-3,
+        "scale": 20.0,
+    },
+    "decay 0.5, erased squares, upper rate 5e-4, scale 20": {
+        "decay": 0.5,
+        "erased": True,
+        "upper_rate": 5e-4,
+        "scale": 20.0,
+    },
+    "decay 0.5, erased squares, upper rate 1e-3, scale 40": {
+        "decay": 0.5,
+        "erased": True,
+        "upper_rate": 1e-3,
+        "scale": 40.0,
+    },
 }
 """The same with the residual network on CIFAR-FS, 5 ways, 5 shots; ProtoNet has those without a scale."""
 RESNET_CHOICE_STEPS = 1500
-DECAY = {(CIFAR, "resnet"): 0.5}
-"""Of AdamW on the representation."""
-KIND = ("decay", "selected")
+CHOSEN: dict[str, dict[str, Any]] = {
+    "penalty": RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3, scale 40"],
+    "prototypes": RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3"],
+}
+"""Of those, the best; the other bilevel methods have Penalty's, the paper's setting none."""
+KIND = ("decay", "erased", "upper_rate", "scale", "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
 """Where the representation is that of the step with the best accuracy on meta-validation classes."""
@@ -136,8 +162,9 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
     found = []
     for (varied, options), method in product(RESNET_VARIED.items(), ("penalty", "prototypes")):
         if method == "penalty" or "scale" not in options:
-            settings = table_settings(CIFAR, "resnet", 5, 5, method, 0) | {"part": CHOICES, "varied": varied}
-            found.append(settings | {"steps": RESNET_CHOICE_STEPS} | options)
+            place = table_settings(CIFAR, "resnet", 5, 5, method, 0)
+            plain = {key: value for key, value in place.items() if key not in CHOSEN[method]}
+            found.append(plain | {"part": CHOICES, "varied": varied, "steps": RESNET_CHOICE_STEPS} | options)
     return found
 
 
@@ -171,9 +198,9 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
         "part": TABLE, "dataset": dataset, "backbone": backbone, "ways": ways, "shots": shots, "method": method,
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
-    if method != "paper":
-        settings |= {"decay": DECAY[dataset, backbone]} if (dataset, backbone) in DECAY else {}
-    settings |= {"selected": True} if (dataset, backbone) in SELECTED else {}
+    if (dataset, backbone) in SELECTED:
+        settings |= {} if method == "paper" else CHOSEN.get(method, CHOSEN["penalty"])
+        settings["selected"] = True
     if dataset == OMNIGLOT and method != "paper" and seed > 0:
         settings |= {"also": 20}  # both ways are tried on one training, which is the same
     return settings | ({"T": T[method]} if method in T else {})

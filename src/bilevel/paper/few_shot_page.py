@@ -317,7 +317,8 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
     if some := chosen(cells, dataset=CIFAR):
         found += [
             f"The residual network on CIFAR-FS, 5-way 5-shot, {some[0][0]['steps']:,} steps, measured on the 16 "
-            "meta-validation classes at its best step there; the decay is that of AdamW on the representation:",
+            "meta-validation classes at its best step there; the decay is that of AdamW on the representation, and an "
+            "erased square has half the side of the image (Cutout, DeVries and Taylor 2017):",
             table(["", "method", "accuracy", "best step"], [
                 [s["varied"], METHODS[s["method"]], f"{100 * f['accuracy']:.2f}", f"{f['kept_step']:,}"]
                 for s, f in some
@@ -360,11 +361,17 @@ def _selection(cells: Sequence[Kept]) -> list[str]:
     some = [pair for pair in cells if "selected" in pair[0]]
     if not some:
         return []
-    decays = ", ".join(
-        f"{METHODS[m]} {chosen(some, method=m)[0][0].get('decay', 0):g}" for m in METHODS if chosen(some, method=m)
-    )
+    kinds = "; ".join(f"{METHODS[m]} {_kind(chosen(some, method=m)[0][0])}" for m in METHODS if chosen(some, method=m))
     return [
         "The residual network overfits 64 classes of 300 images. There, the representation is that of the step "
-        "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and it is moved by AdamW "
-        f"with these decays: {decays}. The decay was compared for Penalty and ProtoNet."
+        "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and AdamW moves it. Its "
+        f"settings are the best for Penalty and for ProtoNet above; ApproxGrad and RMD have Penalty's: {kinds}."
     ]
+
+
+def _kind(settings: Settings) -> str:
+    """What a cell has beside the others of its place, as `RESNET_VARIED` names it."""
+    parts = [f"decay {settings['decay']:g}" if settings.get("decay") else "no decay"]
+    parts += ["erased squares"] * settings.get("erased", False)
+    parts += [f"{name.replace('_', ' ')} {settings[name]:g}" for name in ("upper_rate", "scale") if name in settings]
+    return ", ".join(parts)

@@ -17,7 +17,7 @@ from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
 from ..applications.few_shot_evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
 from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
-from ..augmentation import crop_and_flip, move_slightly
+from ..augmentation import crop_and_flip, crop_flip_and_erase, move_slightly
 from ..callbacks import Run
 from ..cells import Cell, Found, Settings
 from ..data.class_sets import load_classes
@@ -86,7 +86,7 @@ def method(settings: Settings) -> Method:
 
 def augmentation(settings: Settings) -> Augment | None:
     if settings["dataset"] == CIFAR:
-        return crop_and_flip
+        return crop_flip_and_erase if settings.get("erased") else crop_and_flip
     return move_slightly if settings.get("moved") else None
 
 

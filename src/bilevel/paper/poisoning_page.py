@@ -162,10 +162,14 @@ def _beside(kept: Sequence[Kept], attack: str, column: str) -> str:
         text = f"{attack}: our run of {COLUMNS[column]} is weaker than the published one at {_shares(short)}"
         text += f", than label flipping at {_shares(below)}" if below else ""
         return f"{text}: it is not reproduced, and says nothing of Penalty."
-    mean = statistics.fmean(gaps)
+    by_seed = Numbers(tuple(statistics.fmean(some) for some in gaps.values()))
+    mean, interval = by_seed.mean, by_seed.interval
+    level = interval is None or interval[0] <= 0 <= interval[1]
+    word = "level with" if level else "stronger than" if mean > 0 else "weaker than"
     return (
-        f"{attack}: Penalty is {'stronger' if mean >= 0 else 'weaker'} than our run of {COLUMNS[column]} by "
-        f"{abs(mean):.1f} points in the mean over {len(gaps)} pairs of the same share and seed."
+        f"{attack}: Penalty is {word} our run of {COLUMNS[column]}: {mean:+.1f} points of strength in the mean over "
+        f"{len(gaps)} seeds"
+        + (f" (95%: {interval[0]:+.1f} to {interval[1]:+.1f})." if interval else ".")
         + (f" That run is weaker than the published one at {_shares(short)}." if short else "")
     )
 
@@ -207,15 +211,19 @@ def _at_the_papers_weight(kept: Sequence[Kept]) -> list[str]:
     return found
 
 
-def _gaps(kept: Sequence[Kept], attack: str, column: str) -> list[float]:
-    """By how much Penalty is stronger, for every share and seed that both have."""
+def _gaps(kept: Sequence[Kept], attack: str, column: str) -> dict[int, list[float]]:
+    """By how much Penalty is stronger, at the shares that both have, by the seed."""
     ours, others = (
         {(s["percent"], s["seed"]): 100 * found[MEASURES[attack]] for s, found in chosen(mine, column=name)}
         for mine in [chosen(kept, part=TABLE, attack=attack)]
         for name in ("penalty", column)
     )
     sign = 1 if attack == TARGETED else -1
-    return [sign * (value - others[place]) for place, value in ours.items() if place in others]
+    found: dict[int, list[float]] = {}
+    for place, value in ours.items():
+        if place in others:
+            found.setdefault(place[1], []).append(sign * (value - others[place]))
+    return found
 
 
 def _unlike(kept: Sequence[Kept], attack: str) -> list[int]:

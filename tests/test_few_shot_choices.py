@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 from bilevel.applications import few_shot, few_shot_evaluation
-from bilevel.applications.few_shot import Episodes, TaskSampler, backbone, meta_train
-from bilevel.augmentation import crop_and_flip
+from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, backbone, meta_train
+from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
 from bilevel.cli.main import main
@@ -111,6 +111,28 @@ def test_images_in_colour_are_moved_in_the_study_and_in_the_command(monkeypatch,
         assert main([*arguments, "--out", str(tmp_path / str(shape[0]))]) == 130
         assert given["augment"] is wanted
         assert given["method"].upper_optimizer.keywords["weight_decay"] == 0.25
+
+
+def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_path):
+    given, evaluated = {}, {}
+
+    def spy(*args, **options):
+        given.update(options)
+        raise KeyboardInterrupt
+
+    plan = TRAINING["resnet"]
+    chosen = {"upper_rate": plan.rate, "decay": plan.decay, "scale": plan.scale, "erased": plan.erase}
+    assert study.CHOSEN["penalty"] == chosen
+    assert few_shot_runs.augmentation({"dataset": "cifar-fs"} | chosen) is crop_flip_and_erase
+    monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
+    monkeypatch.setattr(fewshot, "meta_train", spy)
+    monkeypatch.setattr(fewshot, "_Shown", lambda *args, **options: evaluated.update(options))
+    arguments = ["fewshot", "cifar-fs", "--ways", "2", "--queries", "2", "--backbone", "resnet", "--device", "cpu"]
+    for more, decay in ((), 0.5), (("--decay", "0"), 0.0):
+        assert main([*arguments, *more, "--out", str(tmp_path / str(decay))]) == 130
+        assert (given["augment"], given["scale"], evaluated["scale"]) == (crop_flip_and_erase, 40.0, 40.0)
+        moved = given["method"].upper_optimizer.keywords
+        assert (moved["lr"], moved["weight_decay"]) == (1e-3, decay)
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from bilevel.applications.few_shot import embed
-from bilevel.cli import bar
+from bilevel.cli import bar, fewshot_again
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
@@ -88,6 +88,16 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     assert main(["fewshot", "--evaluate", str(out), "--device", "cpu", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["accuracy"], again["interval"]) == (result["accuracy"], result["interval"])
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"scale": 3.0}))
+    called = []
+    evaluate = fewshot_again.adapt_and_evaluate
+    monkeypatch.setattr(
+        fewshot_again, "adapt_and_evaluate", lambda *a, **given: called.append(given["scale"]) or evaluate(*a, **given)
+    )
+    assert main(["fewshot", "--evaluate", str(out), "--device", "cpu", "--json"]) == 0
+    assert called == [3.0], "the scale of the run"
+    capsys.readouterr()
 
     assert main(["fewshot", "--evaluate", str(out), "--embed", str(folder), "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -33,8 +33,10 @@ from ..training import Augment
 from .few_shot_classifier import (
     PROXIMITY,
     SCALE,
+    TRAINING,
     CosineClassifier,
     Start,
+    Training,
     backbone,
     embed,
     pixels,
@@ -45,10 +47,12 @@ from .few_shot_evaluation import Evaluation, Validation, adapt, adapt_and_evalua
 from .few_shot_tasks import TaskSampler
 
 __all__ = [
+    "TRAINING",
     "CosineClassifier",
     "Episodes",
     "Evaluation",
     "TaskSampler",
+    "Training",
     "Validation",
     "adapt",
     "adapt_and_evaluate",
@@ -59,7 +63,7 @@ __all__ = [
 ]
 
 GAMMA, LAM, LOWER_STEPS = 1.0, 0.1, 10
-UPPER_RATE, LOWER_RATE = 2e-3, 0.1
+UPPER_RATE, LOWER_RATE = TRAINING["conv4"].rate, 0.1
 """Of Adam on the representation, and of gradient descent on the classifiers."""
 
 

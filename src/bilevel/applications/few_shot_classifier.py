@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,6 +28,23 @@ Start = Literal["means", "random"]
 Tell = Callable[[int, int], None]
 """tell(done, total): how many images are embedded."""
 BACKBONES = ("conv4", "resnet")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What goes with the size of a representation in its training."""
+
+    rate: float = 2e-3
+    """Of Adam on the representation."""
+    decay: float = 0.0
+    """Of AdamW."""
+    scale: float = SCALE
+    erase: bool = False
+    """Whether a square of each image in colour is erased (`bilevel.augmentation.crop_flip_and_erase`)."""
+
+
+TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=0.5, scale=40.0, erase=True)}
+"""That of `resnet` is chosen on meta-validation classes of CIFAR-FS (docs/results/few-shot.md)."""
 
 
 def backbone(name: str, channels: int) -> nn.Module:

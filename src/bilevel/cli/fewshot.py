@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ import typer
 from torch import nn
 
 from ..applications.few_shot import (
+    TRAINING,
     TaskSampler,
+    Training,
     Validation,
     adapt_and_evaluate,
     default_method,
@@ -23,7 +26,7 @@ from ..applications.few_shot import (
     meta_train,
 )
 from ..applications.few_shot_classifier import BACKBONES
-from ..augmentation import crop_and_flip
+from ..augmentation import crop_and_flip, crop_flip_and_erase
 from ..callbacks import Run
 from ..data.image_classes import ClassSplits
 from ..errors import OptionError, ProblemError
@@ -47,7 +50,7 @@ VALIDATE_EVERY = 50
 """Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
 
-TRAINING = ("train_ways", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
+OF_TRAINING = ("train_ways", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
 """What a finished run has by now."""
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
 
@@ -78,8 +81,13 @@ def command(
     meta_batch: Annotated[int, typer.Option(min=1, help="Tasks of a training step.")] = 30,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10_000,
     decay: Annotated[
-        float, typer.Option(min=0, help="Weight decay of the representation (AdamW), for large ones and few images.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Weight decay of the representation (AdamW), for large ones and few images.",
+            show_default=", ".join(f"{name}: {plan.decay:g}" for name, plan in TRAINING.items()),
+        ),
+    ] = None,
     rotations: Annotated[
         bool | None, typer.Option(help="Turned images as further classes. By default on Omniglot alone.")
     ] = None,
@@ -114,19 +122,21 @@ def command(
         if data is not None:
             raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
         if new is not None:
-            _refuse(context, (*TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
+            _refuse(context, (*OF_TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
             embed_only(evaluate, new, where, out, json)
         else:
-            _refuse(context, (*TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
+            _refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
             evaluate_again(evaluate, {name: context.params[name] for name in _given(context, TASKS)}, where, json)
         return
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
+    plan = TRAINING.get(network, Training())
     asked = {
         "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
         "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
-        "meta_batch": meta_batch, "steps": steps, "decay": decay, "rotations": rotations,
+        "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
+        **asdict(plan), "decay": plan.decay if decay is None else decay,
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
     splits = load(asked)
@@ -177,13 +187,21 @@ def _run(
     if valid is not None:
         every = min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS))
         watch = _Shown(
-            net, valid, every=every, tasks=VALIDATION_TASKS, file=checkpoint / "accuracy.json", keep=True, seed=seed
+            net,
+            valid,
+            every=every,
+            tasks=VALIDATION_TASKS,
+            file=checkpoint / "accuracy.json",
+            keep=True,
+            seed=seed,
+            scale=asked["scale"],
         )
     bar = _Bar(watch)
+    augment = crop_flip_and_erase if asked["erase"] else crop_and_flip
     colour = splits.train.shape[0] == 3
     solution = meta_train(
-        net, train, steps=steps, method=default_method(decay=asked["decay"]), seed=seed,
-        augment=crop_and_flip if colour else None,
+        net, train, steps=steps, seed=seed, scale=asked["scale"],
+        method=default_method(upper_rate=asked["rate"], decay=asked["decay"]), augment=augment if colour else None,
         callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
         precision="bf16" if where.type == "cuda" else None,
     )  # fmt: skip
@@ -193,7 +211,7 @@ def _run(
     if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
         raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
     with stage("evaluating", "images") as tell:
-        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, tell=tell)
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, scale=asked["scale"], tell=tell)
     with stage("evaluating class means", "images") as tell:
         means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0, tell=tell)
     rows = watch.rows if watch is not None else []
@@ -214,6 +232,7 @@ def _run(
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
         ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
+        ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
         ("Steps", f"{result['steps']:,}"), ("Kept", _kept(kept)), ("Seed", str(seed)),
         ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip

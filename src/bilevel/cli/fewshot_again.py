@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
+from ..applications.few_shot_classifier import SCALE
 from ..errors import OptionError
 from .bar import stage
 from .fewshot_asked import load, network_of
@@ -30,7 +31,9 @@ def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, jso
     began = time.perf_counter()
     test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
     with stage("evaluating", "images") as tell:
-        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], tell=tell)
+        found = adapt_and_evaluate(
+            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=tell
+        )
     result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
     folder.write_json("evaluation.json", result)
     report(folder, result, json, page=False)

@@ -97,6 +97,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     )
     assert main(["fewshot", "--evaluate", str(out), "--device", "cpu", "--json"]) == 0
     assert called == [3.0], "the scale of the run"
+    (out / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
 
     assert main(["fewshot", "--evaluate", str(out), "--embed", str(folder), "--device", "cpu", "--json"]) == 0

@@ -122,7 +122,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 
     plan = TRAINING["resnet"]
     chosen = {"upper_rate": plan.rate, "decay": plan.decay, "scale": plan.scale, "erased": plan.erase}
-    assert study.CHOSEN["penalty"] == chosen
+    assert study.CHOSEN["penalty", 5] == chosen
     assert few_shot_runs.augmentation({"dataset": "cifar-fs"} | chosen) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)

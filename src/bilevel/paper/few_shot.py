@@ -108,12 +108,23 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     },
 }
 """The same with the residual network on CIFAR-FS, 5 ways, 5 shots; ProtoNet has those without a scale."""
+ONE_SHOT = (
+    "decay 0.5, erased squares",
+    "decay 0.5, erased squares, upper rate 1e-3",
+    "decay 0.5, erased squares, upper rate 5e-4",
+    "decay 0.5, erased squares, upper rate 1e-3, scale 20",
+    "decay 0.5, erased squares, upper rate 1e-3, scale 40",
+)
+"""Of these, what is compared with 1 shot, too."""
 RESNET_CHOICE_STEPS = 1500
-CHOSEN: dict[str, dict[str, Any]] = {
-    "penalty": RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3, scale 40"],
-    "prototypes": RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3"],
+CHOSEN: dict[tuple[str, int], dict[str, Any]] = {
+    ("penalty", 5): RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3, scale 40"],
+    ("penalty", 1): RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3, scale 40"],
+    ("prototypes", 5): RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3"],
+    ("prototypes", 1): RESNET_VARIED["decay 0.5, erased squares, upper rate 1e-3"],
 }
-"""Of those, the best; the other bilevel methods have Penalty's, the paper's setting none."""
+"""The best by (method, shots), those of 5 shots where 1 is not compared yet; the other bilevel methods have Penalty's,
+the paper's setting none."""
 KIND = ("decay", "erased", "upper_rate", "scale", "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
@@ -160,10 +171,10 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
         settings = table_settings(OMNIGLOT, "conv4", 20, 1, "penalty", 0) | {"part": CHOICES, "steps": CHOICE_STEPS}
         return [settings | {"varied": varied} | options for varied, options in VARIED.items()]
     found = []
-    for (varied, options), method in product(RESNET_VARIED.items(), ("penalty", "prototypes")):
-        if method == "penalty" or "scale" not in options:
-            place = table_settings(CIFAR, "resnet", 5, 5, method, 0)
-            plain = {key: value for key, value in place.items() if key not in CHOSEN[method]}
+    for shots, (varied, options), method in product((5, 1), RESNET_VARIED.items(), ("penalty", "prototypes")):
+        if (method == "penalty" or "scale" not in options) and (shots == 5 or varied in ONE_SHOT):
+            place = table_settings(CIFAR, "resnet", 5, shots, method, 0)
+            plain = {key: value for key, value in place.items() if key not in CHOSEN[method, shots]}
             found.append(plain | {"part": CHOICES, "varied": varied, "steps": RESNET_CHOICE_STEPS} | options)
     return found
 
@@ -199,7 +210,7 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
     if (dataset, backbone) in SELECTED:
-        settings |= {} if method == "paper" else CHOSEN.get(method, CHOSEN["penalty"])
+        settings |= {} if method == "paper" else CHOSEN.get((method, shots), CHOSEN["penalty", shots])
         settings["selected"] = True
     if dataset == OMNIGLOT and method != "paper" and seed > 0:
         settings |= {"also": 20}  # both ways are tried on one training, which is the same

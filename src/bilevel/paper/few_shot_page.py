@@ -31,6 +31,7 @@ from .few_shot import (
     TIME,
     VARIED,
     WANTED,
+    table_settings,
     timed_as,
 )
 from .filed import Kept
@@ -72,7 +73,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *_effect(chosen(mine, part=EFFECT), folder),
         *_choices(chosen(mine, part=CHOICES)),
         "## What was run",
-        _what(cells),
+        _what(cells, chosen(mine, part=CHOICES)),
         "## To run it again",
         "```bash\nbilevel reproduce fewshot --page docs/results\n"
         "bilevel reproduce fewshot --parts table --methods penalty --dataset cifar-fs --seeds 5 --page docs/results\n"
@@ -112,7 +113,7 @@ def timed(cells: Sequence[Kept], times: Sequence[Kept]) -> list[Kept]:
 
 
 def longest(cells: Sequence[Kept]) -> list[Kept]:
-    """Of cells of one place and seed the finished one whose step is chosen, and of these the one with most steps."""
+    """Of cells of one place and seed a finished one, with the settings of now, and of these the one with most steps."""
     found: dict[str, Kept] = {}
     for settings, one in cells:
         key = json.dumps({k: v for k, v in settings.items() if k not in ("steps", *KIND)}, sort_keys=True)
@@ -123,7 +124,9 @@ def longest(cells: Sequence[Kept]) -> list[Kept]:
 
 
 def _worth(settings: Settings, found: Found) -> tuple[bool, bool, int]:
-    return not found.get("partial"), "selected" in settings, int(settings["steps"])
+    now = table_settings(*(settings[key] for key in ("dataset", "backbone", "ways", "shots", "method", "seed")))
+    same = all(settings.get(key) == now.get(key) for key in KIND)
+    return not found.get("partial"), same, int(settings["steps"])
 
 
 def findings(cells: Sequence[Kept]) -> list[str]:
@@ -314,20 +317,20 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
                 for s, f in some
             ]),
         ]  # fmt: skip
-    if some := chosen(cells, dataset=CIFAR):
+    if some := sorted(chosen(cells, dataset=CIFAR), key=lambda pair: -int(pair[0]["shots"])):
         found += [
-            f"The residual network on CIFAR-FS, 5-way 5-shot, {some[0][0]['steps']:,} steps, measured on the 16 "
+            f"The residual network on CIFAR-FS, 5 ways, {some[0][0]['steps']:,} steps, measured on the 16 "
             "meta-validation classes at its best step there; the decay is that of AdamW on the representation, and an "
             "erased square has half the side of the image (Cutout, DeVries and Taylor 2017):",
-            table(["", "method", "accuracy", "best step"], [
-                [s["varied"], METHODS[s["method"]], f"{100 * f['accuracy']:.2f}", f"{f['kept_step']:,}"]
+            table(["", "shots", "method", "accuracy", "best step"], [
+                [s["varied"], f"{s['shots']}", METHODS[s["method"]], f"{100 * f['accuracy']:.2f}", f"{f['kept_step']:,}"]
                 for s, f in some
             ]),
         ]  # fmt: skip
     return found
 
 
-def _what(cells: Sequence[Kept]) -> str:
+def _what(cells: Sequence[Kept], choices: Sequence[Kept]) -> str:
     rows = []
     for dataset in DATASETS:
         for backbone, (method, title) in product(BACKBONES[dataset], METHODS.items()):
@@ -351,21 +354,31 @@ def _what(cells: Sequence[Kept]) -> str:
         "convolutions and 512 features, which give the paper's count of 3.8M weights, and keeps 0.9 of the units where "
         'the paper says "dropout with rate = 0.9".',
         table(["data", "method", "meta-batch", "upper steps", "T"], rows),
-        *_selection(cells),
+        *_selection(cells, choices),
     ]
     return "\n\n".join(parts)
 
 
-def _selection(cells: Sequence[Kept]) -> list[str]:
+def _selection(cells: Sequence[Kept], choices: Sequence[Kept]) -> list[str]:
     """What is true of the cells whose step is chosen; empty where there are none."""
     some = [pair for pair in cells if "selected" in pair[0]]
     if not some:
         return []
-    kinds = "; ".join(f"{METHODS[m]} {_kind(chosen(some, method=m)[0][0])}" for m in METHODS if chosen(some, method=m))
+    tried = values(chosen(choices, dataset=CIFAR), "shots")
+    shots = sorted(values(some, "shots"))
+    rows = [
+        [METHODS[m], *(_kind(mine[0][0]) if (mine := chosen(some, method=m, shots=n)) else "" for n in shots)]
+        for m in METHODS
+        if chosen(some, method=m)
+    ]
+    untried = " and ".join(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots if n not in tried)
     return [
         "The residual network overfits 64 classes of 300 images. There, the representation is that of the step "
         "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and AdamW moves it. Its "
-        f"settings are the best for Penalty and for ProtoNet above; ApproxGrad and RMD have Penalty's: {kinds}."
+        "settings are the best above for Penalty and for ProtoNet; ApproxGrad and RMD have Penalty's, which may not be "
+        "their best"
+        + (f"; with {untried} nothing was compared, and the settings are those of the others." if untried else "."),
+        table(["method", *(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots)], rows),
     ]
 
 

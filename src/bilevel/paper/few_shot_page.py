@@ -323,7 +323,8 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
             "meta-validation classes at its best step there; the decay is that of AdamW on the representation, and an "
             "erased square has half the side of the image (Cutout, DeVries and Taylor 2017):",
             table(["", "shots", "method", "accuracy", "best step"], [
-                [s["varied"], f"{s['shots']}", METHODS[s["method"]], f"{100 * f['accuracy']:.2f}", f"{f['kept_step']:,}"]
+                [s["varied"], str(s["shots"]), METHODS[s["method"]], f"{100 * f['accuracy']:.2f}",
+                 f"{f['kept_step']:,}"]
                 for s, f in some
             ]),
         ]  # fmt: skip

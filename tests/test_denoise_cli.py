@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     assert written["method"] == "penalty"
     assert len(rows_of(tmp_path / "r", "history.csv")) == 150
     with safe_open(tmp_path / "r" / "model.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["classes"]) == [str(c) for c in range(10)]
+        assert json.loads(file.metadata()["classifier"])["classes"] == [str(c) for c in range(10)]
         assert any(name.endswith("weight") for name in file.keys())  # noqa: SIM118
 
 
@@ -410,6 +411,46 @@ def written(kind: str, folder: Path) -> tuple[Path, list[str]]:
     table[40:].to_parquet(source)
     table[:40].assign(kind=[f"digit {c}" for c in right[:40]]).to_parquet(folder / "checked.parquet")
     return source, ["--label", "kind", "--trusted", str(folder / "checked.parquet")]
+
+
+def test_the_page_of_a_table_with_noise_names_a_command_that_works(tmp_path, capsys, monkeypatch):
+    source, words = written("csv", tmp_path)
+    assert run(source, *words, "--noise", 0.2, *QUICK, "--out", tmp_path / "r") == 0
+    row = rows_of(tmp_path / "r")[3]
+    (tmp_path / "decisions.csv").write_text(f"index,key,decision,label\n{row['index']},{row['key']},drop,\n")
+    page = html.unescape(re.sub(r"</?span[^>]*>", "", (tmp_path / "r" / "report.html").read_text()))
+    command = shlex.split(re.search(r"bilevel (denoise [^<]*? --apply decisions.csv [^<]*?--out [\w.]+)", page)[1])
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped"] == 1
+    assert main([*command, "--noise", "0.3", "--resume"]) == 2
+    assert "--noise and --resume must be left out with --apply, which runs nothing." in capsys.readouterr().err
+
+
+def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(60, 4))
+    y = np.arange(60) % 3
+    y[7] = -1
+    np.savez(tmp_path / "one.npz", x=x, y=y)
+    assert run(tmp_path / "one.npz", "--trusted", 12, *QUICK, "--out", tmp_path / "r", "--json") == 0
+    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "All rows labelled -1 are drawn as trusted, so that none is left to clean" in notes
+
+
+def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "denoising.md").read_text()
+    code = textwrap.dedent(re.search(r"\n((?:    .*\n|\n)*    classes = \[.*\n)", text)[1])
+    rng = np.random.default_rng(0)
+    y = np.arange(200) % 2
+    x = rng.normal(size=(200, 3)) + 4 * y[:, None]
+    np.savez(tmp_path / "data.npz", x=x[60:], y=y[60:], x_trusted=x[40:60], y_trusted=y[40:60])
+    np.savez(tmp_path / "new.npz", x=x[:40], y=np.zeros(40, int))
+    monkeypatch.chdir(tmp_path)
+    assert run("data.npz", *QUICK, "--out", "runs/denoise-data") == 0
+    names: dict = {}
+    exec(compile(code, "docs", "exec"), names)
+    assert np.mean(np.array(names["classes"]).astype(int) == y[:40]) > 0.9
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv", "parquet", "folder"])

@@ -310,6 +310,14 @@ def test_a_number_of_the_matrix_shows_its_suspects(visit):
     assert page.evaluate("document.activeElement.dataset.given") == "1"
 
 
+def test_a_number_of_the_matrix_whose_suspects_are_not_on_the_page_says_so(visit):
+    page = visit(review())
+    page.evaluate("Object.assign(document.querySelector('.pair').dataset, {given: '0', suggested: '0'})")
+    page.locator('.pair[data-given="0"][data-suggested="0"]').click()
+    assert page.locator("#shown").inner_text().startswith("30 of 30 shown")
+    assert page.locator("#message").inner_text() == "None of these is among the 30 worst on this page."
+
+
 def test_bulk_decisions_leave_those_made_by_hand_and_are_undone_as_one(visit):
     page = visit(review())
     press(page, 0, "Keep")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,11 @@ def prepare(
                 f"The trusted set is {counted(drawn, 'row')} drawn from the data, whose labels are taken as right. "
                 "Check them: a wrong label among them counts for many."
             )
+        if gone := sorted(set(data.part("trusted")[1].tolist()) - set(data.y.tolist())):
+            notes.append(
+                f"All rows labelled {named(data.classes[c] for c in gone)} are drawn as trusted, so that none is left "
+                "to clean: see whether this is a class at all."
+            )
     elif trusted is not None:
         raise OptionError(f"trusted={trusted} draws rows, but the data has {len(data.trusted[1])} trusted ones.")
     truth = None
@@ -148,11 +153,17 @@ def _refuse_missing(data: Labelled, out: int = 0) -> None:
             f"the data must have at least two classes; {without}all its labels are {data.classes[present.pop()]!r}."
         )
     if missing := [data.classes[c] for c in sorted(present - known)]:
-        names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
+        names = named(missing)
         raise DataError(
             f"the trusted set must have an example of every class; it has none of {names}. Add some, or leave these "
             "classes out of the data."
         )
+
+
+def named(classes: Iterable[str], most: int = 10) -> str:
+    """Names of classes in a sentence, the first ones where there are many."""
+    some = list(classes)
+    return ", ".join(some[:most]) + (", ..." if len(some) > most else "")
 
 
 def _duplicates(data: Labelled) -> list[str]:

@@ -29,6 +29,7 @@ from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, Resu
 from .bar import RunBar, StageBar
 from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
 from .device import device_of
+from .given import refuse
 from .model import classifier_of
 from .run_state import begin, finished, folder_of, resumable
 from .telling import tell
@@ -45,7 +46,12 @@ class Noise(StrEnum):
     asymmetric = "asymmetric"
 
 
+OF_A_RUN = ("trusted", "test", "noise", "noise_kind", "model", "method", "steps", "baselines", "seed", "resume")
+"""Options that --apply has no use for."""
+
+
 def command(
+    context: typer.Context,
     data: DataArgument,
     trusted: Annotated[
         str | None,
@@ -105,6 +111,7 @@ def command(
     exported there, `bilevel denoise DATA --apply decisions.csv --out cleaned.npz` turns into cleaned data.
     """
     if apply is not None:
+        refuse(context, OF_A_RUN, "--apply, which runs nothing")
         if first_rank():
             _apply(data, apply, out, label, json)
         return
@@ -150,7 +157,7 @@ def command(
         return
     result = summary(prepared, cleaned, net, asked, time.perf_counter() - began, where)
     source = data if noise is None else str(folder.path / NOISY)
-    write(folder, prepared, cleaned, net, result, apply_command(source, label))
+    write(folder, prepared, cleaned, net, result, apply_command(source, label if noise is None else None))
     shutil.rmtree(checkpoint, ignore_errors=True)
     tell(result, show, json=json, report=folder.path / "report.html")
 

@@ -102,7 +102,7 @@ def summary(
 def write(
     folder: Folder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], command: str
 ) -> Path:  # fmt: skip
-    """Write all files, the page last; returns its path."""
+    """Write all files, result.json last; returns the path of the page."""
     data, found = prepared.data, cleaned.denoised
     names = data.classes
     columns = zip(
@@ -117,9 +117,11 @@ def write(
     folder.write_csv("importance.csv", COLUMNS, rows)
     history = found.solution.history
     history.to_csv(folder.path / "history.csv")
-    about = {"model": net.kind, "shape": str(tuple(data.x.shape[1:])), "classes": json.dumps(names)}
+    about = {"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names}
     with whole(folder.path / "model.safetensors") as temporary:
-        save_model(found.model.cpu(), str(temporary), metadata=about)
+        save_model(
+            found.model.cpu(), str(temporary), metadata={"classifier": json.dumps(about)}
+        )  # one entry: their order is not kept
     page = folder.write("report.html", render_review(_review(prepared, cleaned, result, command)))
     folder.write_json("result.json", result)  # last: where it is, the run is finished
     return page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +39,7 @@ from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
+from .given import given, refuse
 from .run_state import begin, finished, folder_of, resumable
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
@@ -122,11 +123,11 @@ def command(
         if data is not None:
             raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
         if new is not None:
-            _refuse(context, (*OF_TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
+            refuse(context, (*OF_TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
             embed_only(evaluate, new, where, out, json)
         else:
-            _refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
-            evaluate_again(evaluate, {name: context.params[name] for name in _given(context, TASKS)}, where, json)
+            refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
+            evaluate_again(evaluate, {name: context.params[name] for name in given(context, TASKS)}, where, json)
         return
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
@@ -157,19 +158,6 @@ def command(
         result = _run(folder, checkpoint, net, splits, samplers, asked, where)
     shutil.rmtree(checkpoint, ignore_errors=True)
     report(folder, with_embeddings(result, net, new, folder), json)
-
-
-def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
-    """Which of these parameters the command line has."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-
-
-def _refuse(context: typer.Context, names: Sequence[str], what: str) -> None:
-    given = _given(context, names)
-    options = [param.opts[0] for param in context.command.params if param.name in given]
-    if options:
-        raise OptionError(f"{' and '.join(options)} must be left out with {what}.")
 
 
 def _run(

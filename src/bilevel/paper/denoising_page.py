@@ -325,6 +325,9 @@ def _left(kept: Sequence[Kept]) -> str:
     total = len(places(kept)) * len(SHOWN)
     empty = sum(len(one["columns"]) for one in left)
     text = f"{empty} of {total} places of the table are not filled" + (":\n\n" + "\n".join(lines) if lines else ".")
+    counts = [len(cells[c]) for place in places(kept) for cells in [row(kept, *place)] for c in SHOWN if cells[c]]
+    few = sum(count < SEEDS for count in counts)
+    text += f"\n\nOf the {len(counts)} others, {few} have fewer than {SEEDS} seeds: their number stands beside them."
     begun = _begun(kept)
     return text + ("\n\nBegun, and in no table: " + "; ".join(begun) + "." if begun else "")
 

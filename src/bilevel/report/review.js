@@ -611,6 +611,9 @@
   pairs.forEach((button, i) => {
     button.tabIndex = i ? -1 : 0;
     button.addEventListener("click", () => {
+      const there = data.label.some((c, p) => c === Number(button.dataset.given)
+        && data.suggested[p] === Number(button.dataset.suggested));
+      if (!there) return say(`None of these is among the ${number(data.label.length)} worst on this page.`);
       given.value = button.dataset.given;
       suggested.value = button.dataset.suggested;
       search.value = "";

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 from bilevel.applications import few_shot, few_shot_evaluation
 from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, backbone, meta_train
+from bilevel.applications.few_shot_classifier import SCALE
 from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
@@ -121,18 +124,35 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
         raise KeyboardInterrupt
 
     plan = TRAINING["resnet"]
-    chosen = {"upper_rate": plan.rate, "decay": plan.decay, "scale": plan.scale, "erased": plan.erase}
-    assert study.CHOSEN["penalty", 5] == chosen
-    assert few_shot_runs.augmentation({"dataset": "cifar-fs"} | chosen) is crop_flip_and_erase
+    assert plan.scale == SCALE
+    assert {"upper_rate": plan.rate, "decay": plan.decay, "erased": plan.erase} == (
+        study.RESNET_VARIED["erased, upper rate 5e-4"]
+    )
+    assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)
     monkeypatch.setattr(fewshot, "_Shown", lambda *args, **options: evaluated.update(options))
     arguments = ["fewshot", "cifar-fs", "--ways", "2", "--queries", "2", "--backbone", "resnet", "--device", "cpu"]
     for more, decay in ((), 0.5), (("--decay", "0"), 0.0):
         assert main([*arguments, *more, "--out", str(tmp_path / str(decay))]) == 130
-        assert (given["augment"], given["scale"], evaluated["scale"]) == (crop_flip_and_erase, 40.0, 40.0)
+        assert (given["augment"], given["scale"], evaluated["scale"]) == (crop_flip_and_erase, SCALE, SCALE)
         moved = given["method"].upper_optimizer.keywords
-        assert (moved["lr"], moved["weight_decay"]) == (1e-3, decay)
+        assert (moved["lr"], moved["weight_decay"]) == (5e-4, decay)
+
+
+def test_the_settings_of_the_residual_network_are_the_best_that_were_compared():
+    kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
+    tried = [pair for pair in kept if pair[0]["part"] == study.CHOICES and pair[0]["dataset"] == "cifar-fs"]
+    assert tried
+    for (method, shots), options in study.CHOSEN.items():
+        mine = {s["varied"]: f["accuracy"] for s, f in tried if (s["method"], s["shots"]) == (method, shots)}
+        if mine:
+            assert study.RESNET_VARIED[max(mine, key=lambda varied: mine[varied])] == options
+        else:
+            assert options == study.CHOSEN[method, 5], "not compared yet"
+    gentle = [f["accuracy"] for s, f in tried if s["method"] == "penalty" and "scale" not in s]
+    (plan,) = [f["accuracy"] for s, f in tried if (s["method"], s["varied"]) == ("penalty", "erased, upper rate 5e-4")]
+    assert plan == max(gentle), "what the command has"
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):

@@ -74,7 +74,8 @@ def command(
         int | None, typer.Option(min=1, help="Images of a class to be tried on.", show_default=str(QUERIES))
     ] = None,
     train_ways: Annotated[
-        int | None, typer.Option(min=2, help="Classes of a task in training; more make it better. By default --ways.")
+        int | None,
+        typer.Option(min=2, help="Classes of a task in training; more may do better. By default --ways."),
     ] = None,
     network: Annotated[
         str, typer.Option("--backbone", help=f"{', '.join(BACKBONES)}, or path.py:make with make(shape).")
@@ -221,11 +222,17 @@ def _run(
         ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
+        ("Images in training", _changed(colour, asked["erase"])),
         ("Steps", f"{result['steps']:,}"), ("Kept", _kept(kept)), ("Seed", str(seed)),
         ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip
     write(folder, Trained(net, solution, rows, found, test, result, settings))
     return result
+
+
+def _changed(colour: bool, erase: bool) -> str:
+    """How images are changed at random."""
+    return f"shifted, mirrored{', a square erased' if erase else ''}" if colour else "as they are"
 
 
 def _kept(kept: tuple[int, float] | None) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..applications.few_shot import LOWER_RATE
+from ..applications.few_shot_classifier import SCALE
 from ..cells import Found, Settings
 from ..whole import write_whole
 from . import few_shot_figures
-from .denoising_numbers import NOT_RUN, chosen, devices, diverged, percent, seeds, values
+from .denoising_numbers import NOT_RUN, chosen, devices, diverged, percent, values
 from .few_shot import (
     BACKBONES,
     CHOICES,
@@ -30,22 +31,20 @@ from .few_shot import (
     TASKS,
     TIME,
     VARIED,
-    WANTED,
     table_settings,
     timed_as,
 )
+from .few_shot_findings import NETWORKS, findings
+from .few_shot_runs import DAMPING
 from .filed import Kept
 from .markdown import table
 
 TITLES = {OMNIGLOT: "Omniglot", CIFAR: "CIFAR-FS, in the place of mini-ImageNet"}
-NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 CUT = "Where steps stand behind a number, the limit of time has ended the run there; the same command goes on with it."
 QUICK = (
     "**A quick look.** Cells here have a few steps and {} tasks, with the ways of the test: they show that it runs, "
     "and their numbers are no results."
 )
-CLEAR = 0.5
-"""Points by which trained classifiers have to be better than class means to be worth their training."""
 LIKE = {"paper": "penalty"}
 """Whose column of the paper's table stands beside a method's."""
 
@@ -68,7 +67,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *(["\n".join(f"- {sentence}" for sentence in said)] if said else []),
         *_tables(cells),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),
-        *([CUT] if any(found.get("partial") for _, found in mine) else []),
+        *([CUT] if any(f.get("partial") for _, f in [*cells, *chosen(mine, part=EFFECT)]) else []),
         *_curves(cells, folder),
         *_effect(chosen(mine, part=EFFECT), folder),
         *_choices(chosen(mine, part=CHOICES)),
@@ -129,61 +128,6 @@ def _worth(settings: Settings, found: Found) -> tuple[bool, bool, int]:
     return not found.get("partial"), same, int(settings["steps"])
 
 
-def findings(cells: Sequence[Kept]) -> list[str]:
-    """Whether our setting reaches what it is to reach, and how it stands beside the others."""
-    found = []
-    for (dataset, ways, shots), wanted in WANTED.items():
-        ours = percent(chosen(cells, dataset=dataset, ways=ways, shots=shots, method="penalty"))
-        if ours:
-            word = "reaches" if round(ours.mean, 2) >= wanted else "does not reach"
-            paper = PAPER[dataset, ways, shots]["penalty"]
-            found.append(
-                f"Omniglot, {ways}-way {shots}-shot: Penalty has {ours.mean:.2f} and {word} {wanted}; the paper has "
-                f"{paper:.2f}."
-            )
-    for backbone in BACKBONES[CIFAR]:
-        for ways, shots in TASKS[CIFAR]:
-            place = chosen(cells, dataset=CIFAR, ways=ways, shots=shots, backbone=backbone)
-            mine = chosen(place, method="penalty")
-            told = [_beside(mine, chosen(place, method=m)) for m in ("approx-grad", "prototypes")]
-            if mine and any(told):
-                found.append(
-                    f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty ({mine[0][0]['steps']:,} steps) "
-                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(told).strip()}"
-                )
-    return found + _classifiers(cells)
-
-
-def _over(cells: Sequence[Kept]) -> str:
-    return f" over {seeds(len(cells))}" if len(cells) > 1 else ""
-
-
-def _beside(ours: Sequence[Kept], theirs: Sequence[Kept]) -> str:
-    """Penalty beside a method on the seeds that both have, whose tasks are the same; empty where there are none."""
-    both = [(a, b) for a in ours for b in theirs if a[0]["seed"] == b[0]["seed"]]
-    if not both:
-        return ""
-    mine, others = ([pair[k] for pair in both] for k in (0, 1))
-    a, b = percent(mine).mean, percent(others).mean
-    wide = 100 * math.sqrt(sum(x[1]["interval"] ** 2 + y[1]["interval"] ** 2 for x, y in both)) / len(both)
-    apart, s = round(a, 2) - round(b, 2), theirs[0][0]
-    word = f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}" if apart else "level with it"
-    clear = "" if abs(apart) > wide else ", which the tasks do not resolve"
-    seed = f" on {seeds(len(both))}" if len(ours) > len(both) else ""
-    return f"{METHODS[s['method']]} ({s['steps']:,} steps) has {b:.2f}: Penalty is {word}{seed} (± {wide:.2f}{clear})."
-
-
-def _classifiers(cells: Sequence[Kept]) -> list[str]:
-    """What training the classifiers adds to class means, which are where they start."""
-    some = [found for settings, found in cells if settings["method"] == "penalty" and "accuracy_of_means" in found]
-    if not some:
-        return []
-    least, most = (pick(100 * (f["accuracy"] - f["accuracy_of_means"]) for f in some) for pick in (min, max))
-    text = f"At the test, Penalty's trained classifiers have {least:+.2f} to {most:+.2f} points beside the class means "
-    text += "of the support in the same representation"
-    return [f"{text}: what the lower level is worth is in the representation." if most < CLEAR else f"{text}."]
-
-
 def _tables(cells: Sequence[Kept]) -> list[str]:
     if not cells:
         return ["Nothing was run."]
@@ -197,7 +141,7 @@ def _tables(cells: Sequence[Kept]) -> list[str]:
                 continue
             rows = []
             for method, title in METHODS.items():
-                row = [title]
+                row = [title + _fewer(some, method)]
                 for ways, shots in TASKS[dataset]:
                     place = chosen(some, ways=ways, shots=shots, method=method)
                     row += [_shown(place)] + ([_paper(ways, shots, method)] if dataset == OMNIGLOT else [])
@@ -209,6 +153,12 @@ def _tables(cells: Sequence[Kept]) -> list[str]:
         if dataset == CIFAR:
             found.append(_mini())
     return found
+
+
+def _fewer(cells: Sequence[Kept], method: str) -> str:
+    """The steps of a method where they are not Penalty's."""
+    mine, ours = (values(chosen(_finished(cells), method=name), "steps") for name in (method, "penalty"))
+    return f" ({' or '.join(f'{n:,}' for n in sorted(mine))} steps)" if mine and ours and mine != ours else ""
 
 
 def _shown(place: Sequence[Kept]) -> str:
@@ -316,19 +266,27 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
                 [s["varied"], f"{100 * f['accuracy']:.2f}", f"{100 * f['accuracy_of_means']:.2f}"]
                 for s, f in some
             ]),
+            *_missing(VARIED, some),
         ]  # fmt: skip
     if some := sorted(chosen(cells, dataset=CIFAR), key=lambda pair: -int(pair[0]["shots"])):
         found += [
             f"The residual network on CIFAR-FS, 5 ways, {some[0][0]['steps']:,} steps, measured on the 16 "
-            "meta-validation classes at its best step there; the decay is that of AdamW on the representation, and an "
-            "erased square has half the side of the image (Cutout, DeVries and Taylor 2017):",
-            table(["", "shots", "method", "accuracy", "best step"], [
+            "meta-validation classes at its best step there. The decay is that of AdamW on the representation; "
+            "`erased` is a decay of 0.5 and, in each image, an erased square of half its side (Cutout, DeVries and "
+            "Taylor 2017); the upper rate is 2e-3 where none is named, and 1e-3 beside a lower rate:",
+            table(["", "shots", "method", "accuracy", "of class means", "best step"], [
                 [s["varied"], str(s["shots"]), METHODS[s["method"]], f"{100 * f['accuracy']:.2f}",
-                 f"{f['kept_step']:,}"]
+                 f"{100 * f['accuracy_of_means']:.2f}" if "accuracy_of_means" in f else "", f"{f['kept_step']:,}"]
                 for s, f in some
             ]),
+            *_missing(RESNET_VARIED, some),
         ]  # fmt: skip
     return found
+
+
+def _missing(names: Iterable[str], some: Sequence[Kept]) -> list[str]:
+    left = [name for name in names if name not in values(some, "varied")]
+    return [f"Not run: {'; '.join(left)}."] if left else []
 
 
 def _what(cells: Sequence[Kept], choices: Sequence[Kept]) -> str:
@@ -350,10 +308,14 @@ def _what(cells: Sequence[Kept], choices: Sequence[Kept]) -> str:
         f"so do the counts of Table 7). It has fewer upper steps than the paper ({PAPER_STEPS:,}), and at the test it "
         "trains the classifiers by Adam with rate 0.01, of which the paper says nothing. Of Omniglot, the 1,200 "
         "characters to learn from are drawn at random from all alphabets; the paper takes the first. Training is in "
-        "bf16.",
-        f"The representations have {', '.join(f'{n:,}' for n in sizes)} weights. The residual network has 3x3 "
-        "convolutions and 512 features, which give the paper's count of 3.8M weights, and keeps 0.9 of the units where "
-        'the paper says "dropout with rate = 0.9".',
+        "bf16. RMD and the paper's setting have fewer steps than Penalty for want of time. ApproxGrad solves its "
+        f"linear system by T steps of conjugate gradients with damping {DAMPING:g}. With four convolutions, nothing "
+        "was compared for the other methods: ProtoNet and they have Penalty's upper rate.",
+        f"The representations have {', '.join(f'{n:,}' for n in sizes)} weights. The paper's text gives the residual "
+        "network 1x1 convolutions and 384 features, which make 1.6M weights; its Table 7 counts 3.8M, and 5K in the "
+        "classifiers of two tasks of five ways, which 3x3 convolutions and 512 features make: it has these here. "
+        'Its dropout "with rate = 0.9" is read as the share that is kept, and a 2x2 pool is added after each block, of '
+        "which the paper says nothing.",
         table(["data", "method", "meta-batch", "upper steps", "T"], rows),
         *_selection(cells, choices),
     ]
@@ -372,13 +334,21 @@ def _selection(cells: Sequence[Kept], choices: Sequence[Kept]) -> list[str]:
         for m in METHODS
         if chosen(some, method=m)
     ]
+    steep = [s for s, _ in some if s.get("scale", SCALE) > SCALE and "lower_rate" not in s]
+    unstable = (
+        f" With cosines times {max(s['scale'] for s in steep):g}, the curvature of the lower problem is beyond what "
+        f"its rate, {LOWER_RATE:g}, bears: Penalty's classifiers swing about their minimum there."
+        if steep
+        else ""
+    )
     untried = " and ".join(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots if n not in tried)
     return [
         "The residual network overfits 64 classes of 300 images. There, the representation is that of the step "
         "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and AdamW moves it. Its "
         "settings are the best above for Penalty and for ProtoNet; ApproxGrad and RMD have Penalty's, which may not be "
         "their best"
-        + (f"; with {untried} nothing was compared, and the settings are those of the others." if untried else "."),
+        + (f"; with {untried} nothing was compared, and the settings are those of the others." if untried else ".")
+        + unstable,
         table(["method", *(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots)], rows),
     ]
 
@@ -387,5 +357,9 @@ def _kind(settings: Settings) -> str:
     """What a cell has beside the others of its place, as `RESNET_VARIED` names it."""
     parts = [f"decay {settings['decay']:g}" if settings.get("decay") else "no decay"]
     parts += ["erased squares"] * settings.get("erased", False)
-    parts += [f"{name.replace('_', ' ')} {settings[name]:g}" for name in ("upper_rate", "scale") if name in settings]
+    parts += [
+        f"{name.replace('_', ' ')} {settings[name]:g}"
+        for name in ("upper_rate", "scale", "lower_rate")
+        if name in settings
+    ]
     return ", ".join(parts)

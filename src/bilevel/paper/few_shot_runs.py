@@ -47,7 +47,7 @@ APPROX_RATE = 0.05
 PAPER_TEST_RATE = 1e-2
 """Of Adam on the classifiers of the paper's setting at the test; the paper has none."""
 DAMPING = 0.1
-"""Of the linear system of ApproxGrad: the curvature of a cosine has directions in which it is zero."""
+"""Of the linear system of ApproxGrad."""
 
 
 @cache
@@ -131,6 +131,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     last = _evaluate(settings, network, test, tasks, seed)
     found |= {
         "accuracy": last.accuracy, "interval": last.interval, "tasks": tasks, "device": device_name(device),
+        "queries": queries, "right": (last.accuracies * settings["ways"] * queries).round().int().tolist(),
         "weights": sum(p.numel() for p in network.parameters()),
         "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip

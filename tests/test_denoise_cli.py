@@ -426,6 +426,8 @@ def test_the_page_of_a_table_with_noise_names_a_command_that_works(tmp_path, cap
     assert json.loads(capsys.readouterr().out)["dropped"] == 1
     assert main([*command, "--noise", "0.3", "--resume"]) == 2
     assert "--noise and --resume must be left out with --apply, which runs nothing." in capsys.readouterr().err
+    assert run(source, "--label", "kind", "--apply", "decisions.csv") == 2
+    assert "such as cleaned.csv." in capsys.readouterr().err
 
 
 def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):
@@ -436,6 +438,20 @@ def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):
     assert run(tmp_path / "one.npz", "--trusted", 12, *QUICK, "--out", tmp_path / "r", "--json") == 0
     notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
     assert "All rows labelled -1 are drawn as trusted, so that none is left to clean" in notes
+    rows = json.loads((tmp_path / "r" / "result.json").read_text())["trusted_rows"]
+    assert len(rows) == 12
+    assert 7 in rows
+    assert sorted([*rows, *(int(row["index"]) for row in rows_of(tmp_path / "r"))]) == list(range(60))
+
+
+def test_a_finished_run_stays_beside_the_one_that_takes_its_folder(tmp_path, capsys):
+    source, words = written("npz", tmp_path)
+    for seed in (1, 2, 3):
+        assert run(source, *words, *QUICK, "--seed", seed, "--out", tmp_path / "r") == 0
+    assert f"the finished run in {tmp_path / 'r'} is now in {tmp_path / 'r' / 'previous'}." in capsys.readouterr().err
+    for place, seed in ((tmp_path / "r", 3), (tmp_path / "r" / "previous", 2)):
+        assert json.loads((place / "result.json").read_text())["seed"] == seed
+        assert (place / "model.safetensors").exists()
 
 
 def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):

@@ -224,6 +224,8 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert "must name the folder of a run" in capsys.readouterr().err
     assert main(["fewshot", "--evaluate", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    assert main(["fewshot", "--embed", str(folder)]) == 2
+    assert "--embed needs --evaluate RUN" in capsys.readouterr().err
     assert main(arguments(folder, tmp_path / "x", "--embed", str(tmp_path / "none"))) == 2
     assert "--embed must name a folder with images" in capsys.readouterr().err
     for c in range(4):
@@ -407,7 +409,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
         "with 1 shot nothing was compared, and the settings are those of the others."
         in (tmp_path / "few-shot.md").read_text()
     )
-    assert "| no decay | 5 | Penalty, ours | 70.00 | 1,800 |" in text
+    assert "| no decay | 5 | Penalty, ours | 70.00 |  | 1,800 |" in text
     others = {**selected, "decay": 0.1}
     few_shot_page.write([(others, {**found, "accuracy": 0.9}), (selected, found)], tmp_path)
     assert "| 70.00 ± 0.10 |" in (tmp_path / "few-shot.md").read_text(), "the settings of now, whichever came first"

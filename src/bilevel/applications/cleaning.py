@@ -48,6 +48,8 @@ class Prepared:
     held_out: bool = False
     """Whether `data.test` is a part of the trusted set."""
     notes: tuple[str, ...] = ()
+    drawn: tuple[int, ...] = ()
+    """The numbers of the rows that were drawn as trusted."""
 
     @property
     def trusted(self) -> Pair:
@@ -74,6 +76,7 @@ def prepare(
     `trusted` rows are drawn before `noise` is made, so that their labels are those of the source.
     """
     notes = list(data.notes)
+    rows: tuple[int, ...] = ()
     in_range("noise", noise, least=0, below=1)
     if data.trusted is None:
         drawn = trusted or PER_CLASS * len(data.classes)
@@ -81,11 +84,12 @@ def prepare(
             raise OptionError(
                 f"trusted must be below the {data.count} rows of {data.name}, of which they are drawn; got {drawn}."
             )
-        data = split_trusted(data, drawn, seed)
+        before, data = data, split_trusted(data, drawn, seed)
+        rows = tuple(sorted(set(before.positions.tolist()) - set(data.positions.tolist())))
         if noise is None:
             notes.append(
                 f"The trusted set is {counted(drawn, 'row')} drawn from the data, whose labels are taken as right. "
-                "Check them: a wrong label among them counts for many."
+                "Check them (`trusted_rows` in result.json): a wrong label among them counts for many."
             )
         if gone := sorted(set(data.part("trusted")[1].tolist()) - set(data.y.tolist())):
             notes.append(
@@ -107,11 +111,11 @@ def prepare(
         data, more = _untrained(data)
     notes += more
     if data.test is not None:
-        rows = data.count
+        count = data.count
         data, truth, more = _apart(data, truth)
         notes += more
-        _refuse_missing(data, rows - data.count)
-    return Prepared(data, truth, held_out, tuple(notes))
+        _refuse_missing(data, count - data.count)
+    return Prepared(data, truth, held_out, tuple(notes), rows)
 
 
 def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:

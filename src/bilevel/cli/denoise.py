@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import time
@@ -167,7 +168,8 @@ def command(
 
 def _apply(data: str, decisions: Path, out: Path | None, label: str | None, json: bool) -> None:
     if out is None:
-        raise OptionError("--apply needs --out: where to write the cleaned data, such as cleaned.npz.")
+        example = shlex.split(apply_command(data, label))[-1]
+        raise OptionError(f"--apply needs --out: where to write the cleaned data, such as {example}.")
     done = apply_decisions(data, decisions, out, label=label)
     counts = f"{done.dropped:,} dropped, {done.relabelled:,} relabelled, {done.unchanged:,} as they were"
     message = f"{done.rows:,} rows: {counts}."

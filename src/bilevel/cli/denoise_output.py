@@ -93,7 +93,8 @@ def summary(
         "command": "denoise", "method": asked["method"], "status": found.solution.status.name.lower(),
         "message": message, "seed": asked["seed"], "seconds": round(seconds, 3), "noise_rate": found.noise_rate,
         "suspects": suspects, "rows": data.count, "trusted": len(prepared.trusted[1]), "classes": list(data.classes),
-        "test_accuracy": ours, "accuracies": cleaned.accuracies, "held_out": prepared.held_out, **measured,
+        "trusted_rows": list(prepared.drawn), "test_accuracy": ours, "accuracies": cleaned.accuracies,
+        "held_out": prepared.held_out, **measured,
         "model": net.kind, "device": str(device), "engine": found.solution.engine, "settings": found.settings,
         "notes": notes,
     }  # fmt: skip

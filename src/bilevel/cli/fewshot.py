@@ -130,6 +130,8 @@ def command(
             refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
             evaluate_again(evaluate, {name: context.params[name] for name in given(context, TASKS)}, where, json)
         return
+    if data is None and new is not None:
+        raise OptionError("--embed needs --evaluate RUN, a finished run to embed with, or DATA to learn from first.")
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
     plan = TRAINING.get(network, Training())

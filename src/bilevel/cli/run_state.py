@@ -20,8 +20,8 @@ from .folder import Folder
 from .stopped import Stopped
 
 CHECKPOINT = "checkpoint"
-ASIDE = "before"
-"""The folder in that of the checkpoint where the files of a finished run wait until this one has ended."""
+PREVIOUS = "previous"
+"""Where the files of a finished run go when another one takes its place."""
 
 
 def folder_of(out: Path | None, command: str, data: str) -> Folder:
@@ -81,12 +81,8 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
         if resume:
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
         elif ended:
-            print(f"note: {folder.path} holds a run that is finished; this one takes its place.", file=sys.stderr)
-        aside = checkpoint / ASIDE
-        for name in (*files, "config.json") if ended else ():
-            if (folder.path / name).exists():
-                aside.mkdir(parents=True, exist_ok=True)
-                (folder.path / name).replace(aside / name)
+            print(f"note: the finished run in {folder.path} is now in {folder.path / PREVIOUS}.", file=sys.stderr)
+            _put_by(folder.path, (*files, "config.json"))
         for name in files:  # of a run that did not end: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
     write_config(folder, asked)
@@ -108,12 +104,24 @@ def _refuse_foreign(folder: Folder, command: str, files: Sequence[str]) -> None:
         )
 
 
+def _put_by(folder: Path, files: Sequence[str]) -> None:
+    """Move the files of a run to where the last one is kept; what was there before goes."""
+    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+    (folder / PREVIOUS).mkdir()
+    for name in files:
+        if (folder / name).exists():
+            (folder / name).replace(folder / PREVIOUS / name)
+
+
 def _take_back(checkpoint: Path, files: Sequence[str]) -> None:
     """After a refusal: nothing of this run, and the one that was there before, as it was."""
+    folder = checkpoint.parent
     for name in ("config.json", *files):
-        (checkpoint.parent / name).unlink(missing_ok=True)
-    for file in (checkpoint / ASIDE).glob("*"):
-        file.replace(checkpoint.parent / file.name)
+        (folder / name).unlink(missing_ok=True)
+    if (folder / PREVIOUS).exists():
+        for file in (folder / PREVIOUS).glob("*"):
+            file.replace(folder / file.name)
+        (folder / PREVIOUS).rmdir()
 
 
 @contextmanager

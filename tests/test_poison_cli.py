@@ -127,7 +127,7 @@ def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
 
 def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys):
     given = dict(np.load(arrays))
-    given["y_test"] = (given["y_test"] + 1) % 10
+    given["y_test"][0] = (given["y_test"][0] + 1) % 10
     np.savez(tmp_path / "wrong.npz", **given)
     wanted = (int(given["y_test"][0]) - 1) % 10
     options = ["--attack", "clean-label", "--target", 0, "--as", wanted, "--epsilon", 0.1, "--steps", 3]
@@ -136,6 +136,39 @@ def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, t
     assert result["clean_success"]
     assert result["message"] == f"Test row 0 is given class {wanted} without poison, too."
     assert 'class="outcome good"' in (tmp_path / "r" / "report.html").read_text()
+
+
+NETWORKS = """
+from torch import nn
+def normed(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+def dead(shape, classes):
+    last = nn.Linear(64, classes)
+    nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Flatten(), last, nn.ReLU())
+"""
+
+
+def test_victim_with_a_scale_beside_its_one_matrix_learns_from_its_own_first_weights(arrays, tmp_path, capsys):
+    (tmp_path / "n.py").write_text(NETWORKS)
+    options = ["--fraction", 0.05, "--steps", 2, "--model", f"{tmp_path / 'n.py'}:normed"]
+    assert run(arrays, *options, "--out", tmp_path / "r", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["recipe"]["optimizer"] == "adam"
+    assert result["clean_accuracy"] > 0.7
+    assert not any("most frequent class" in note for note in result["notes"])
+
+
+def test_victim_that_learns_nothing_has_a_note_and_no_green_page(arrays, tmp_path, capsys):
+    (tmp_path / "n.py").write_text(NETWORKS)
+    options = ["--fraction", 0.05, "--steps", 2, "--model", f"{tmp_path / 'n.py'}:dead"]
+    assert run(arrays, *options, "--out", tmp_path / "r", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    most = np.bincount(np.load(arrays)["y_test"]).max() / 300
+    assert result["constant_accuracy"] == pytest.approx(most)
+    assert result["clean_accuracy"] <= most
+    assert f"their most frequent class for all of them on {100 * most:.1f}%" in result["notes"][-1]
+    assert 'class="outcome bad"' in (tmp_path / "r" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("kind", ["untargeted", "targeted", "clean-label"])

@@ -56,6 +56,12 @@ class Ground:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def constant(self) -> float:
+        """The accuracy of their most frequent class for all test rows."""
+        y = self.test[1]
+        return max(float((y == c).double().mean()) for c in torch.unique(y))
+
     def evaluate(self, poison: Poison | None) -> Evaluation:
         """Train the victim anew on clean data and poison, and measure it on the test rows."""
         return evaluate(poison, self.train, self.test, self.model, recipe=self.recipe, features=self.features)
@@ -81,7 +87,7 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
         raise OptionError(f"rows must be at most the {data.count} that are left for training; got {rows}.")
     if len(torch.unique(data.y)) < 2:
         raise DataError(f"an attack needs at least two classes; the {data.count} training rows have one.")
-    linear = sum(p.ndim > 1 for p in model.parameters()) == 1
+    linear = _plain(model)
     steps = max(LEAST_STEPS, PASSES * data.count // 100)
     recipe = (
         Recipe(optimizer="lbfgs", steps=500, decay=DECAY)
@@ -98,6 +104,13 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
     return Ground(
         data, (data.x, data.y), data.part("trusted"), data.part("test"), model, recipe, None, box, tuple(notes)
     )
+
+
+def _plain(model: nn.Module) -> bool:
+    """Whether all that is trained is one Linear, after layers without parameters."""
+    layers = list(model.modules())
+    weighted = [layer for layer in layers if any(True for _ in layer.parameters(recurse=False))]
+    return len(weighted) == 1 and weighted[0] is layers[-1] and isinstance(weighted[0], nn.Linear)
 
 
 def on_features(ground: Ground) -> Ground:

@@ -67,7 +67,8 @@ def summary(
         "command": "poison", "attack": aim.kind, "status": "done", "message": message, "seed": asked["seed"],
         "seconds": round(seconds, 3), "points": aim.points, "fraction": aim.points / ground.data.count,
         "rows": ground.data.count, "clean_accuracy": clean.accuracy, "poisoned_accuracy": poisoned.accuracy,
-        "flipped_accuracy": flipped.accuracy, "success": success, "clean_success": before,
+        "flipped_accuracy": flipped.accuracy, "constant_accuracy": ground.constant, "success": success,
+        "clean_success": before,
         "by_class": {
             names[c]: {k: which.by_class[c] for k, which in
                        (("clean", clean), ("flipped", flipped), ("poisoned", poisoned))}
@@ -79,8 +80,17 @@ def summary(
             "what": audit.what, "least": audit.least, "values": list(audit.values), "runs": audit.runs,
             "wanted": audit.wanted, "auc": audit.auc,
         },
-        "notes": list(ground.notes),
+        "notes": [*ground.notes, *_learnt_nothing(clean.accuracy, ground.constant)],
     }  # fmt: skip
+
+
+def _learnt_nothing(accuracy: float, constant: float) -> list[str]:
+    if accuracy > constant:
+        return []
+    return [
+        f"Without poison the victim is right on {_share(accuracy)} of the test rows, and their most frequent class for "
+        f"all of them on {_share(constant)}: what an attack does to such a victim says nothing. Use another --model."
+    ]
 
 
 def _share(value: float) -> str:
@@ -126,6 +136,7 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     harmed = gained > 2 * HARM or (
         aim.kind != "clean-label" and result["clean_accuracy"] - result["poisoned_accuracy"] > HARM
     )
+    learnt = result["clean_accuracy"] > result["constant_accuracy"]
     bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
     recipe = result["settings"]["recipe"]
     audited = None
@@ -136,7 +147,8 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
              for r in sorted(audit.runs, key=lambda r: r["value"])],
         )  # fmt: skip
     return PoisonPage(
-        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"], good=not harmed,
+        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"],
+        good=learnt and not harmed,
         accuracy=ReportTable(
             "The victim trained anew on clean rows, on these and the points where they began, and on these and the "
             f"points, right on test rows {_unseen(aim)}.", HEADS, rows,

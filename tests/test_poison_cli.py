@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.auditing import Ground
+from bilevel.applications.classifiers import classifier
 from bilevel.cli import poison_audit
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
@@ -90,7 +92,13 @@ def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, 
     assert points["l2"].max() <= 2
     assert isinstance(result["success"], bool)
     assert "last layer" in result["notes"][-1]
+    assert result["message"].endswith("with the last layer alone trained anew.")
+    body = {"optimizer": "adam", "steps": 500, "rate": 1e-3, "batch": 100, "decay": 5e-4, "seed": 0}
+    assert result["settings"]["body_recipe"] == body
+    assert result["settings"]["recipe"]["optimizer"] == "lbfgs"
     page = (tmp_path / "report.html").read_text()
+    assert "The last layer of the network, trained anew on clean rows" in page
+    assert "<dt>Layers below trained by</dt><dd>optimizer adam, steps 500" in page
     assert page.count("data:image/png;base64,") == 3 * 4 + 1, "and one of the target"
     assert 'alt="the target"' in page
     assert f"<dd>of class {points['y'][0]}</dd>" in page
@@ -229,6 +237,18 @@ def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, 
     assert run(*common, *asked, "--out", tmp_path / "b") == 0  # the last of an option counts
     success = json.loads((tmp_path / "b" / "result.json").read_text())["success"]
     assert success is True or success >= 0.3
+
+
+def test_denoiser_is_given_the_whole_network_whose_last_layer_is_attacked(arrays, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(poison_audit, "noticed", lambda ground, poison, model, **_: given.append(model) or 0.5)
+    monkeypatch.setattr(poison_audit, "PARTS_OF_EPSILON", 1)
+    options = ["--attack", "clean-label", "--target", 0, "--epsilon", 2, "--model", "mlp", "--steps", 2, "--audit"]
+    assert run(arrays, *options, "--out", tmp_path) == 0
+    first = classifier("mlp", (1, 8, 8), 10, device=torch.device("cpu"), seed=0).network
+    assert list(given[0].state_dict()) == list(first.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(given[0].parameters(), first.parameters(), strict=True))
+    assert "as trusted and the whole network to train" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

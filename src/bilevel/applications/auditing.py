@@ -51,6 +51,8 @@ class Ground:
     features: Features | None = None
     box: tuple[Any, Any] = (0.0, 1.0)
     notes: tuple[str, ...] = ()
+    before: Ground | None = None
+    """That of the whole network, where the victim is its last layer."""
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +132,7 @@ def on_features(ground: Ground) -> Ground:
     )
     return replace(
         ground, model=last, recipe=Recipe(optimizer="lbfgs", steps=500, decay=DECAY), features=body,
-        notes=(*ground.notes, note),
+        notes=(*ground.notes, note), before=ground,
     )  # fmt: skip
 
 
@@ -233,6 +235,8 @@ def carry_out(
         goal, ground.train, ground.model, recipe=ground.recipe, features=ground.features, method=method,
         box=ground.box, bound=bound, steps=steps, seed=seed, checkpoint=checkpoint, resume=resume, callbacks=callbacks,
     )  # fmt: skip
+    body = ground.before and ground.before.recipe.describe()
+    poison = replace(poison, settings=poison.settings | {"body_recipe": body})
     clean = clean or ground.evaluate(None)
     return Outcome(poison, goal, clean, ground.evaluate(poison), ground.evaluate(unmoved(goal)))
 

@@ -107,8 +107,9 @@ def command(
     """Find out what a few poisoned training examples can do to a classifier, on your own data.
 
     The attack moves points that are added to the training set. What it is worth is measured by training the victim from
-    scratch on the clean rows and the points, on test rows that the attack never sees. The run folder has poison.npz,
-    result.json and report.html. For audits of pipelines of your own: see docs/poisoning-ethics.md.
+    scratch on the clean rows and the points (a network under a clean-label attack: its last layer), on test rows that
+    the attack never sees. The run folder has poison.npz, result.json and report.html. For audits of pipelines of your
+    own: see docs/poisoning-ethics.md.
     """
     asked = {
         "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ..applications.auditing import (
     FRACTIONS,
     PARTS_OF_EPSILON,
@@ -87,7 +85,8 @@ def audit_of(
 
     smallest, runs = least(values, run)
     bases = outcome.poison.rows if aim.kind == "clean-label" else None
-    auc = noticed(ground, outcome.poison, _fresh(ground), without=bases, seed=asked["seed"])
+    network = copy.deepcopy((ground.before or ground).model)
+    auc = noticed(ground, outcome.poison, network, without=bases, seed=asked["seed"])
     wanted = {
         "untargeted": f"costs {asked['cost']:g} points of accuracy",
         "targeted": f"has {SUCCESS:.0%} of the class taken for the other",
@@ -105,16 +104,6 @@ def _fractions(ground: Ground, aim: Aim) -> tuple[float, ...]:
     fitting = [f for f in FRACTIONS if 1 <= round(f * count) <= most]
     different = {round(f * count): f for f in reversed(fitting)}
     return tuple(sorted(different.values())) or (1 / count,)
-
-
-def _fresh(ground: Ground) -> nn.Module:
-    """A classifier on inputs, as the denoiser is to train: the victim, or where that is on features, a linear one."""
-    if ground.features is None:
-        return copy.deepcopy(ground.model)
-    from .. import models
-
-    inputs = int(ground.data.x[0].numel())
-    return models.linear(inputs, len(ground.data.classes)).to(ground.device)
 
 
 def _shown(what: str, value: float) -> str:

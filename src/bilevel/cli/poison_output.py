@@ -57,7 +57,8 @@ def summary(
         )
     else:
         said = verb("flips", "flip") if success else f"{verb('does', 'do')} not flip"
-        message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}."
+        by = "" if ground.before is None else ", with the last layer alone trained anew"
+        message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}{by}."
         if before:
             message = f"Test row {aim.target} is given class {names[wanted_of(ground, aim)]} without poison, too."
     if audit is not None:
@@ -138,7 +139,9 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     )
     learnt = result["clean_accuracy"] > result["constant_accuracy"]
     bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
-    recipe = result["settings"]["recipe"]
+    victim, learner = "The victim", "the victim"
+    if ground.before is not None:
+        victim, learner = "The last layer of the network,", "the whole network"
     audited = None
     if audit is not None:
         audited = ReportTable(
@@ -150,25 +153,38 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
         title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"],
         good=learnt and not harmed,
         accuracy=ReportTable(
-            "The victim trained anew on clean rows, on these and the points where they began, and on these and the "
+            f"{victim} trained anew on clean rows, on these and the points where they began, and on these and the "
             f"points, right on test rows {_unseen(aim)}.", HEADS, rows,
         ),
         points=_points(ground, aim, outcome), target=_target(ground, aim), audit=audited,
         defence="" if audit is None else (
-            f"bilevel's own denoiser, given the poisoned set and {_trusted(ground, aim, outcome):,} validation rows as "
-            f"trusted, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
+            f"bilevel's own denoiser, given the poisoned set, {_trusted(ground, aim, outcome):,} validation rows as "
+            f"trusted and {learner} to train, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} "
+            "(1: always; 0.5: chance)."
         ),
         settings=[
             ("Rows", f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
              f"{len(ground.test[1]):,} for the test"),
             ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"), ("Bound", bound),
             ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
-            ("Victim", result["model"]), ("Trained by", ", ".join(f"{k} {v}" for k, v in recipe.items())),
+            *_victim(result),
             ("Steps", f"{result['settings']['steps']:,}"), ("Seed", str(result["seed"])),
             ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
         ],
         notes=result["notes"],
     )  # fmt: skip
+
+
+def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    recipe, body = (
+        ", ".join(f"{k} {v}" for k, v in (result["settings"][name] or {}).items()) for name in ("recipe", "body_recipe")
+    )
+    if not body:
+        return [("Victim", result["model"]), ("Trained by", recipe)]
+    return [
+        ("Victim", f"{result['model']}, its last layer trained anew"), ("Last layer trained by", recipe),
+        ("Layers below trained by", f"{body}, on clean rows, once"),
+    ]  # fmt: skip
 
 
 def _target(ground: Ground, aim: Aim) -> Target | None:

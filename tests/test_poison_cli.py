@@ -133,17 +133,24 @@ def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
     assert np.allclose(points["base"][:, 2], scaled[points["rows"]], atol=1e-4), "rows of the file"
 
 
-def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys):
+@pytest.mark.parametrize("audit", [[], ["--audit"]])
+def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys, monkeypatch, audit):
+    """And an audit looks for no bound: none could flip it."""
+    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
     given = dict(np.load(arrays))
     given["y_test"][0] = (given["y_test"][0] + 1) % 10
     np.savez(tmp_path / "wrong.npz", **given)
     wanted = (int(given["y_test"][0]) - 1) % 10
     options = ["--attack", "clean-label", "--target", 0, "--as", wanted, "--epsilon", 0.1, "--steps", 3]
-    assert run(tmp_path / "wrong.npz", *options, "--out", tmp_path / "r", "--json") == 0
+    assert run(tmp_path / "wrong.npz", *options, *audit, "--out", tmp_path / "r", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["clean_success"]
     assert result["message"] == f"Test row 0 is given class {wanted} without poison, too."
-    assert 'class="outcome good"' in (tmp_path / "r" / "report.html").read_text()
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert 'class="outcome good"' in page
+    assert ("AUC of 0.500" in page) is bool(audit)
+    if audit:
+        assert (result["audit"]["least"], result["audit"]["values"], result["audit"]["runs"]) == (None, [], [])
 
 
 NETWORKS = """
@@ -311,7 +318,8 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
         (["--attack", "clean-label", "--epsilon", "1"], "--attack clean-label needs --target."),
         (["--attack", "clean-label", "--target", "0"], "--attack clean-label needs --epsilon."),
         (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
-        (["--epsilon", "-1"], "--epsilon must be above 0; got -1."),
+        (["--epsilon", "-1"], "--epsilon must be above 0; got -1.0."),
+        (["--epsilon", "inf"], "--epsilon must be finite and above 0; got inf."),
         (["--norm", "linf"], "--norm linf says what --epsilon measures; give --epsilon, too."),
         (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
         (["--attack", "targeted", "--as", "3", "--target-class", "3"], "--target-class and --as must be two classes"),

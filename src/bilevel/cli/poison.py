@@ -19,7 +19,7 @@ from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
 from ..data import Labelled, load
 from ..errors import OptionError
-from ..options import did_you_mean
+from ..options import did_you_mean, in_range
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import RunBar
@@ -174,8 +174,7 @@ def _refuse(asked: Mapping[str, Any]) -> None:
     fraction = asked["fraction"]
     if fraction is not None and not 0 < fraction < 1:
         raise OptionError(f"--fraction must be above 0 and below 1; got {fraction:g}.")
-    if asked["epsilon"] is not None and not asked["epsilon"] > 0:
-        raise OptionError(f"--epsilon must be above 0; got {asked['epsilon']:g}.")
+    in_range("--epsilon", asked["epsilon"], above=0)
     needed = {"targeted": ("target_class", "as"), "clean-label": ("target", "epsilon")}.get(attack, ())
     for name in needed:
         if asked[name] is None:

@@ -29,7 +29,10 @@ SUCCESS = 0.5
 
 @dataclass(frozen=True)
 class Audit:
-    """What was looked for among `values`, the least that is enough, and the runs that were made."""
+    """What was looked for among `values`, the least that is enough, and the runs that were made.
+
+    No values: the target is given the wanted class without poison, and nothing is looked for.
+    """
 
     what: str
     """`fraction` or `epsilon`."""
@@ -43,6 +46,8 @@ class Audit:
 
     @property
     def sentence(self) -> str:
+        if not self.values:
+            return ""
         if self.least is None:
             return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}; more --steps may."
         return f"The smallest {self.what} tried that {self.wanted}: {_shown(self.what, self.least)}."
@@ -76,14 +81,16 @@ def audit_of(
         enough = {
             "untargeted": 100 * (clean - found.poisoned.accuracy) >= asked["cost"],
             "targeted": (success or 0.0) >= SUCCESS,
-            "clean-label": bool(success) and not found.success(ground, mine, found.clean),
+            "clean-label": bool(success),
         }[aim.kind]
         return {
             "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,
             "enough": bool(enough),
         }  # fmt: skip
 
-    smallest, runs = least(values, run)
+    if aim.kind == "clean-label" and outcome.success(ground, aim, outcome.clean):
+        values = ()
+    smallest, runs = least(values, run) if values else (None, [])
     bases = outcome.poison.rows if aim.kind == "clean-label" else None
     network = copy.deepcopy((ground.before or ground).model)
     auc = noticed(ground, outcome.poison, network, without=bases, seed=asked["seed"])

@@ -61,7 +61,7 @@ def summary(
         message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}{by}."
         if before:
             message = f"Test row {aim.target} is given class {names[wanted_of(ground, aim)]} without poison, too."
-    if audit is not None:
+    if audit is not None and audit.sentence:
         message += f" {audit.sentence}"
     settings = outcome.poison.settings
     return {
@@ -143,7 +143,7 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     if ground.before is not None:
         victim, learner = "The last layer of the network,", "the whole network"
     audited = None
-    if audit is not None:
+    if audit is not None and audit.runs:
         audited = ReportTable(
             audit.sentence, (audit.what, "points", "accuracy", "enough"),
             [(f"{r['value']:.4g}", str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.auditing import Ground
+from bilevel.applications.classifiers import classifier
 from bilevel.cli import poison_audit
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
@@ -90,7 +92,13 @@ def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, 
     assert points["l2"].max() <= 2
     assert isinstance(result["success"], bool)
     assert "last layer" in result["notes"][-1]
+    assert result["message"].endswith("with the last layer alone trained anew.")
+    body = {"optimizer": "adam", "steps": 500, "rate": 1e-3, "batch": 100, "decay": 5e-4, "seed": 0}
+    assert result["settings"]["body_recipe"] == body
+    assert result["settings"]["recipe"]["optimizer"] == "lbfgs"
     page = (tmp_path / "report.html").read_text()
+    assert "The last layer of the network, trained anew on clean rows" in page
+    assert "<dt>Layers below trained by</dt><dd>optimizer adam, steps 500" in page
     assert page.count("data:image/png;base64,") == 3 * 4 + 1, "and one of the target"
     assert 'alt="the target"' in page
     assert f"<dd>of class {points['y'][0]}</dd>" in page
@@ -125,17 +133,57 @@ def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
     assert np.allclose(points["base"][:, 2], scaled[points["rows"]], atol=1e-4), "rows of the file"
 
 
-def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys):
+@pytest.mark.parametrize("audit", [[], ["--audit"]])
+def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys, monkeypatch, audit):
+    """And an audit looks for no bound: none could flip it."""
+    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
     given = dict(np.load(arrays))
-    given["y_test"] = (given["y_test"] + 1) % 10
+    given["y_test"][0] = (given["y_test"][0] + 1) % 10
     np.savez(tmp_path / "wrong.npz", **given)
     wanted = (int(given["y_test"][0]) - 1) % 10
     options = ["--attack", "clean-label", "--target", 0, "--as", wanted, "--epsilon", 0.1, "--steps", 3]
-    assert run(tmp_path / "wrong.npz", *options, "--out", tmp_path / "r", "--json") == 0
+    assert run(tmp_path / "wrong.npz", *options, *audit, "--out", tmp_path / "r", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["clean_success"]
     assert result["message"] == f"Test row 0 is given class {wanted} without poison, too."
-    assert 'class="outcome good"' in (tmp_path / "r" / "report.html").read_text()
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert 'class="outcome good"' in page
+    assert ("AUC of 0.500" in page) is bool(audit)
+    if audit:
+        assert (result["audit"]["least"], result["audit"]["values"], result["audit"]["runs"]) == (None, [], [])
+
+
+NETWORKS = """
+from torch import nn
+def normed(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+def dead(shape, classes):
+    last = nn.Linear(64, classes)
+    nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Flatten(), last, nn.ReLU())
+"""
+
+
+def test_victim_with_a_scale_beside_its_one_matrix_learns_from_its_own_first_weights(arrays, tmp_path, capsys):
+    (tmp_path / "n.py").write_text(NETWORKS)
+    options = ["--fraction", 0.05, "--steps", 2, "--model", f"{tmp_path / 'n.py'}:normed"]
+    assert run(arrays, *options, "--out", tmp_path / "r", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["recipe"]["optimizer"] == "adam"
+    assert result["clean_accuracy"] > 0.7
+    assert not any("most frequent class" in note for note in result["notes"])
+
+
+def test_victim_that_learns_nothing_has_a_note_and_no_green_page(arrays, tmp_path, capsys):
+    (tmp_path / "n.py").write_text(NETWORKS)
+    options = ["--fraction", 0.05, "--steps", 2, "--model", f"{tmp_path / 'n.py'}:dead"]
+    assert run(arrays, *options, "--out", tmp_path / "r", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    most = np.bincount(np.load(arrays)["y_test"]).max() / 300
+    assert result["constant_accuracy"] == pytest.approx(most)
+    assert result["clean_accuracy"] <= most
+    assert f"their most frequent class for all of them on {100 * most:.1f}%" in result["notes"][-1]
+    assert 'class="outcome bad"' in (tmp_path / "r" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("kind", ["untargeted", "targeted", "clean-label"])
@@ -198,6 +246,18 @@ def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, 
     assert success is True or success >= 0.3
 
 
+def test_denoiser_is_given_the_whole_network_whose_last_layer_is_attacked(arrays, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(poison_audit, "noticed", lambda ground, poison, model, **_: given.append(model) or 0.5)
+    monkeypatch.setattr(poison_audit, "PARTS_OF_EPSILON", 1)
+    options = ["--attack", "clean-label", "--target", 0, "--epsilon", 2, "--model", "mlp", "--steps", 2, "--audit"]
+    assert run(arrays, *options, "--out", tmp_path) == 0
+    first = classifier("mlp", (1, 8, 8), 10, device=torch.device("cpu"), seed=0).network
+    assert list(given[0].state_dict()) == list(first.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(given[0].parameters(), first.parameters(), strict=True))
+    assert "as trusted and the whole network to train" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays, tmp_path, capsys):
     options = ["--points", 40, "--steps", 25, "--audit", "--cost", 3]
@@ -258,7 +318,8 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
         (["--attack", "clean-label", "--epsilon", "1"], "--attack clean-label needs --target."),
         (["--attack", "clean-label", "--target", "0"], "--attack clean-label needs --epsilon."),
         (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
-        (["--epsilon", "-1"], "--epsilon must be above 0; got -1."),
+        (["--epsilon", "-1"], "--epsilon must be above 0; got -1.0."),
+        (["--epsilon", "inf"], "--epsilon must be finite and above 0; got inf."),
         (["--norm", "linf"], "--norm linf says what --epsilon measures; give --epsilon, too."),
         (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
         (["--attack", "targeted", "--as", "3", "--target-class", "3"], "--target-class and --as must be two classes"),

@@ -478,6 +478,25 @@ def test_bases_from_the_validation_rows_of_a_table_are_in_its_box():
     assert bool((found.poison.labels == 1 - label).all())
 
 
+@pytest.mark.parametrize(
+    ("layers", "plain"),
+    [
+        ((nn.Flatten(), nn.Linear(3, 2)), True),
+        ((nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2)), True),
+        ((nn.BatchNorm1d(3), nn.Linear(3, 2)), False),
+        ((nn.Linear(3, 2), nn.ReLU()), False),
+        ((nn.Linear(3, 2), nn.Linear(2, 2)), False),
+    ],
+)
+def test_weights_are_zero_at_first_for_one_linear_after_layers_without_parameters_alone(layers, plain):
+    model = nn.Sequential(*copy.deepcopy(layers))
+    first = copy.deepcopy(model.state_dict())
+    ground = prepare(table(), model)
+    assert ground.recipe.optimizer == ("lbfgs" if plain else "adam")
+    assert all(bool((p == 0).all()) for p in model.parameters()) is plain
+    assert plain or all(torch.equal(first[name], value) for name, value in model.state_dict().items())
+
+
 def test_features_are_all_layers_but_the_last_however_they_are_nested():
     body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
     ground = on_features(prepare(table(), nn.Sequential(body, nn.Linear(8, 2))))

@@ -93,7 +93,9 @@ def in_range(
     if not least <= value <= most or not above < value < below or not math.isfinite(value):
         bounds = {"at least": least, "above": above, "below": below, "at most": most}
         words = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
-        raise OptionError(f"{name} must be {' and '.join(words) or 'finite'}; got {value!r}.")
+        if not math.isfinite(value):
+            words.insert(0, "finite")
+        raise OptionError(f"{name} must be {' and '.join(words)}; got {value!r}.")
 
 
 def true_or_false(name: str, value: object, *, optional: bool = False) -> None:

@@ -51,10 +51,18 @@ class Ground:
     features: Features | None = None
     box: tuple[Any, Any] = (0.0, 1.0)
     notes: tuple[str, ...] = ()
+    before: Ground | None = None
+    """That of the whole network, where the victim is its last layer."""
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def constant(self) -> float:
+        """The accuracy of their most frequent class for all test rows."""
+        y = self.test[1]
+        return max(float((y == c).double().mean()) for c in torch.unique(y))
 
     def evaluate(self, poison: Poison | None) -> Evaluation:
         """Train the victim anew on clean data and poison, and measure it on the test rows."""
@@ -81,7 +89,7 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
         raise OptionError(f"rows must be at most the {data.count} that are left for training; got {rows}.")
     if len(torch.unique(data.y)) < 2:
         raise DataError(f"an attack needs at least two classes; the {data.count} training rows have one.")
-    linear = sum(p.ndim > 1 for p in model.parameters()) == 1
+    linear = _plain(model)
     steps = max(LEAST_STEPS, PASSES * data.count // 100)
     recipe = (
         Recipe(optimizer="lbfgs", steps=500, decay=DECAY)
@@ -98,6 +106,13 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
     return Ground(
         data, (data.x, data.y), data.part("trusted"), data.part("test"), model, recipe, None, box, tuple(notes)
     )
+
+
+def _plain(model: nn.Module) -> bool:
+    """Whether all that is trained is one Linear, after layers without parameters."""
+    layers = list(model.modules())
+    weighted = [layer for layer in layers if any(True for _ in layer.parameters(recurse=False))]
+    return len(weighted) == 1 and weighted[0] is layers[-1] and isinstance(weighted[0], nn.Linear)
 
 
 def on_features(ground: Ground) -> Ground:
@@ -117,7 +132,7 @@ def on_features(ground: Ground) -> Ground:
     )
     return replace(
         ground, model=last, recipe=Recipe(optimizer="lbfgs", steps=500, decay=DECAY), features=body,
-        notes=(*ground.notes, note),
+        notes=(*ground.notes, note), before=ground,
     )  # fmt: skip
 
 
@@ -220,6 +235,8 @@ def carry_out(
         goal, ground.train, ground.model, recipe=ground.recipe, features=ground.features, method=method,
         box=ground.box, bound=bound, steps=steps, seed=seed, checkpoint=checkpoint, resume=resume, callbacks=callbacks,
     )  # fmt: skip
+    body = ground.before and ground.before.recipe.describe()
+    poison = replace(poison, settings=poison.settings | {"body_recipe": body})
     clean = clean or ground.evaluate(None)
     return Outcome(poison, goal, clean, ground.evaluate(poison), ground.evaluate(unmoved(goal)))
 

@@ -19,7 +19,7 @@ from ..applications.bounds import Bound
 from ..applications.classifiers import KINDS
 from ..data import Labelled, load
 from ..errors import OptionError
-from ..options import did_you_mean
+from ..options import did_you_mean, in_range
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import RunBar
@@ -107,8 +107,9 @@ def command(
     """Find out what a few poisoned training examples can do to a classifier, on your own data.
 
     The attack moves points that are added to the training set. What it is worth is measured by training the victim from
-    scratch on the clean rows and the points, on test rows that the attack never sees. The run folder has poison.npz,
-    result.json and report.html. For audits of pipelines of your own: see docs/poisoning-ethics.md.
+    scratch on the clean rows and the points (a network under a clean-label attack: its last layer), on test rows that
+    the attack never sees. The run folder has poison.npz, result.json and report.html. For audits of pipelines of your
+    own: see docs/poisoning-ethics.md.
     """
     asked = {
         "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,
@@ -173,8 +174,7 @@ def _refuse(asked: Mapping[str, Any]) -> None:
     fraction = asked["fraction"]
     if fraction is not None and not 0 < fraction < 1:
         raise OptionError(f"--fraction must be above 0 and below 1; got {fraction:g}.")
-    if asked["epsilon"] is not None and not asked["epsilon"] > 0:
-        raise OptionError(f"--epsilon must be above 0; got {asked['epsilon']:g}.")
+    in_range("--epsilon", asked["epsilon"], above=0)
     needed = {"targeted": ("target_class", "as"), "clean-label": ("target", "epsilon")}.get(attack, ())
     for name in needed:
         if asked[name] is None:

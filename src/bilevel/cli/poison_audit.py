@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ..applications.auditing import (
     FRACTIONS,
     PARTS_OF_EPSILON,
@@ -31,7 +29,10 @@ SUCCESS = 0.5
 
 @dataclass(frozen=True)
 class Audit:
-    """What was looked for among `values`, the least that is enough, and the runs that were made."""
+    """What was looked for among `values`, the least that is enough, and the runs that were made.
+
+    No values: the target is given the wanted class without poison, and nothing is looked for.
+    """
 
     what: str
     """`fraction` or `epsilon`."""
@@ -45,6 +46,8 @@ class Audit:
 
     @property
     def sentence(self) -> str:
+        if not self.values:
+            return ""
         if self.least is None:
             return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}; more --steps may."
         return f"The smallest {self.what} tried that {self.wanted}: {_shown(self.what, self.least)}."
@@ -78,16 +81,19 @@ def audit_of(
         enough = {
             "untargeted": 100 * (clean - found.poisoned.accuracy) >= asked["cost"],
             "targeted": (success or 0.0) >= SUCCESS,
-            "clean-label": bool(success) and not found.success(ground, mine, found.clean),
+            "clean-label": bool(success),
         }[aim.kind]
         return {
             "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,
             "enough": bool(enough),
         }  # fmt: skip
 
-    smallest, runs = least(values, run)
+    if aim.kind == "clean-label" and outcome.success(ground, aim, outcome.clean):
+        values = ()
+    smallest, runs = least(values, run) if values else (None, [])
     bases = outcome.poison.rows if aim.kind == "clean-label" else None
-    auc = noticed(ground, outcome.poison, _fresh(ground), without=bases, seed=asked["seed"])
+    network = copy.deepcopy((ground.before or ground).model)
+    auc = noticed(ground, outcome.poison, network, without=bases, seed=asked["seed"])
     wanted = {
         "untargeted": f"costs {asked['cost']:g} points of accuracy",
         "targeted": f"has {SUCCESS:.0%} of the class taken for the other",
@@ -105,16 +111,6 @@ def _fractions(ground: Ground, aim: Aim) -> tuple[float, ...]:
     fitting = [f for f in FRACTIONS if 1 <= round(f * count) <= most]
     different = {round(f * count): f for f in reversed(fitting)}
     return tuple(sorted(different.values())) or (1 / count,)
-
-
-def _fresh(ground: Ground) -> nn.Module:
-    """A classifier on inputs, as the denoiser is to train: the victim, or where that is on features, a linear one."""
-    if ground.features is None:
-        return copy.deepcopy(ground.model)
-    from .. import models
-
-    inputs = int(ground.data.x[0].numel())
-    return models.linear(inputs, len(ground.data.classes)).to(ground.device)
 
 
 def _shown(what: str, value: float) -> str:

@@ -57,17 +57,19 @@ def summary(
         )
     else:
         said = verb("flips", "flip") if success else f"{verb('does', 'do')} not flip"
-        message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}."
+        by = "" if ground.before is None else ", with the last layer alone trained anew"
+        message = f"{count} {said} test row {aim.target} to class {names[wanted_of(ground, aim)]}{by}."
         if before:
             message = f"Test row {aim.target} is given class {names[wanted_of(ground, aim)]} without poison, too."
-    if audit is not None:
+    if audit is not None and audit.sentence:
         message += f" {audit.sentence}"
     settings = outcome.poison.settings
     return {
         "command": "poison", "attack": aim.kind, "status": "done", "message": message, "seed": asked["seed"],
         "seconds": round(seconds, 3), "points": aim.points, "fraction": aim.points / ground.data.count,
         "rows": ground.data.count, "clean_accuracy": clean.accuracy, "poisoned_accuracy": poisoned.accuracy,
-        "flipped_accuracy": flipped.accuracy, "success": success, "clean_success": before,
+        "flipped_accuracy": flipped.accuracy, "constant_accuracy": ground.constant, "success": success,
+        "clean_success": before,
         "by_class": {
             names[c]: {k: which.by_class[c] for k, which in
                        (("clean", clean), ("flipped", flipped), ("poisoned", poisoned))}
@@ -79,8 +81,17 @@ def summary(
             "what": audit.what, "least": audit.least, "values": list(audit.values), "runs": audit.runs,
             "wanted": audit.wanted, "auc": audit.auc,
         },
-        "notes": list(ground.notes),
+        "notes": [*ground.notes, *_learnt_nothing(clean.accuracy, ground.constant)],
     }  # fmt: skip
+
+
+def _learnt_nothing(accuracy: float, constant: float) -> list[str]:
+    if accuracy > constant:
+        return []
+    return [
+        f"Without poison the victim is right on {_share(accuracy)} of the test rows, and their most frequent class for "
+        f"all of them on {_share(constant)}: what an attack does to such a victim says nothing. Use another --model."
+    ]
 
 
 def _share(value: float) -> str:
@@ -126,37 +137,54 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     harmed = gained > 2 * HARM or (
         aim.kind != "clean-label" and result["clean_accuracy"] - result["poisoned_accuracy"] > HARM
     )
+    learnt = result["clean_accuracy"] > result["constant_accuracy"]
     bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
-    recipe = result["settings"]["recipe"]
+    victim, learner = "The victim", "the victim"
+    if ground.before is not None:
+        victim, learner = "The last layer of the network,", "the whole network"
     audited = None
-    if audit is not None:
+    if audit is not None and audit.runs:
         audited = ReportTable(
             audit.sentence, (audit.what, "points", "accuracy", "enough"),
             [(f"{r['value']:.4g}", str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
              for r in sorted(audit.runs, key=lambda r: r["value"])],
         )  # fmt: skip
     return PoisonPage(
-        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"], good=not harmed,
+        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"],
+        good=learnt and not harmed,
         accuracy=ReportTable(
-            "The victim trained anew on clean rows, on these and the points where they began, and on these and the "
+            f"{victim} trained anew on clean rows, on these and the points where they began, and on these and the "
             f"points, right on test rows {_unseen(aim)}.", HEADS, rows,
         ),
         points=_points(ground, aim, outcome), target=_target(ground, aim), audit=audited,
         defence="" if audit is None else (
-            f"bilevel's own denoiser, given the poisoned set and {_trusted(ground, aim, outcome):,} validation rows as "
-            f"trusted, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
+            f"bilevel's own denoiser, given the poisoned set, {_trusted(ground, aim, outcome):,} validation rows as "
+            f"trusted and {learner} to train, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} "
+            "(1: always; 0.5: chance)."
         ),
         settings=[
             ("Rows", f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
              f"{len(ground.test[1]):,} for the test"),
             ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"), ("Bound", bound),
             ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
-            ("Victim", result["model"]), ("Trained by", ", ".join(f"{k} {v}" for k, v in recipe.items())),
+            *_victim(result),
             ("Steps", f"{result['settings']['steps']:,}"), ("Seed", str(result["seed"])),
             ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
         ],
         notes=result["notes"],
     )  # fmt: skip
+
+
+def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    recipe, body = (
+        ", ".join(f"{k} {v}" for k, v in (result["settings"][name] or {}).items()) for name in ("recipe", "body_recipe")
+    )
+    if not body:
+        return [("Victim", result["model"]), ("Trained by", recipe)]
+    return [
+        ("Victim", f"{result['model']}, its last layer trained anew"), ("Last layer trained by", recipe),
+        ("Layers below trained by", f"{body}, on clean rows, once"),
+    ]  # fmt: skip
 
 
 def _target(ground: Ground, aim: Aim) -> Target | None:

@@ -15,7 +15,8 @@ from bilevel.paper.deep_victim import METHODS
 def kept(flips, targets=4, tether=deep_victim.TETHER):
     """Cells in which Penalty flips these, and the others nothing."""
     return [
-        (cell.settings, {"device": "CPU", "clean_accuracies": [0.5, 0.6, 0.55], "runs": [
+        (cell.settings, {"device": "CPU", "clean": [1, 2, 3], "label": 1, "wanted": 2,
+                         "clean_accuracies": [0.5, 0.6, 0.55], "runs": [
             {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0,
              "accuracies": [0.5, 0.4, 0.45], "margins": [0.0, 0.0, 0.0]}
             for method in METHODS
@@ -48,6 +49,12 @@ def test_what_is_found_is_told_by_the_sign_test_over_targets():
     assert "for 20, fewer for 0: by the sign test (p = 1.9e-06) the two differ: Penalty has more." in many
     assert "for 0, fewer for 0: by the sign test (p = 1) the two cannot be told apart." in none
     assert deep_victim_page.stated([]) == ""
+
+
+def test_the_page_tells_which_targets_can_be_flipped_and_which_were_right_before():
+    text = deep_victim_page.flipped(kept([True, False, True], 4))
+    assert "0 of 4 are given the wanted class without poison already (with other first weights 4 of 8)" in text
+    assert "had right without poison: Penalty 4 of 8, feature collision 0 of 0" in text
 
 
 def test_the_page_tells_how_far_each_attack_draws_the_targets():

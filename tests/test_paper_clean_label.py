@@ -95,6 +95,7 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     assert "| Penalty with the paper's settings | 2 of 2 | 2.5 |" in text, "what was run before is shown, too"
     assert "The first 2 targets were run with other settings before" in text
     assert "No others have been run." in text
+    assert "more epsilon than Penalty with the paper's settings in the mean" in text
     later = [(s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
              for s, f in [*cells[1:], *others]]  # fmt: skip
     clean_label_page.write([*cells, *others, *choice, *later], tmp_path)
@@ -110,7 +111,7 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
 def test_a_gain_that_the_control_has_too_is_not_laid_to_the_lower_level():
     same = [(2, 6), (3, 8), (2, 6), (3, 7)]
     cells = [*kept(same), *((s | {"method": "collision-adam"}, f) for s, f in kept(same) if s["method"] == "penalty")]
-    assert "rather than to the lower level" in clean_label_page._worth(cells)
+    assert "4.25 (3.45 to 5.05) is had without a lower level" in clean_label_page._worth(cells)
     assert clean_label_page._worth(kept(same)) == "", "the control was not run"
 
 

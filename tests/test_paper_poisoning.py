@@ -196,8 +196,8 @@ def test_no_margin_is_claimed_over_a_column_that_is_not_reproduced():
 
     kept = [*cells("penalty", 0.6), *cells("flipping", 0.84)]
     weak = poisoning_page._beside([*kept, *cells("rmd", 0.9)], UNTARGETED, "rmd")
-    assert "weaker than the published one at 1%, 2%, 3%, 4%, 5%, 6%, than label flipping at" in weak
-    assert weak.endswith("it is not reproduced, and says nothing of Penalty.")
+    assert "weaker than the published one at 1%, 2%, 3%, 4%, 5%, 6%, and than label flipping at" in weak
+    assert weak.endswith("it is not reproduced, and the difference is no evidence for Penalty.")
     good = poisoning_page._beside([*kept, *cells("rmd", 0.7)], UNTARGETED, "rmd")
     assert good == (
         "untargeted: Penalty is stronger than our run of RMD: +10.0 points of strength in the mean over 2 seeds (95%: "

@@ -331,7 +331,7 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
 def test_wrong_use_is_refused_with_a_sentence_and_writes_nothing(arrays, tmp_path, capsys, options, sentence):
     assert run(arrays, *options, "--out", tmp_path / "r") == 2
     assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "r" / "config.json").exists()
+    assert not (tmp_path / "r").exists()
 
 
 def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_path):

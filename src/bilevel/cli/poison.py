@@ -134,12 +134,12 @@ def command(
         ground = _noted(ground, net.why)
     aim = _aim(asked, ground)
     bound = _bound(epsilon, norm or Norm.l2, ground.data)
+    goal_of(ground, aim, seed)  # refuses, where it cannot be, before anything is written
     folder = folder_of(out, "poison", data)
     if resume and (done := finished(folder, asked)) is not None:
         print("note: this run is finished already.", file=sys.stderr)
         tell(done, show, json=json, report=folder.path / "report.html")
         return
-    goal_of(ground, aim, seed)  # refuses, where it cannot be, before anything is written
     checkpoint = begin(folder, asked, resume, FILES)
     began = time.perf_counter()
     small = where.type == "cpu" and sum(p.numel() for p in net.network.parameters()) < SMALL

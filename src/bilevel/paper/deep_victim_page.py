@@ -13,6 +13,7 @@ from ..whole import write_whole
 from .deep_victim import (
     BATCH,
     CHOICE,
+    COLLISION_RATE,
     EPSILON,
     METHODS,
     OTHERS,
@@ -57,12 +58,14 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "random, the class among those that are not the image's own. Penalty has all weights of the network as the "
         f"lower variable ({STEPS['penalty']} steps of {BATCH} images and all points); feature "
         "collision draws the same bases to the target's features in the network "
-        f"trained on clean images ({STEPS['feature-collision']} steps). Both know one set of first weights. A target "
+        f"trained on clean images ({STEPS['feature-collision']} steps at rate {COLLISION_RATE:g}, the only one tried). "
+        "Both know one set of first weights. A target "
         f"counts as flipped where a network trained from scratch gives it the wanted class and the clean one does not; "
         f"with other first weights, of {len(OTHERS)} each.",
         *(chosen(kept, n) for n in sizes),
         table(heads, rows) if rows else "Of the table nothing was run.",
         stated(kept),
+        flipped(kept),
         ahead(kept),
         f"Shares are with 95% intervals (Clopper and Pearson). {accuracies(kept)} On {devices(kept)}; seconds of "
         "attacks that shared the GPU with others are not shown."
@@ -109,6 +112,30 @@ def stated(kept: Sequence[Kept]) -> str:
         f"Of {len(ours)} targets, Penalty flips more of the {1 + len(OTHERS)} victims than feature collision for "
         f"{more}, fewer for {less}: by the sign test (p = {p:.2g}) the two {verdict}."
     )
+
+
+def flipped(kept: Sequence[Kept]) -> str:
+    """How many targets can be flipped, and how many of the flips are of images that were right before."""
+    cells = [pair for pair in current(kept) if pair[0].get("part") != CHOICE]
+    if not cells:
+        return ""
+    already = [sum(c == f["wanted"] for _, f in cells for c in f["clean"][some]) for some in (slice(1), slice(1, None))]
+    text = (
+        f"Of the targets, {already[0]} of {len(cells)} are given the wanted class without poison already (with other "
+        f"first weights {already[1]} of {len(OTHERS) * len(cells)}), and cannot count as flipped."
+    )
+    counts = []
+    for method, title in METHODS.items():
+        flips = [
+            clean == found["label"]
+            for _, found in cells
+            for run in found["runs"]
+            if run["method"] == method
+            for flip, clean in zip(run["flips"], found["clean"], strict=True)
+            if flip
+        ]
+        counts.append(f"{title} {sum(flips)} of {len(flips)}")
+    return f"{text} Flips of images that the network had right without poison: {', '.join(counts)}."
 
 
 def ahead(kept: Sequence[Kept]) -> str:

@@ -2,7 +2,7 @@
 
 The victim is a softmax regression without bias on 1,000 MNIST images. The paper gives a weight of 0.05, of |W|^2 / 2 as
 it seems. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005, and
-of the two it is the one with which the accuracies of clean data and of untargeted label flipping are near the paper's.
+of the two it is the one with which the accuracy of clean data is near the paper's.
 The table is of 0.005; the part `weight` has 0.05.
 """
 

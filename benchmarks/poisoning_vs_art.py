@@ -244,8 +244,8 @@ def write() -> None:
         "features, of the toolbox's of four (learning rate and similarity coefficient: "
         f"{'; '.join(f'{rate:g} and {similarity:g}' for rate, similarity in ART_SETTINGS)}), of ours of three learning "
         "rates, and the seconds, of CPU time, are of all of them. Gradient matching has its defaults, with eight "
-        f"trials or one{'' if any('8 trials' in key for key in results) else ' (eight have not been run)'}. Penalty has "
-        "its defaults; its tether was set while two of the three bounds here were. "
+        f"trials or one{'' if any('8 trials' in key for key in results) else ' (eight have not been run)'}. Penalty "
+        "has its defaults; its tether was set while two of the three bounds here were. "
         "All numbers are in `poisoning-vs-art.json`.",
         "## What is found",
         "\n".join(f"- {line}" for method in METHODS[1:5] if (line := compared(results, method))) or "Nothing was run.",

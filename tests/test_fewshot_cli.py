@@ -19,8 +19,9 @@ from common import needs
 from PIL import Image
 from safetensors.numpy import load_file
 
+from bilevel import ProblemError
 from bilevel.applications.few_shot import embed
-from bilevel.cli import bar, fewshot_again
+from bilevel.cli import bar, fewshot, fewshot_again
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
@@ -211,6 +212,18 @@ def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
     assert "must return an nn.Module; got int" in capsys.readouterr().err
     assert main(arguments(folder, tmp_path / "c", "--backbone", "conv5")) == 2
     assert "Did you mean 'conv4'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ProblemError, RuntimeError])
+def test_too_little_memory_names_the_option_that_helps(folder, tmp_path, capsys, monkeypatch, kind):
+    def fails(*args, **options):
+        raise kind(
+            "prepare failed with RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+        )
+
+    monkeypatch.setattr(fewshot, "meta_train", fails)
+    assert main(arguments(folder, tmp_path / "x")) == 1
+    assert "tasks needs more memory than there is. Give a smaller --meta-batch." in capsys.readouterr().err
 
 
 def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):

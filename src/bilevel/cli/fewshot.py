@@ -45,6 +45,8 @@ from .run_state import begin, finished, folder_of, resumable
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
+NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
+"""What torch says where there is too little."""
 FEW = 50
 """Images on which the representation has to be finite after training."""
 VALIDATE_EVERY = 50
@@ -190,12 +192,19 @@ def _run(
     bar = _Bar(watch)
     augment = crop_flip_and_erase if asked["erase"] else crop_and_flip
     colour = splits.train.shape[0] == 3
-    solution = meta_train(
-        net, train, steps=steps, seed=seed, scale=asked["scale"],
-        method=default_method(upper_rate=asked["rate"], decay=asked["decay"]), augment=augment if colour else None,
-        callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
-        precision="bf16" if where.type == "cuda" else None,
-    )  # fmt: skip
+    try:
+        solution = meta_train(
+            net, train, steps=steps, seed=seed, scale=asked["scale"],
+            method=default_method(upper_rate=asked["rate"], decay=asked["decay"]), augment=augment if colour else None,
+            callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
+            precision="bf16" if where.type == "cuda" else None,
+        )  # fmt: skip
+    except (ProblemError, RuntimeError) as error:
+        if not any(words in str(error).lower() for words in NO_MEMORY):
+            raise
+        raise ProblemError(
+            f"a step of {asked['meta_batch']} tasks needs more memory than there is. Give a smaller --meta-batch."
+        ) from error
     if solution.interrupted:
         raise KeyboardInterrupt
     kept = watch.best.restore() if watch is not None and watch.best is not None else None

@@ -68,7 +68,11 @@ def command(
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
     as_class: Annotated[
         str | None,
-        typer.Option("--as", help="The class that --target-class, or the row of --target, is to be taken for."),
+        typer.Option(
+            "--as",
+            help="The class that --target-class, or the row of --target, is to be taken for; of a row, by default that "
+            "of the nearest validation row of another class.",
+        ),
     ] = None,
     target: Annotated[int | None, typer.Option(min=0, help="Clean label: a row of the test set, from 0.")] = None,
     epsilon: Annotated[

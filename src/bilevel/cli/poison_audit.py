@@ -49,8 +49,8 @@ class Audit:
         if not self.values:
             return ""
         if self.least is None:
-            return f"No {self.what} up to {_shown(self.what, self.values[-1])} {self.wanted}; more --steps may."
-        return f"The smallest {self.what} tried that {self.wanted}: {_shown(self.what, self.least)}."
+            return f"No {self.what} up to {shown(self.what, self.values[-1])} {self.wanted}; more --steps may."
+        return f"The smallest {self.what} tried that {self.wanted}: {shown(self.what, self.least)}."
 
 
 def audit_of(
@@ -113,5 +113,5 @@ def _fractions(ground: Ground, aim: Aim) -> tuple[float, ...]:
     return tuple(sorted(different.values())) or (1 / count,)
 
 
-def _shown(what: str, value: float) -> str:
+def shown(what: str, value: float) -> str:
     return f"{100 * value:.3g}%" if what == "fraction" else f"{value:.4g}"

@@ -21,7 +21,7 @@ from ..report.poison import Point, PoisonPage, Target, render_poison
 from ..whole import whole
 from ..wording import agreeing, counted
 from .folder import Folder
-from .poison_audit import Audit
+from .poison_audit import Audit, shown
 
 FILES = ("poison.npz", "history.csv", "result.json", "report.html")
 SIDE = 128
@@ -146,7 +146,7 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     if audit is not None and audit.runs:
         audited = ReportTable(
             audit.sentence, (audit.what, "points", "accuracy", "enough"),
-            [(f"{r['value']:.4g}", str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
+            [(shown(audit.what, r["value"]), str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
              for r in sorted(audit.runs, key=lambda r: r["value"])],
         )  # fmt: skip
     return PoisonPage(

@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy, normalize
 
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
 from bilevel.applications.few_shot import (
+    GAMMA,
+    LAM,
     CosineClassifier,
     Episodes,
     TaskSampler,
@@ -433,3 +435,17 @@ def test_the_lower_optimizer_is_the_users(tmp_path):
     still = adapt_and_evaluate(network, sampler, tasks=20, optimizer=partial(torch.optim.SGD, lr=0.0))
     means = adapt_and_evaluate(network, sampler, tasks=20, steps=0)
     assert torch.equal(still.accuracies, means.accuracies)
+
+
+@pytest.mark.parametrize("scale", [10.0, 40.0])
+def test_more_lower_steps_bring_the_penalised_objective_down_whatever_the_scale(scale):
+    found = []
+    for count in (1, 5, 20):
+        torch.manual_seed(0)
+        method = default_method(lower_steps=count, upper_rate=1e-12, scale=scale)
+        sampler = TaskSampler(noise_classes(spread=200), 5, 1, 3, tasks=2)
+        options = {"steps": 1, "seed": 1, "method": method, "scale": scale}
+        last = meta_train(few_shot_cnn(1), sampler, **options).history
+        f, g, residual = (last[name][-1] for name in ("upper", "lower", "residual"))
+        found.append(f + 0.5 * GAMMA * residual**2 + LAM * g)
+    assert found[0] > found[1] > found[2]

@@ -285,7 +285,8 @@ def compared(results: dict[str, Any], method: str) -> str:
     p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
     verdict = "the two cannot be told apart" if p > 0.05 else f"{METHODS[0] if more > less else method} has more"
     flips = [sum(pair[i] for pair in sums.values()) for i in range(2)]
-    alone = "; ".join(f"{_named(*setting)}: p = {_sign(results, method, _named(*setting)):.2g}" for setting in SETTINGS)
+    by_bound = {_named(*setting): _sign(results, method, _named(*setting)) for setting in SETTINGS}
+    alone = "; ".join(f"{name}: p = {value:.2g}" for name, value in by_bound.items() if value is not None)
     return (
         f"{METHODS[0]} flips {flips[0]} of {victims} victims, {method} {flips[1]}. Of {len(sums)} targets, "
         f"{METHODS[0]} flips more victims for {more} and fewer for {less}: by the sign test (p = {p:.2g}) {verdict}. "
@@ -293,8 +294,8 @@ def compared(results: dict[str, Any], method: str) -> str:
     )
 
 
-def _sign(results: dict[str, Any], method: str, setting: str) -> float:
-    """The sign test over the targets of one bound."""
+def _sign(results: dict[str, Any], method: str, setting: str) -> float | None:
+    """The sign test over the targets of one bound; None where there are none."""
     from scipy import stats
 
     pairs = [
@@ -302,6 +303,8 @@ def _sign(results: dict[str, Any], method: str, setting: str) -> float:
         for ours, mine in results.items()
         if ours.startswith(f"{setting}/{METHODS[0]}/") and (other := ours.replace(METHODS[0], method)) in results
     ]
+    if not pairs:
+        return None
     more, less = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
     return float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
 

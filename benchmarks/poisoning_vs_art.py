@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -269,8 +270,6 @@ def write() -> None:
 
 def compared(results: dict[str, Any], method: str) -> str:
     """Penalty beside another method, by the sign test over targets: those of a target at several bounds go together."""
-    from scipy import stats
-
     sums: dict[str, list[int]] = {}
     victims = 0
     for ours, mine in results.items():
@@ -281,12 +280,11 @@ def compared(results: dict[str, Any], method: str) -> str:
                 by_target[i] += sum(found["flips"])
     if not sums:
         return ""
-    more, less = sum(a > b for a, b in sums.values()), sum(a < b for a, b in sums.values())
-    p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+    more, less, p = sign_test(sums.values())
     verdict = "the two cannot be told apart" if p > 0.05 else f"{METHODS[0] if more > less else method} has more"
     flips = [sum(pair[i] for pair in sums.values()) for i in range(2)]
-    by_bound = {_named(*setting): _sign(results, method, _named(*setting)) for setting in SETTINGS}
-    alone = "; ".join(f"{name}: p = {value:.2g}" for name, value in by_bound.items() if value is not None)
+    by_bound = {_named(*setting): _pairs(results, method, _named(*setting)) for setting in SETTINGS}
+    alone = "; ".join(f"{name}: p = {sign_test(pairs)[2]:.2g}" for name, pairs in by_bound.items() if pairs)
     return (
         f"{METHODS[0]} flips {flips[0]} of {victims} victims, {method} {flips[1]}. Of {len(sums)} targets, "
         f"{METHODS[0]} flips more victims for {more} and fewer for {less}: by the sign test (p = {p:.2g}) {verdict}. "
@@ -294,19 +292,22 @@ def compared(results: dict[str, Any], method: str) -> str:
     )
 
 
-def _sign(results: dict[str, Any], method: str, setting: str) -> float | None:
-    """The sign test over the targets of one bound; None where there are none."""
-    from scipy import stats
-
-    pairs = [
+def _pairs(results: dict[str, Any], method: str, setting: str) -> list[tuple[int, int]]:
+    """How many victims Penalty and a method flip, for each target of one bound that both have."""
+    return [
         (sum(mine["flips"]), sum(results[other]["flips"]))
         for ours, mine in results.items()
         if ours.startswith(f"{setting}/{METHODS[0]}/") and (other := ours.replace(METHODS[0], method)) in results
     ]
-    if not pairs:
-        return None
+
+
+def sign_test(pairs: Iterable[Sequence[int]]) -> tuple[int, int, float]:
+    """How often the first is more and less than the second, and the p value of the sign test."""
+    from scipy import stats
+
+    pairs = list(pairs)
     more, less = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
-    return float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+    return more, less, float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
 
 
 def _line(results: dict[str, Any], points: int, epsilon: float, method: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def counted(count: int, noun: str) -> str:
     """The count and its noun, whose plural ends in s."""
@@ -11,3 +13,9 @@ def counted(count: int, noun: str) -> str:
 def agreeing(count: int, one: str, many: str) -> str:
     """The form of a word that goes with the count: that of one, or that of none and many."""
     return one if count == 1 else many
+
+
+def first_of(names: Iterable[object], most: int) -> str:
+    """Names in a sentence, the first ones where there are many."""
+    some = list(map(str, names))
+    return ", ".join(some[:most]) + (", ..." if len(some) > most else "")

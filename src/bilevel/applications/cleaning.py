@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..options import in_range
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, accuracy, fit
-from ..wording import agreeing, counted
+from ..wording import agreeing, counted, first_of
 from .denoising import Denoised, Tell, denoise
 
 PER_CLASS = 10
@@ -93,8 +93,8 @@ def prepare(
             )
         if gone := sorted(set(data.part("trusted")[1].tolist()) - set(data.y.tolist())):
             notes.append(
-                f"All rows labelled {named(data.classes[c] for c in gone)} are drawn as trusted, so that none is left "
-                "to clean: see whether this is a class at all."
+                f"All rows labelled {first_of((data.classes[c] for c in gone), 10)} are drawn as trusted, so that none "
+                "is left to clean: see whether this is a class at all."
             )
     elif trusted is not None:
         raise OptionError(f"trusted={trusted} draws rows, but the data has {len(data.trusted[1])} trusted ones.")
@@ -157,17 +157,11 @@ def _refuse_missing(data: Labelled, out: int = 0) -> None:
             f"the data must have at least two classes; {without}all its labels are {data.classes[present.pop()]!r}."
         )
     if missing := [data.classes[c] for c in sorted(present - known)]:
-        names = named(missing)
+        names = first_of(missing, 10)
         raise DataError(
             f"the trusted set must have an example of every class; it has none of {names}. Add some, or leave these "
             "classes out of the data."
         )
-
-
-def named(classes: Iterable[str], most: int = 10) -> str:
-    """Names of classes in a sentence, the first ones where there are many."""
-    some = list(classes)
-    return ", ".join(some[:most]) + (", ..." if len(some) > most else "")
 
 
 def _duplicates(data: Labelled) -> list[str]:

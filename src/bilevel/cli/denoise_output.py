@@ -118,11 +118,9 @@ def write(
     folder.write_csv("importance.csv", COLUMNS, rows)
     history = found.solution.history
     history.to_csv(folder.path / "history.csv")
-    about = {"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names}
-    with whole(folder.path / "model.safetensors") as temporary:
-        save_model(
-            found.model.cpu(), str(temporary), metadata={"classifier": json.dumps(about)}
-        )  # one entry: their order is not kept
+    about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
+    with whole(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
+        save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
     page = folder.write("report.html", render_review(_review(prepared, cleaned, result, command)))
     folder.write_json("result.json", result)  # last: where it is, the run is finished
     return page

@@ -20,6 +20,7 @@ from ..applications.classifiers import KINDS
 from ..data import Labelled, load
 from ..errors import OptionError
 from ..options import did_you_mean, in_range
+from ..wording import first_of
 from ..workers import one_thread
 from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
 from .bar import RunBar
@@ -211,7 +212,7 @@ def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:
 
 def _class(option: str, name: str, classes: tuple[str, ...]) -> int:
     if name not in classes:
-        shown = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
+        shown = first_of(classes, 20)
         raise OptionError(f"{option} has no class {name!r}.{did_you_mean(name, classes)} The classes are {shown}.")
     return classes.index(name)
 

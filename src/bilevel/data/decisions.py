@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DataError, OptionError
+from ..wording import first_of
 from .labelled import Labelled
 from .reading import form_of, load
 from .rewriting import (
@@ -133,7 +134,7 @@ def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, 
         change.kept[row] = False
         return
     if name not in data.classes and not (decision == "keep" and name == ""):
-        shown = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
+        shown = first_of(data.classes, 20)
         raise DataError(f"{where}: label must be one of the classes {shown}; got {name!r}.")
     if decision == "relabel":
         change.new[row] = data.classes.index(name)

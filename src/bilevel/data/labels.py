@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..wording import agreeing
+from ..wording import agreeing, first_of
 
 MANY = 20
 """More classes than this, and more than half as many as rows, are no classes."""
@@ -27,7 +27,7 @@ def names_of(values: Iterable[object], where: str) -> list[str]:
     names = [name_of(value) for value in values]
     missing = [i for i, name in enumerate(names) if name is None]
     if missing:
-        first = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+        first = first_of(missing, 3)
         raise DataError(
             f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "
             f"finite, in {agreeing(len(missing), 'row', 'rows')} {first} (from 0). Fill or remove "

@@ -279,6 +279,9 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
                  f"{100 * f['accuracy_of_means']:.2f}" if "accuracy_of_means" in f else "", f"{f['kept_step']:,}"]
                 for s, f in some
             ]),
+            f"Penalty has {len(chosen(some, method='penalty'))} of these rows, ProtoNet "
+            f"{len(chosen(some, method='prototypes'))}. They were not laid down at once: erased squares with lower "
+            "rates, and scales beside them, came after the rows before them were seen.",
             *_missing(RESNET_VARIED, some),
         ]  # fmt: skip
     return found

@@ -80,9 +80,8 @@ def method(settings: Settings) -> Method:
             )  # fmt: skip
         case "rmd":
             return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
-    options = {"lower_rate": LOWER_RATE} | {
-        key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings
-    }
+    options = {"lower_rate": LOWER_RATE}  # of a cell that names none, whatever its scale
+    options |= {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
     return default_method(lower_steps=lower_steps, upper_rate=upper_rate, decay=decay, **options)
 
 

@@ -437,15 +437,55 @@ def test_the_lower_optimizer_is_the_users(tmp_path):
     assert torch.equal(still.accuracies, means.accuracies)
 
 
-@pytest.mark.parametrize("scale", [10.0, 40.0])
+SCALES = pytest.mark.parametrize("scale", [10.0, 40.0])
+
+
+@SCALES
 def test_more_lower_steps_bring_the_penalised_objective_down_whatever_the_scale(scale):
     found = []
     for count in (1, 5, 20):
         torch.manual_seed(0)
-        method = default_method(lower_steps=count, upper_rate=1e-12, scale=scale)
+        method = default_method(lower_steps=count, upper_rate=1e-12)
         sampler = TaskSampler(noise_classes(spread=200), 5, 1, 3, tasks=2)
         options = {"steps": 1, "seed": 1, "method": method, "scale": scale}
         last = meta_train(few_shot_cnn(1), sampler, **options).history
         f, g, residual = (last[name][-1] for name in ("upper", "lower", "residual"))
         found.append(f + 0.5 * GAMMA * residual**2 + LAM * g)
     assert found[0] > found[1] > found[2]
+
+
+@SCALES
+@pytest.mark.parametrize("shots", [1, 3])
+def test_at_a_high_price_the_representation_moves_as_the_hypergradient_says_whatever_the_scale(scale, shots):
+    """Against the derivative of f at the minimum of g, by the implicit function theorem, in float64."""
+    torch.manual_seed(0)
+    sampler = TaskSampler(noise_classes(spread=200), 5, shots, 2, tasks=1)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(noise_classes().images[0].numel(), 16, bias=False)).double()
+    with torch.no_grad():  # brightness, which all images share, is no part of the features
+        network[1].weight -= network[1].weight.mean(1, keepdim=True)
+    start = network[1].weight.detach().clone()
+    seen: list[Any] = []
+    episodes = Episodes(sampler, torch.device("cpu"))
+    prepare = Episodes.prepare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Episodes, "prepare", lambda self, u, batch: (seen.append(batch), prepare(self, u, batch))[1])
+        descent = partial(torch.optim.SGD, lr=1e-9)
+        method = default_method(gamma=100.0, lower_rate=0.004, lower_steps=300, upper_optimizer=descent)
+        meta_train(network, sampler, steps=1, method=method, scale=scale, seed=2)
+    moved = start - network[1].weight.detach()
+    with torch.no_grad():
+        network[1].weight.copy_(start)
+
+    prepared = episodes.prepare(network, seen[-1])
+    v = adapt(prepared[0].detach(), 5, scale=scale, steps=3000)
+    (slope,) = torch.autograd.grad(episodes.lower(network, v, prepared), [v.weight], create_graph=True)
+    assert slope.norm() < 1e-8
+    f = episodes.upper(network, v, prepared)
+    direct, pull = torch.autograd.grad(f, [network[1].weight, v.weight], retain_graph=True)
+    flat = slope.flatten()
+    rows = [torch.autograd.grad(s, [v.weight], retain_graph=True)[0].flatten() for s in flat]
+    price = torch.linalg.solve(torch.stack(rows), pull.flatten())
+    (indirect,) = torch.autograd.grad(flat @ price, [network[1].weight])
+    exact = direct - indirect
+    assert indirect.norm() > 0.3 * direct.norm(), "the support has its part in it"
+    assert torch.cosine_similarity(moved.flatten(), exact.flatten(), dim=0) > 0.998

@@ -114,14 +114,11 @@ def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory
 
 
 def default_method(
-    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float | None = None,
-    decay: float = 0.0, scale: float = SCALE, **options: Any,
+    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE,
+    decay: float = 0.0, **options: Any,
 ) -> Penalty:  # fmt: skip
     """`Penalty` as `meta_train` uses it: fixed prices, classifiers that keep near their own minimum. `decay` is that of
-    AdamW on the representation, for large ones and few images. The curvature of the lower problem grows with the
-    `scale` of the classifiers: the lower rate is 0.1, and with a larger one than 10 less by the square."""
-    in_range("scale", scale, above=0)
-    lower_rate = LOWER_RATE * min(1.0, (SCALE / scale) ** 2) if lower_rate is None else lower_rate
+    AdamW on the representation, for large ones and few images."""
     base: dict[str, Any] = {
         "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": LAM, "advances": 0,
         "upper_optimizer": upper_adam(upper_rate, decay),
@@ -150,7 +147,7 @@ def meta_train(
 ) -> Solution:
     """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
 
-    `method` is any method of the library; None is `default_method` for the scale. `scale` and `start` are those of the
+    `method` is any method of the library; None is `default_method`. `scale` and `start` are those of the
     classifiers: at the class means of the support, or at random. `augment` changes images at random. `engine` is that
     of `solve`; None captures the steps on a GPU and compiles nothing.
     """
@@ -163,7 +160,7 @@ def meta_train(
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()
     solution = solve(
-        episodes.problem(), method or default_method(scale=scale), representation, v, (sampler, [torch.zeros(0)]),
+        episodes.problem(), method or default_method(), representation, v, (sampler, [torch.zeros(0)]),
         max_steps=steps, callbacks=callbacks, checkpoint=checkpoint, resume=resume, log_every=log_every, seed=seed,
         engine=engine or _engine(first.device), precision=precision, hypergradient=False,
     )  # fmt: skip

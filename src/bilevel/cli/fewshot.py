@@ -195,7 +195,7 @@ def _run(
     try:
         solution = meta_train(
             net, train, steps=steps, seed=seed, scale=asked["scale"],
-            method=default_method(upper_rate=asked["rate"], decay=asked["decay"], scale=asked["scale"]),
+            method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
             augment=augment if colour else None,
             callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
             precision="bf16" if where.type == "cuda" else None,

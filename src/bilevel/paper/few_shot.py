@@ -78,42 +78,56 @@ VARIED: dict[str, dict[str, Any]] = {
     "moved images": {"moved": True},
 }
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
+CONV4_VARIED: dict[str, dict[str, Any]] = {
+    "upper rate 2e-3": {},
+    "upper rate 1e-3": {"upper_rate": 1e-3},
+    "upper rate 5e-4": {"upper_rate": 5e-4},
+    "scale 20": {"scale": 20.0},
+}
+"""The same on CIFAR-FS, 5 ways, 1 and 5 shots; ProtoNet has those without a scale."""
 ERASED: dict[str, Any] = {"decay": 0.5, "erased": True}
 RESNET_VARIED: dict[str, dict[str, Any]] = {
     "no decay": {"decay": 0.0},
     "decay 0.5": {"decay": 0.5},
     "decay 0.5, upper rate 1e-3": {"decay": 0.5, "upper_rate": 1e-3},
-    "decay 0.5, scale 20": {"decay": 0.5, "scale": 20.0},
     "erased": ERASED,
     "erased, upper rate 1e-3": {**ERASED, "upper_rate": 1e-3},
     "erased, upper rate 5e-4": {**ERASED, "upper_rate": 5e-4},
     "erased, upper rate 1e-3, decay 2": {**ERASED, "upper_rate": 1e-3, "decay": 2.0},
-    "erased, scale 20": {**ERASED, "scale": 20.0},
     "erased, upper rate 1e-3, scale 20": {**ERASED, "upper_rate": 1e-3, "scale": 20.0},
     "erased, upper rate 5e-4, scale 20": {**ERASED, "upper_rate": 5e-4, "scale": 20.0},
     "erased, upper rate 1e-3, scale 40": {**ERASED, "upper_rate": 1e-3, "scale": 40.0},
-    "erased, scale 20, lower rate 0.025": {**ERASED, "upper_rate": 1e-3, "scale": 20.0, "lower_rate": 0.025},
-    "erased, scale 40, lower rate 0.006": {**ERASED, "upper_rate": 1e-3, "scale": 40.0, "lower_rate": 0.006},
+    "erased, upper rate 5e-4, scale 40": {**ERASED, "upper_rate": 5e-4, "scale": 40.0},
+    "erased, upper rate 1e-3, scale 20, gamma 10": {
+        **ERASED,
+        "upper_rate": 1e-3,
+        "scale": 20.0,
+        "gamma": 10.0,
+        "lower_rate": 0.02,
+    },
 }
-"""The same with the residual network on CIFAR-FS, 5 ways, 5 shots; ProtoNet has those without a scale."""
-ONE_SHOT = (
-    "erased",
-    "erased, upper rate 1e-3",
-    "erased, upper rate 5e-4",
-    "erased, scale 20, lower rate 0.025",
-    "erased, scale 40, lower rate 0.006",
+"""The same with the residual network."""
+ONE_SHOT = tuple(
+    name for name, options in RESNET_VARIED.items() if "upper_rate" in options and ERASED.items() <= options.items()
 )
 """Of these, what is compared with 1 shot, too."""
-RESNET_CHOICE_STEPS = 1500
-CHOSEN: dict[tuple[str, int], dict[str, Any]] = {
-    ("penalty", 5): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
-    ("penalty", 1): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
-    ("prototypes", 5): RESNET_VARIED["erased, upper rate 1e-3"],
-    ("prototypes", 1): RESNET_VARIED["erased, upper rate 1e-3"],
+CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
+CIFAR_CHOICE_STEPS = {"conv4": STEPS[CIFAR, "conv4"], "resnet": 1500}
+CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
+    ("conv4", "penalty", 5): CONV4_VARIED["upper rate 2e-3"],
+    ("conv4", "penalty", 1): CONV4_VARIED["upper rate 2e-3"],
+    ("conv4", "prototypes", 5): CONV4_VARIED["upper rate 2e-3"],
+    ("conv4", "prototypes", 1): CONV4_VARIED["upper rate 2e-3"],
+    ("resnet", "penalty", 5): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
+    ("resnet", "penalty", 1): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
+    ("resnet", "prototypes", 5): RESNET_VARIED["erased, upper rate 1e-3"],
+    ("resnet", "prototypes", 1): RESNET_VARIED["erased, upper rate 1e-3"],
 }
-"""The best by (method, shots), those of 5 shots where 1 is not compared yet; the other bilevel methods have Penalty's,
-the paper's setting none."""
-KIND = ("decay", "erased", "upper_rate", "scale", "lower_rate", "selected")
+"""The best on CIFAR-FS by (backbone, method, shots); the other bilevel methods have Penalty's, the paper's setting
+none."""
+PENALTYS = ("gamma", "lower_rate")
+"""What is Penalty's alone."""
+KIND = ("decay", "erased", "upper_rate", "scale", *PENALTYS, "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
 """Where the representation is that of the step with the best accuracy on meta-validation classes."""
@@ -148,7 +162,8 @@ def cells(
             kept = {key: value for key, value in one.items() if key not in KIND}
             found.append((kept | {"part": TIME, "steps": TIME_STEPS}, (1e6, i)))
     if CHOICES in parts:
-        found += [(settings, (-1.0, 0)) for dataset in datasets for settings in _choices(dataset)]
+        tried = [settings for dataset in datasets for settings in _choices(dataset)]
+        found += [(s, (-1.0, 0)) for s in tried if s["method"] in methods and s["backbone"] in backbones]
     found.sort(key=lambda pair: pair[1])
     return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
@@ -159,11 +174,15 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
         settings = table_settings(OMNIGLOT, "conv4", 20, 1, "penalty", 0) | {"part": CHOICES, "steps": CHOICE_STEPS}
         return [settings | {"varied": varied} | options for varied, options in VARIED.items()]
     found = []
-    for shots, (varied, options), method in product((5, 1), RESNET_VARIED.items(), ("penalty", "prototypes")):
-        if (method == "penalty" or "scale" not in options) and (shots == 5 or varied in ONE_SHOT):
-            place = table_settings(CIFAR, "resnet", 5, shots, method, 0)
-            plain = {key: value for key, value in place.items() if key not in CHOSEN[method, shots]}
-            found.append(plain | {"part": CHOICES, "varied": varied, "steps": RESNET_CHOICE_STEPS} | options)
+    for backbone in BACKBONES[CIFAR]:
+        tried = product((5, 1), CIFAR_VARIED[backbone].items(), ("penalty", "prototypes"))
+        for shots, (varied, options), method in tried:
+            compared = shots == 5 or backbone == "conv4" or varied in ONE_SHOT
+            if compared and (method == "penalty" or "scale" not in options):
+                place = table_settings(CIFAR, backbone, 5, shots, method, 0)
+                plain = {key: value for key, value in place.items() if key not in CHOSEN[backbone, method, shots]}
+                plain |= {"part": CHOICES, "varied": varied, "steps": CIFAR_CHOICE_STEPS[backbone]}
+                found.append(plain | options)
     return found
 
 
@@ -197,9 +216,10 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
         "part": TABLE, "dataset": dataset, "backbone": backbone, "ways": ways, "shots": shots, "method": method,
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
+    if dataset == CIFAR and method != "paper":
+        kind = CHOSEN.get((backbone, method, shots), CHOSEN[backbone, "penalty", shots])
+        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
     if (dataset, backbone) in SELECTED:
-        kind = {} if method == "paper" else CHOSEN.get((method, shots), CHOSEN["penalty", shots])
-        settings |= kind if method == "penalty" else {key: kind[key] for key in kind if key != "lower_rate"}
         settings["selected"] = True
     if dataset == OMNIGLOT and method != "paper" and seed > 0:
         settings |= {"also": 20}  # both ways are tried on one training, which is the same

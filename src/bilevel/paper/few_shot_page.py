@@ -8,8 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..applications.few_shot import LOWER_RATE
-from ..applications.few_shot_classifier import SCALE
 from ..cells import Found, Settings
 from ..whole import write_whole
 from . import few_shot_figures
@@ -18,6 +16,7 @@ from .few_shot import (
     BACKBONES,
     CHOICES,
     CIFAR,
+    CIFAR_VARIED,
     DATASETS,
     EFFECT,
     KIND,
@@ -26,7 +25,6 @@ from .few_shot import (
     PAPER,
     PAPER_MINI,
     PAPER_STEPS,
-    RESNET_VARIED,
     TABLE,
     TASKS,
     TIME,
@@ -45,6 +43,21 @@ QUICK = (
     "**A quick look.** Cells here have a few steps and {} tasks, with the ways of the test: they show that it runs, "
     "and their numbers are no results."
 )
+TRIED = {
+    "conv4": "",
+    "resnet": (
+        " at its best step there. The decay is that of AdamW on the representation; `erased` is a decay of 0.5 and, in "
+        "each image, an erased square of half its side (Cutout, DeVries and Taylor 2017); the upper rate is 2e-3 where "
+        "none is named"
+    ),
+}
+LATER = {
+    "conv4": "",
+    "resnet": (
+        " They were not laid down at once: erased squares with lower rates, and scales beside them, came after the "
+        "rows before them were seen."
+    ),
+}
 LIKE = {"paper": "penalty"}
 """Whose column of the paper's table stands beside a method's."""
 
@@ -72,7 +85,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *_effect(chosen(mine, part=EFFECT), folder),
         *_choices(chosen(mine, part=CHOICES)),
         "## What was run",
-        _what(cells, chosen(mine, part=CHOICES)),
+        _what(cells),
         "## To run it again",
         "```bash\nbilevel reproduce fewshot --page docs/results\n"
         "bilevel reproduce fewshot --parts table --methods penalty --dataset cifar-fs --seeds 5 --page docs/results\n"
@@ -252,13 +265,13 @@ def _effect(cells: Sequence[Kept], folder: Path) -> list[str]:
 def _choices(cells: Sequence[Kept]) -> list[str]:
     if not cells:
         return []
-    cells = sorted(_finished(cells), key=lambda pair: [*VARIED, *RESNET_VARIED].index(pair[0]["varied"]))
+    cells = _finished(cells)
     found = [
         "## What was chosen",
         "On classes of meta-validation, one seed each. The numbers of steps in the tables are not chosen so: they were "
         "set by hand, and the curves above, of test classes, were seen before.",
     ]
-    if some := chosen(cells, dataset=OMNIGLOT):
+    if some := _in_order(chosen(cells, dataset=OMNIGLOT), VARIED):
         found += [
             f"Our setting and what becomes of it with changes, on Omniglot, 20-way 1-shot, {some[0][0]['steps']:,} "
             "steps, learnt on 1,100 of the 1,200 characters and measured on the other 100:",
@@ -268,23 +281,37 @@ def _choices(cells: Sequence[Kept]) -> list[str]:
             ]),
             *_missing(VARIED, some),
         ]  # fmt: skip
-    if some := sorted(chosen(cells, dataset=CIFAR), key=lambda pair: -int(pair[0]["shots"])):
-        found += [
-            f"The residual network on CIFAR-FS, 5 ways, {some[0][0]['steps']:,} steps, measured on the 16 "
-            "meta-validation classes at its best step there. The decay is that of AdamW on the representation; "
-            "`erased` is a decay of 0.5 and, in each image, an erased square of half its side (Cutout, DeVries and "
-            "Taylor 2017); the upper rate is 2e-3 where none is named, and 1e-3 beside a lower rate:",
-            table(["", "shots", "method", "accuracy", "of class means", "best step"], [
-                [s["varied"], str(s["shots"]), METHODS[s["method"]], f"{100 * f['accuracy']:.2f}",
-                 f"{100 * f['accuracy_of_means']:.2f}" if "accuracy_of_means" in f else "", f"{f['kept_step']:,}"]
-                for s, f in some
-            ]),
-            f"Penalty has {len(chosen(some, method='penalty'))} of these rows, ProtoNet "
-            f"{len(chosen(some, method='prototypes'))}. They were not laid down at once: erased squares with lower "
-            "rates, and scales beside them, came after the rows before them were seen.",
-            *_missing(RESNET_VARIED, some),
-        ]  # fmt: skip
+    for backbone in BACKBONES[CIFAR]:
+        if some := _in_order(chosen(cells, dataset=CIFAR, backbone=backbone), CIFAR_VARIED[backbone]):
+            found += [
+                f"{NETWORKS[backbone].capitalize()} on CIFAR-FS, 5 ways, {some[0][0]['steps']:,} steps, measured on "
+                f"the 16 meta-validation classes{TRIED[backbone]}:",
+                _tried(some),
+                f"Penalty has {len(chosen(some, method='penalty'))} of these rows, ProtoNet "
+                f"{len(chosen(some, method='prototypes'))}.{LATER[backbone]}",
+                *_missing(CIFAR_VARIED[backbone], some),
+            ]
     return found
+
+
+def _in_order(cells: Sequence[Kept], names: Iterable[str]) -> list[Kept]:
+    """The cells by shots, the most first, and then as their changes are listed."""
+    order = list(names)
+    return sorted(cells, key=lambda pair: (-int(pair[0]["shots"]), order.index(pair[0]["varied"])))
+
+
+def _tried(cells: Sequence[Kept]) -> str:
+    steps = any("kept_step" in found for _, found in cells)
+    heads = ["", "shots", "method", "accuracy", "of class means"] + ["best step"] * steps
+    rows = [
+        [
+            s["varied"], str(s["shots"]), METHODS[s["method"]], f"{100 * f['accuracy']:.2f}",
+            f"{100 * f['accuracy_of_means']:.2f}" if "accuracy_of_means" in f else "",
+            *([f"{f['kept_step']:,}"] * steps),
+        ]
+        for s, f in cells
+    ]  # fmt: skip
+    return table(heads, rows)
 
 
 def _missing(names: Iterable[str], some: Sequence[Kept]) -> list[str]:
@@ -292,7 +319,7 @@ def _missing(names: Iterable[str], some: Sequence[Kept]) -> list[str]:
     return [f"Not run: {'; '.join(left)}."] if left else []
 
 
-def _what(cells: Sequence[Kept], choices: Sequence[Kept]) -> str:
+def _what(cells: Sequence[Kept]) -> str:
     rows = []
     for dataset in DATASETS:
         for backbone, (method, title) in product(BACKBONES[dataset], METHODS.items()):
@@ -312,57 +339,41 @@ def _what(cells: Sequence[Kept], choices: Sequence[Kept]) -> str:
         "trains the classifiers by Adam with rate 0.01, of which the paper says nothing. Of Omniglot, the 1,200 "
         "characters to learn from are drawn at random from all alphabets; the paper takes the first. Training is in "
         "bf16. RMD and the paper's setting have fewer steps than Penalty for want of time. ApproxGrad solves its "
-        f"linear system by T steps of conjugate gradients with damping {DAMPING:g}. With four convolutions, nothing "
-        "was compared for the other methods: ProtoNet and they have Penalty's upper rate.",
+        f"linear system by T steps of conjugate gradients with damping {DAMPING:g}. On Omniglot, nothing was compared "
+        "for the other methods: ProtoNet and they have Penalty's upper rate. On CIFAR-FS, ApproxGrad and RMD have what "
+        "was the best for Penalty, which may not be their best.",
         f"The representations have {', '.join(f'{n:,}' for n in sizes)} weights. The paper's text gives the residual "
         "network 1x1 convolutions and 384 features, which make 1.6M weights; its Table 7 counts 3.8M, and 5K in the "
         "classifiers of two tasks of five ways, which 3x3 convolutions and 512 features make: it has these here. "
         'Its dropout "with rate = 0.9" is read as the share that is kept, and a 2x2 pool is added after each block, of '
         "which the paper says nothing.",
         table(["data", "method", "meta-batch", "upper steps", "T"], rows),
-        *_selection(cells, choices),
+        *_selection(cells),
     ]
     return "\n\n".join(parts)
 
 
-def _selection(cells: Sequence[Kept], choices: Sequence[Kept]) -> list[str]:
+def _selection(cells: Sequence[Kept]) -> list[str]:
     """What is true of the cells whose step is chosen; empty where there are none."""
     some = [pair for pair in cells if "selected" in pair[0]]
     if not some:
         return []
-    tried = values(chosen(choices, dataset=CIFAR), "shots")
     shots = sorted(values(some, "shots"))
     rows = [
         [METHODS[m], *(_kind(mine[0][0]) if (mine := chosen(some, method=m, shots=n)) else "" for n in shots)]
         for m in METHODS
         if chosen(some, method=m)
     ]
-    steep = [s for s, _ in some if s.get("scale", SCALE) > SCALE and "lower_rate" not in s]
-    unstable = (
-        f" With cosines times {max(s['scale'] for s in steep):g}, the curvature of the lower problem is beyond what "
-        f"its rate, {LOWER_RATE:g}, bears: Penalty's classifiers swing about their minimum there."
-        if steep
-        else ""
-    )
-    untried = " and ".join(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots if n not in tried)
     return [
         "The residual network overfits 64 classes of 300 images. There, the representation is that of the step "
-        "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and AdamW moves it. Its "
-        "settings are the best above for Penalty and for ProtoNet; ApproxGrad and RMD have Penalty's, which may not be "
-        "their best"
-        + (f"; with {untried} nothing was compared, and the settings are those of the others." if untried else ".")
-        + unstable,
+        "with the best accuracy on tasks of the 16 meta-validation classes, for every method, and AdamW moves it:",
         table(["method", *(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots)], rows),
     ]
 
 
 def _kind(settings: Settings) -> str:
-    """What a cell has beside the others of its place, as `RESNET_VARIED` names it."""
+    """What a cell has beside the others of its place."""
     parts = [f"decay {settings['decay']:g}" if settings.get("decay") else "no decay"]
     parts += ["erased squares"] * settings.get("erased", False)
-    parts += [
-        f"{name.replace('_', ' ')} {settings[name]:g}"
-        for name in ("upper_rate", "scale", "lower_rate")
-        if name in settings
-    ]
+    parts += [f"{name.replace('_', ' ')} {settings[name]:g}" for name in KIND[2:6] if name in settings]
     return ", ".join(parts)

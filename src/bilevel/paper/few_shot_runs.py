@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..applications.few_shot import LOWER_RATE, UPPER_RATE, default_method, meta_train, upper_adam
+from ..applications.few_shot import UPPER_RATE, default_method, meta_train, upper_adam
 from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
 from ..applications.few_shot_evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
@@ -80,8 +80,7 @@ def method(settings: Settings) -> Method:
             )  # fmt: skip
         case "rmd":
             return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
-    options = {"lower_rate": LOWER_RATE}  # of a cell that names none, whatever its scale
-    options |= {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
+    options = {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
     return default_method(lower_steps=lower_steps, upper_rate=upper_rate, decay=decay, **options)
 
 
@@ -120,6 +119,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
         torch.cuda.reset_peak_memory_stats(device)
     prototypes = settings["method"] == "prototypes"
     runner = _prototypes if prototypes else _bilevel

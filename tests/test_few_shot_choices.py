@@ -84,11 +84,15 @@ def test_the_papers_setting_has_the_papers_constants():
     settings = study.table_settings("omniglot", "conv4", 20, 1, "paper", 0)
     found = few_shot_runs.method(settings)
     assert (found.gamma, found.epsilon, found.lam, found.nu, found.lower_steps) == (0.01, 0.01, 0.01, 0.0001, 20)
-    assert few_shot_runs.classifiers(settings) == {"scale": 1.0, "start": "random", "proximity": 0.0}
+    assert few_shot_runs.classifiers(settings) == {
+        "scale": 1.0, "start": "random", "center": False, "proximity": 0.0,
+    }  # fmt: skip
     assert (settings["tasks"], settings["queries"], settings["train_ways"]) == (15, 15, 20)
     assert study.table_settings("omniglot", "conv4", 5, 1, "paper", 0)["tasks"] == 30
     ours = few_shot_runs.classifiers(study.table_settings("omniglot", "conv4", 20, 1, "penalty", 0))
-    assert ours == {"scale": few_shot.SCALE, "start": "means", "proximity": few_shot.PROXIMITY}
+    assert ours == {"scale": few_shot.SCALE, "start": "means", "center": False, "proximity": few_shot.PROXIMITY}
+    centred = few_shot_runs.classifiers(study.table_settings("cifar-fs", "resnet", 5, 5, "penalty", 0))
+    assert centred["center"]
 
 
 def test_the_test_is_that_of_the_paper():
@@ -124,10 +128,8 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
         raise KeyboardInterrupt
 
     plan = TRAINING["resnet"]
-    assert plan.scale == SCALE
-    assert {"upper_rate": plan.rate, "decay": plan.decay, "erased": plan.erase} == (
-        study.RESNET_VARIED["erased, upper rate 5e-4"]
-    )
+    made = {"decay": plan.decay, "erased": plan.erase, "center": plan.center, "upper_rate": plan.rate}
+    assert made | {"scale": plan.scale} == {"scale": SCALE} | study.CHOSEN["resnet", "penalty", 5]
     assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)
@@ -135,24 +137,19 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
     arguments = ["fewshot", "cifar-fs", "--ways", "2", "--queries", "2", "--backbone", "resnet", "--device", "cpu"]
     for more, decay in ((), 0.5), (("--decay", "0"), 0.0):
         assert main([*arguments, *more, "--out", str(tmp_path / str(decay))]) == 130
-        assert (given["augment"], given["scale"], evaluated["scale"]) == (crop_flip_and_erase, SCALE, SCALE)
+        assert given["augment"] is crop_flip_and_erase
+        assert [(each["scale"], each["center"]) for each in (given, evaluated)] == [(plan.scale, True)] * 2
         moved = given["method"].upper_optimizer.keywords
-        assert (moved["lr"], moved["weight_decay"]) == (5e-4, decay)
+        assert (moved["lr"], moved["weight_decay"]) == (plan.rate, decay)
 
 
-def test_the_settings_of_the_residual_network_are_the_best_that_were_compared():
+def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
     tried = [pair for pair in kept if pair[0]["part"] == study.CHOICES and pair[0]["dataset"] == "cifar-fs"]
-    assert tried
-    for (method, shots), options in study.CHOSEN.items():
-        mine = {s["varied"]: f["accuracy"] for s, f in tried if (s["method"], s["shots"]) == (method, shots)}
-        if mine:
-            assert study.RESNET_VARIED[max(mine, key=lambda varied: mine[varied])] == options
-        else:
-            assert options == study.CHOSEN[method, 5], "not compared yet"
-    gentle = [f["accuracy"] for s, f in tried if s["method"] == "penalty" and "scale" not in s]
-    (plan,) = [f["accuracy"] for s, f in tried if (s["method"], s["varied"]) == ("penalty", "erased, upper rate 5e-4")]
-    assert plan == max(gentle), "what the command has"
+    for (network, method, shots), options in study.CHOSEN.items():
+        place = (network, method, shots)
+        mine = {s["varied"]: f["accuracy"] for s, f in tried if (s["backbone"], s["method"], s["shots"]) == place}
+        assert study.CIFAR_VARIED[network][max(mine, key=lambda varied: mine[varied])] == options, place
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):
@@ -165,8 +162,9 @@ def test_options_of_meta_train_reach_the_tasks(monkeypatch):
     kept, network = {}, nn.Sequential(nn.Flatten(), nn.Linear(256, 4))
     monkeypatch.setattr(few_shot, "Episodes", fails)
     with pytest.raises(InterruptedError):
-        meta_train(network, sampler, steps=1, proximity=0.5, start="random", augment=crop_and_flip)
-    assert (kept["proximity"], kept["start"], kept["augment"]) == (0.5, "random", crop_and_flip)
+        meta_train(network, sampler, steps=1, proximity=0.5, start="random", center=True, augment=crop_and_flip)
+    found = [kept[name] for name in ("proximity", "start", "center", "augment")]
+    assert found == [0.5, "random", True, crop_and_flip]
     monkeypatch.setattr(few_shot, "CosineClassifier", fails)
     monkeypatch.setattr(few_shot, "Episodes", Episodes)
     with pytest.raises(InterruptedError):

@@ -164,7 +164,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     few_shot_page.write(kept, tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
     assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
-    assert "| Penalty, ours | decay 0.5, erased squares, upper rate 0.001, scale 40 |" in text
+    assert "| Penalty, ours | decay 0.5, erased squares, centred, upper rate" in text
     assert "| no decay | 5 | Penalty, ours | 70.00 |  | 1,800 |" in text
     others = {**selected, "decay": 0.1}
     few_shot_page.write([(others, {**found, "accuracy": 0.9}), (selected, found)], tmp_path)

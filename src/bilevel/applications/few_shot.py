@@ -38,6 +38,7 @@ from .few_shot_classifier import (
     Start,
     Training,
     backbone,
+    centred,
     embed,
     pixels,
     support_loss,
@@ -77,10 +78,12 @@ class Episodes:
         *,
         start: Start = "means",
         proximity: float = PROXIMITY,
+        center: bool = False,
         augment: Augment | None = None,
     ) -> None:
         self.images = sampler.classes.images.to(device)
         self.shots, self.start, self.proximity, self.augment = sampler.shots, start, proximity, augment
+        self.center = center
         self.support_labels, self.query_labels = sampler.labels(device)
 
     def problem(self) -> Problem:
@@ -93,7 +96,8 @@ class Episodes:
         x = pixels(self.images[index.reshape(-1)], next(u.parameters()).dtype)
         z = u(self.augment(x) if self.augment is not None else x)
         z = (z.float() if z.dtype is torch.bfloat16 else z).reshape(tasks, ways, images, -1)
-        return z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
+        support, query = z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
+        return centred(support, query) if self.center else (support, query)
 
     def start_lower(self, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> None:
         if self.start == "means":
@@ -136,6 +140,7 @@ def meta_train(
     scale: float = SCALE,
     proximity: float = PROXIMITY,
     start: Start = "means",
+    center: bool = False,
     augment: Augment | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
@@ -156,7 +161,7 @@ def meta_train(
     one_of("start", start, ("means", "random"))
     features = feature_count(representation, sampler.classes)
     first = next(representation.parameters())
-    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, center=center, augment=augment)
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()
     solution = solve(

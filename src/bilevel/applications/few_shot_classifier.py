@@ -39,12 +39,17 @@ class Training:
     decay: float = 0.0
     """Of AdamW."""
     scale: float = SCALE
+    center: bool = False
+    """Whether features are taken from the mean of a task's support."""
     erase: bool = False
     """Whether a square of each image in colour is erased (`bilevel.augmentation.crop_flip_and_erase`)."""
 
 
-TRAINING = {"conv4": Training(), "resnet": Training(rate=5e-4, decay=0.5, erase=True)}
-"""That of `resnet` is the best with this scale on meta-validation classes of CIFAR-FS (docs/results/few-shot.md)."""
+TRAINING = {"conv4": Training(), "resnet": Training(rate=5e-4, decay=0.5, center=True, erase=True)}
+"""That of `resnet` is the best on meta-validation classes of CIFAR-FS (docs/results/few-shot.md): its last layer is not
+normalised, and what all images have in common fills its features."""
+OF_OTHERS = Training(center=True)
+"""What a network has whose last layer is not known."""
 
 
 def backbone(name: str, channels: int) -> nn.Module:
@@ -99,6 +104,13 @@ class CosineClassifier(nn.Module):
         tasks, features, ways = self.weight.shape
         directions = normalize(support, dim=-1).reshape(tasks, ways, -1, features).mean(2)
         return max(1.0, self.scale / SCALE) * normalize(directions, dim=-1).transpose(1, 2)
+
+
+def centred(support: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Features (tasks, images, size) less the mean of the task's support: what all images have in common turns no
+    cosine then. A query does not hear of the others."""
+    mean = support.mean(1, keepdim=True)
+    return support - mean, query - mean
 
 
 def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

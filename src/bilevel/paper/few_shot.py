@@ -76,6 +76,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "20 ways": {"train_ways": 20, "tasks": 12},
     "5 ways": {"train_ways": 5, "tasks": 30, "queries": 15},
     "moved images": {"moved": True},
+    "centred": {"center": True},
 }
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
 CONV4_VARIED: dict[str, dict[str, Any]] = {
@@ -83,9 +84,11 @@ CONV4_VARIED: dict[str, dict[str, Any]] = {
     "upper rate 1e-3": {"upper_rate": 1e-3},
     "upper rate 5e-4": {"upper_rate": 5e-4},
     "scale 20": {"scale": 20.0},
+    "centred": {"center": True},
 }
-"""The same on CIFAR-FS, 5 ways, 1 and 5 shots; ProtoNet has those without a scale."""
+"""The same on CIFAR-FS, 5 ways, 1 and 5 shots; ProtoNet has those that concern it."""
 ERASED: dict[str, Any] = {"decay": 0.5, "erased": True}
+CENTRED: dict[str, Any] = {**ERASED, "center": True}
 RESNET_VARIED: dict[str, dict[str, Any]] = {
     "no decay": {"decay": 0.0},
     "decay 0.5": {"decay": 0.5},
@@ -99,16 +102,18 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     "erased, upper rate 1e-3, scale 40": {**ERASED, "upper_rate": 1e-3, "scale": 40.0},
     "erased, upper rate 5e-4, scale 40": {**ERASED, "upper_rate": 5e-4, "scale": 40.0},
     "erased, upper rate 1e-3, scale 20, gamma 10": {
-        **ERASED,
-        "upper_rate": 1e-3,
-        "scale": 20.0,
-        "gamma": 10.0,
-        "lower_rate": 0.02,
+        **ERASED, "upper_rate": 1e-3, "scale": 20.0, "gamma": 10.0, "lower_rate": 0.02,
     },
-}
+    "erased, centred": CENTRED,
+    "erased, centred, upper rate 1e-3": {**CENTRED, "upper_rate": 1e-3},
+    "erased, centred, upper rate 5e-4": {**CENTRED, "upper_rate": 5e-4},
+    "erased, centred, upper rate 1e-3, scale 20": {**CENTRED, "upper_rate": 1e-3, "scale": 20.0},
+}  # fmt: skip
 """The same with the residual network."""
 ONE_SHOT = tuple(
-    name for name, options in RESNET_VARIED.items() if "upper_rate" in options and ERASED.items() <= options.items()
+    name
+    for name, options in RESNET_VARIED.items()
+    if ERASED.items() <= options.items() and "upper_rate" in options and "gamma" not in options
 )
 """Of these, what is compared with 1 shot, too."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
@@ -118,16 +123,18 @@ CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
     ("conv4", "penalty", 1): CONV4_VARIED["upper rate 2e-3"],
     ("conv4", "prototypes", 5): CONV4_VARIED["upper rate 2e-3"],
     ("conv4", "prototypes", 1): CONV4_VARIED["upper rate 2e-3"],
-    ("resnet", "penalty", 5): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
-    ("resnet", "penalty", 1): RESNET_VARIED["erased, upper rate 1e-3, scale 40"],
+    ("resnet", "penalty", 5): RESNET_VARIED["erased, centred, upper rate 1e-3"],
+    ("resnet", "penalty", 1): RESNET_VARIED["erased, centred, upper rate 1e-3"],
     ("resnet", "prototypes", 5): RESNET_VARIED["erased, upper rate 1e-3"],
-    ("resnet", "prototypes", 1): RESNET_VARIED["erased, upper rate 1e-3"],
+    ("resnet", "prototypes", 1): RESNET_VARIED["erased, upper rate 5e-4"],
 }
 """The best on CIFAR-FS by (backbone, method, shots); the other bilevel methods have Penalty's, the paper's setting
 none."""
 PENALTYS = ("gamma", "lower_rate")
 """What is Penalty's alone."""
-KIND = ("decay", "erased", "upper_rate", "scale", *PENALTYS, "selected")
+CLASSIFIERS = ("scale", "center")
+"""What is that of methods with cosines: distances do not change where all features move alike."""
+KIND = ("decay", "erased", "upper_rate", *CLASSIFIERS, *PENALTYS, "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
 """Where the representation is that of the step with the best accuracy on meta-validation classes."""
@@ -178,7 +185,7 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
         tried = product((5, 1), CIFAR_VARIED[backbone].items(), ("penalty", "prototypes"))
         for shots, (varied, options), method in tried:
             compared = shots == 5 or backbone == "conv4" or varied in ONE_SHOT
-            if compared and (method == "penalty" or "scale" not in options):
+            if compared and (method == "penalty" or not options.keys() & {*CLASSIFIERS, *PENALTYS}):
                 place = table_settings(CIFAR, backbone, 5, shots, method, 0)
                 plain = {key: value for key, value in place.items() if key not in CHOSEN[backbone, method, shots]}
                 plain |= {"part": CHOICES, "varied": varied, "steps": CIFAR_CHOICE_STEPS[backbone]}

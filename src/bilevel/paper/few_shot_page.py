@@ -25,6 +25,7 @@ from .few_shot import (
     PAPER,
     PAPER_MINI,
     PAPER_STEPS,
+    PENALTYS,
     TABLE,
     TASKS,
     TIME,
@@ -374,6 +375,10 @@ def _selection(cells: Sequence[Kept]) -> list[str]:
 def _kind(settings: Settings) -> str:
     """What a cell has beside the others of its place."""
     parts = [f"decay {settings['decay']:g}" if settings.get("decay") else "no decay"]
-    parts += ["erased squares"] * settings.get("erased", False)
-    parts += [f"{name.replace('_', ' ')} {settings[name]:g}" for name in KIND[2:6] if name in settings]
+    parts += ["erased squares"] * settings.get("erased", False) + ["centred"] * settings.get("center", False)
+    parts += [
+        f"{name.replace('_', ' ')} {settings[name]:g}"
+        for name in ("upper_rate", "scale", *PENALTYS)
+        if name in settings
+    ]
     return ", ".join(parts)

@@ -91,10 +91,11 @@ def augmentation(settings: Settings) -> Augment | None:
 
 
 def classifiers(settings: Settings) -> dict[str, Any]:
-    """Scale, start and regulariser of the classifiers."""
+    """Scale, start and regulariser of the classifiers, and where their features are taken from."""
     ours = settings["method"] != "paper"
     start: Start = settings.get("start", "means" if ours else "random")
     found = {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
+    found["center"] = settings.get("center", False)
     return found | {"proximity": settings.get("proximity", PROXIMITY if ours else 0.0)}
 
 
@@ -119,7 +120,6 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
         torch.cuda.reset_peak_memory_stats(device)
     prototypes = settings["method"] == "prototypes"
     runner = _prototypes if prototypes else _bilevel
@@ -142,7 +142,8 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         )
         found["also"] = {"accuracy": more.accuracy, "interval": more.interval}
     if not prototypes:
-        means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed)
+        center = classifiers(settings)["center"]
+        means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, center=center, seed=seed)
         found["accuracy_of_means"] = means.accuracy
     if settings["part"] == TABLE and settings["method"] == "penalty":
         seen = TaskSampler(known, settings["ways"], settings["shots"], queries)

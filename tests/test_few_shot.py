@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy, normalize
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
 from bilevel.applications.few_shot import (
     GAMMA,
-    LAM,
     CosineClassifier,
     Episodes,
     TaskSampler,
@@ -449,15 +448,16 @@ def test_more_lower_steps_bring_the_penalised_objective_down_whatever_the_scale(
         sampler = TaskSampler(noise_classes(spread=200), 5, 1, 3, tasks=2)
         options = {"steps": 1, "seed": 1, "method": method, "scale": scale}
         last = meta_train(few_shot_cnn(1), sampler, **options).history
-        f, g, residual = (last[name][-1] for name in ("upper", "lower", "residual"))
-        found.append(f + 0.5 * GAMMA * residual**2 + LAM * g)
+        f, residual = (last[name][-1] for name in ("upper", "residual"))
+        found.append(f + 0.5 * GAMMA * residual**2)
     assert found[0] > found[1] > found[2]
 
 
 @SCALES
 @pytest.mark.parametrize("shots", [1, 3])
-def test_at_a_high_price_the_representation_moves_as_the_hypergradient_says_whatever_the_scale(scale, shots):
-    """Against the derivative of f at the minimum of g, by the implicit function theorem, in float64."""
+def test_by_default_the_representation_moves_as_the_hypergradient_says_whatever_the_scale(scale, shots):
+    """Against the derivative of f at the minimum of g, by the implicit function theorem, in float64. Its size counts,
+    too: where the lower steps are too few for the price, the part of the support comes out too small."""
     torch.manual_seed(0)
     sampler = TaskSampler(noise_classes(spread=200), 5, shots, 2, tasks=1)
     network = nn.Sequential(nn.Flatten(), nn.Linear(noise_classes().images[0].numel(), 16, bias=False)).double()
@@ -469,8 +469,7 @@ def test_at_a_high_price_the_representation_moves_as_the_hypergradient_says_what
     prepare = Episodes.prepare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Episodes, "prepare", lambda self, u, batch: (seen.append(batch), prepare(self, u, batch))[1])
-        descent = partial(torch.optim.SGD, lr=1e-9)
-        method = default_method(gamma=100.0, lower_rate=0.004, lower_steps=300, upper_optimizer=descent)
+        method = default_method(upper_optimizer=partial(torch.optim.SGD, lr=1e-6))
         meta_train(network, sampler, steps=1, method=method, scale=scale, seed=2)
     moved = start - network[1].weight.detach()
     with torch.no_grad():
@@ -488,4 +487,4 @@ def test_at_a_high_price_the_representation_moves_as_the_hypergradient_says_what
     (indirect,) = torch.autograd.grad(flat @ price, [network[1].weight])
     exact = direct - indirect
     assert indirect.norm() > 0.3 * direct.norm(), "the support has its part in it"
-    assert torch.cosine_similarity(moved.flatten(), exact.flatten(), dim=0) > 0.998
+    assert (moved / 1e-6 - exact).norm() < 0.03 * exact.norm()

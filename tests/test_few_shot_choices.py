@@ -17,7 +17,6 @@ from torch import nn
 
 from bilevel.applications import few_shot, few_shot_evaluation
 from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, backbone, meta_train
-from bilevel.applications.few_shot_classifier import SCALE
 from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
@@ -44,7 +43,7 @@ def splits(shape: tuple[int, int, int] = (1, 16, 16)) -> ClassSplits:
 
 def test_networks_by_name_have_the_papers_numbers_of_weights():
     sizes = [sum(p.numel() for p in backbone(name, 3).parameters()) for name in ("conv4", "resnet")]
-    assert sizes == [113_088, 3_807_328]
+    assert sizes == [113_088, 3_809_888]
     assert sum(p.numel() for p in backbone("conv4", 1).parameters()) == 111_936
 
 
@@ -85,14 +84,12 @@ def test_the_papers_setting_has_the_papers_constants():
     found = few_shot_runs.method(settings)
     assert (found.gamma, found.epsilon, found.lam, found.nu, found.lower_steps) == (0.01, 0.01, 0.01, 0.0001, 20)
     assert few_shot_runs.classifiers(settings) == {
-        "scale": 1.0, "start": "random", "center": False, "proximity": 0.0,
+        "scale": 1.0, "start": "random", "proximity": 0.0,
     }  # fmt: skip
     assert (settings["tasks"], settings["queries"], settings["train_ways"]) == (15, 15, 20)
     assert study.table_settings("omniglot", "conv4", 5, 1, "paper", 0)["tasks"] == 30
     ours = few_shot_runs.classifiers(study.table_settings("omniglot", "conv4", 20, 1, "penalty", 0))
-    assert ours == {"scale": few_shot.SCALE, "start": "means", "center": False, "proximity": few_shot.PROXIMITY}
-    centred = few_shot_runs.classifiers(study.table_settings("cifar-fs", "resnet", 5, 5, "penalty", 0))
-    assert centred["center"]
+    assert ours == {"scale": few_shot.SCALE, "start": "means", "proximity": few_shot.PROXIMITY}
 
 
 def test_the_test_is_that_of_the_paper():
@@ -128,8 +125,8 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
         raise KeyboardInterrupt
 
     plan = TRAINING["resnet"]
-    made = {"decay": plan.decay, "erased": plan.erase, "center": plan.center, "upper_rate": plan.rate}
-    assert made | {"scale": plan.scale} == {"scale": SCALE} | study.CHOSEN["resnet", "penalty", 5]
+    made = {"decay": plan.decay, "erased": plan.erase, "upper_rate": plan.rate, "scale": plan.scale}
+    assert made == study.CHOSEN["resnet", "penalty", 5]
     assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)
@@ -138,7 +135,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
     for more, decay in ((), 0.5), (("--decay", "0"), 0.0):
         assert main([*arguments, *more, "--out", str(tmp_path / str(decay))]) == 130
         assert given["augment"] is crop_flip_and_erase
-        assert [(each["scale"], each["center"]) for each in (given, evaluated)] == [(plan.scale, True)] * 2
+        assert [each["scale"] for each in (given, evaluated)] == [plan.scale] * 2
         moved = given["method"].upper_optimizer.keywords
         assert (moved["lr"], moved["weight_decay"]) == (plan.rate, decay)
 
@@ -162,9 +159,9 @@ def test_options_of_meta_train_reach_the_tasks(monkeypatch):
     kept, network = {}, nn.Sequential(nn.Flatten(), nn.Linear(256, 4))
     monkeypatch.setattr(few_shot, "Episodes", fails)
     with pytest.raises(InterruptedError):
-        meta_train(network, sampler, steps=1, proximity=0.5, start="random", center=True, augment=crop_and_flip)
-    found = [kept[name] for name in ("proximity", "start", "center", "augment")]
-    assert found == [0.5, "random", True, crop_and_flip]
+        meta_train(network, sampler, steps=1, proximity=0.5, start="random", augment=crop_and_flip)
+    found = [kept[name] for name in ("proximity", "start", "augment")]
+    assert found == [0.5, "random", crop_and_flip]
     monkeypatch.setattr(few_shot, "CosineClassifier", fails)
     monkeypatch.setattr(few_shot, "Episodes", Episodes)
     with pytest.raises(InterruptedError):

@@ -38,7 +38,6 @@ from .few_shot_classifier import (
     Start,
     Training,
     backbone,
-    centred,
     embed,
     pixels,
     support_loss,
@@ -63,9 +62,11 @@ __all__ = [
     "meta_train",
 ]
 
-GAMMA, LAM, LOWER_STEPS = 1.0, 0.1, 10
-UPPER_RATE, LOWER_RATE = TRAINING["conv4"].rate, 0.1
-"""Of Adam on the representation, and of gradient descent on the classifiers."""
+GAMMA, LOWER_STEPS = 4.0, 10
+"""A high price, and steps enough to solve the lower problem at it: u then moves by the hypergradient."""
+UPPER_RATE, LOWER_RATE = TRAINING["conv4"].rate, 0.6 / (GAMMA * PROXIMITY**2)
+"""Of Adam on the representation, and of gradient descent on the classifiers: F has the curvature gamma g_vv^2, in
+which g_vv is the proximity and what the loss adds."""
 
 
 class Episodes:
@@ -78,12 +79,10 @@ class Episodes:
         *,
         start: Start = "means",
         proximity: float = PROXIMITY,
-        center: bool = False,
         augment: Augment | None = None,
     ) -> None:
         self.images = sampler.classes.images.to(device)
         self.shots, self.start, self.proximity, self.augment = sampler.shots, start, proximity, augment
-        self.center = center
         self.support_labels, self.query_labels = sampler.labels(device)
 
     def problem(self) -> Problem:
@@ -96,8 +95,7 @@ class Episodes:
         x = pixels(self.images[index.reshape(-1)], next(u.parameters()).dtype)
         z = u(self.augment(x) if self.augment is not None else x)
         z = (z.float() if z.dtype is torch.bfloat16 else z).reshape(tasks, ways, images, -1)
-        support, query = z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
-        return centred(support, query) if self.center else (support, query)
+        return z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
 
     def start_lower(self, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> None:
         if self.start == "means":
@@ -121,10 +119,10 @@ def default_method(
     *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE,
     decay: float = 0.0, **options: Any,
 ) -> Penalty:  # fmt: skip
-    """`Penalty` as `meta_train` uses it: fixed prices, classifiers that keep near their own minimum. `decay` is that of
-    AdamW on the representation, for large ones and few images."""
+    """`Penalty` as `meta_train` uses it: a fixed price, which the defaults of the classifiers go with. `decay` is that
+    of AdamW on the representation, for large ones and few images."""
     base: dict[str, Any] = {
-        "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": LAM, "advances": 0,
+        "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": 0.0, "advances": 0,
         "upper_optimizer": upper_adam(upper_rate, decay),
         "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
     }  # fmt: skip
@@ -140,7 +138,6 @@ def meta_train(
     scale: float = SCALE,
     proximity: float = PROXIMITY,
     start: Start = "means",
-    center: bool = False,
     augment: Augment | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
@@ -161,7 +158,7 @@ def meta_train(
     one_of("start", start, ("means", "random"))
     features = feature_count(representation, sampler.classes)
     first = next(representation.parameters())
-    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, center=center, augment=augment)
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()
     solution = solve(

@@ -20,7 +20,7 @@ from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived, seeded
 from ..whole import write_whole
-from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, Tell, centred, embed, support_loss
+from .few_shot_classifier import PROXIMITY, SCALE, CosineClassifier, Start, Tell, embed, support_loss
 from .few_shot_tasks import TaskSampler
 
 ADAPT_STEPS = 100
@@ -83,7 +83,6 @@ def adapt_and_evaluate(
     scale: float = SCALE,
     proximity: float = PROXIMITY,
     start: Start = "means",
-    center: bool = False,
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
     precision: Precision | None = None,
@@ -105,7 +104,6 @@ def adapt_and_evaluate(
         for part in torch.split(place, max(1, 30_000 // (sampler.ways * sampler.shots))):
             found = z[part]
             support, query = found[:, :, : sampler.shots].flatten(1, 2), found[:, :, sampler.shots :].flatten(1, 2)
-            support, query = centred(support, query) if center else (support, query)
             v = adapt(
                 support, sampler.ways, steps=steps, scale=scale, proximity=proximity, start=start, optimizer=optimizer
             )

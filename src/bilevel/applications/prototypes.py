@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..options import in_range
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, Watch, fit
@@ -36,13 +37,18 @@ def train_prototypes(
     steps: int,
     rate: float = RATE,
     decay: float = 0.0,
+    scale: float = 1.0,
     seed: int = 0,
     augment: Augment | None = None,
     precision: Precision | None = None,
     watch: Watch | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the representation in place, by Adam (with a `decay` AdamW) whose rate falls linearly to zero."""
+    """Train the representation in place, by Adam (with a `decay` AdamW) whose rate falls linearly to zero.
+
+    `scale` is what the distances are multiplied by before the softmax: those of many normalised features are long.
+    """
+    in_range("scale", scale, above=0)
     device = next(representation.parameters()).device
     generator = torch.Generator().manual_seed(derived(seed, "episodes"))
     # A step is a meta-batch: the numbers of its images are one example of `fit`.
@@ -54,7 +60,7 @@ def train_prototypes(
         inputs = pixels(images[index.reshape(-1)])
         z = model(augment(inputs) if augment is not None else inputs).float()
         with torch.autocast(device.type, enabled=False):
-            found = scores(z.reshape(*index.shape, -1), sampler.shots)
+            found = scale * scores(z.reshape(*index.shape, -1), sampler.shots)
             return cross_entropy(found.flatten(0, 1), labels)
 
     fit(

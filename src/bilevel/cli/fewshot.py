@@ -17,6 +17,7 @@ from torch import nn
 from ..applications.few_shot import (
     TRAINING,
     TaskSampler,
+    Training,
     Validation,
     adapt_and_evaluate,
     default_method,
@@ -24,7 +25,7 @@ from ..applications.few_shot import (
     feature_count,
     meta_train,
 )
-from ..applications.few_shot_classifier import BACKBONES, OF_OTHERS
+from ..applications.few_shot_classifier import BACKBONES
 from ..augmentation import crop_and_flip, crop_flip_and_erase
 from ..callbacks import Run
 from ..data.image_classes import ClassSplits
@@ -135,7 +136,7 @@ def command(
         raise OptionError("--embed needs --evaluate RUN, a finished run to embed with, or DATA to learn from first.")
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
-    plan = TRAINING.get(network, OF_OTHERS)
+    plan = TRAINING.get(network, Training())
     asked = {
         "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
         "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
@@ -175,7 +176,6 @@ def _run(
 ) -> dict[str, Any]:
     train, valid, test = samplers
     steps, seed, began = asked["steps"], asked["seed"], time.perf_counter()
-    classifiers = {"scale": asked["scale"], "center": asked["center"]}
     watch = None
     if valid is not None:
         every = min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS))
@@ -187,14 +187,14 @@ def _run(
             file=checkpoint / "accuracy.json",
             keep=True,
             seed=seed,
-            **classifiers,
+            scale=asked["scale"],
         )
     bar = _Bar(watch)
     augment = crop_flip_and_erase if asked["erase"] else crop_and_flip
     colour = splits.train.shape[0] == 3
     try:
         solution = meta_train(
-            net, train, steps=steps, seed=seed, **classifiers,
+            net, train, steps=steps, seed=seed, scale=asked["scale"],
             method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
             augment=augment if colour else None,
             callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
@@ -212,9 +212,9 @@ def _run(
     if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
         raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
     with stage("evaluating", "images") as tell:
-        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, **classifiers, tell=tell)
+        found = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, scale=asked["scale"], tell=tell)
     with stage("evaluating class means", "images") as tell:
-        means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, **classifiers, steps=0, tell=tell)
+        means = adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=seed, steps=0, tell=tell)
     rows = watch.rows if watch is not None else []
     notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
     if valid is None:
@@ -234,7 +234,6 @@ def _run(
         ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
-        ("Features", "less the mean of a task's support" if asked["center"] else "as they are"),
         ("Images in training", _changed(colour, asked["erase"])),
         ("Steps", f"{result['steps']:,}"), ("Kept", _kept(kept)), ("Seed", str(seed)),
         ("Seconds", f"{result['seconds']:.1f}"),

@@ -32,9 +32,8 @@ def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, jso
     test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
     with stage("evaluating", "images") as tell:
         found = adapt_and_evaluate(
-            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE),
-            center=asked.get("center", False), tell=tell,
-        )  # fmt: skip
+            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=tell
+        )
     result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
     folder.write_json("evaluation.json", result)
     report(folder, result, json, page=False)

@@ -51,6 +51,8 @@ SHARE = {"rmd": 0.25, "paper": 0.5}
 """Of the upper steps: those that are ranked last have fewer, for want of time."""
 LONGER = {(CIFAR, "conv4", "prototypes"): 2.0}
 """Its step is the cheapest, and after as many as Penalty has its accuracy still rises there."""
+ALSO = 5
+"""Ways that are tried on a training of Omniglot for 20: but for the paper's setting, the two are the same."""
 BACKBONES = {OMNIGLOT: ("conv4",), CIFAR: ("conv4", "resnet")}
 T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
 LOWER_STEPS = (1, 5, 10, 20)
@@ -60,81 +62,60 @@ PAPER_STEPS = 10_000
 TEST_TASKS, TEST_QUERIES = 600, 15
 VARIED: dict[str, dict[str, Any]] = {
     "as the table": {},
+    "T = 1": {"T": 1},
     "T = 5": {"T": 5},
     "T = 20": {"T": 20},
-    "gamma 0.3": {"gamma": 0.3},
-    "gamma 3, lower rate 0.03": {"gamma": 3.0, "lower_rate": 0.03},
-    "lam 0": {"lam": 0.0},
-    "lower rate 0.03": {"lower_rate": 0.03},
-    "lower rate 0.2": {"lower_rate": 0.2},
-    "no proximity": {"proximity": 0.0},
-    "proximity 3, gamma 0.1": {"proximity": 3.0, "gamma": 0.1},
+    "gamma 0.4, lower rate 0.06": {"gamma": 0.4, "lower_rate": 0.06},
+    "gamma 40, lower rate 6e-4": {"gamma": 40.0, "lower_rate": 6e-4},
+    "proximity 1, gamma 1, lam 0.1, lower rate 0.1": {"proximity": 1.0, "gamma": 1.0, "lam": 0.1, "lower_rate": 0.1},
+    "no proximity, gamma 1, lam 0.1, lower rate 0.1": {
+        "proximity": 0.0, "gamma": 1.0, "lam": 0.1, "lower_rate": 0.1,
+    },
     "scale 5": {"scale": 5.0},
     "scale 20": {"scale": 20.0},
     "upper rate 1e-3": {"upper_rate": 1e-3},
     "upper rate 5e-3": {"upper_rate": 5e-3},
-    "20 ways": {"train_ways": 20, "tasks": 12},
     "5 ways": {"train_ways": 5, "tasks": 30, "queries": 15},
     "moved images": {"moved": True},
-    "centred": {"center": True},
-}
+}  # fmt: skip
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
 CONV4_VARIED: dict[str, dict[str, Any]] = {
     "upper rate 2e-3": {},
     "upper rate 1e-3": {"upper_rate": 1e-3},
-    "upper rate 5e-4": {"upper_rate": 5e-4},
-    "scale 20": {"scale": 20.0},
-    "centred": {"center": True},
+    "upper rate 2e-3, scale 5": {"scale": 5.0},
+    "upper rate 1e-3, scale 5": {"upper_rate": 1e-3, "scale": 5.0},
+    "upper rate 2e-3, distances / 16": {"distances": 1 / 16},
+    "upper rate 1e-3, distances / 16": {"upper_rate": 1e-3, "distances": 1 / 16},
 }
-"""The same on CIFAR-FS, 5 ways, 1 and 5 shots; ProtoNet has those that concern it."""
+"""The same on CIFAR-FS, 5 ways, 1 and 5 shots. The softmax of ProtoNet is of distances, not of cosines."""
 ERASED: dict[str, Any] = {"decay": 0.5, "erased": True}
-CENTRED: dict[str, Any] = {**ERASED, "center": True}
 RESNET_VARIED: dict[str, dict[str, Any]] = {
-    "no decay": {"decay": 0.0},
-    "decay 0.5": {"decay": 0.5},
-    "decay 0.5, upper rate 1e-3": {"decay": 0.5, "upper_rate": 1e-3},
-    "erased": ERASED,
-    "erased, upper rate 1e-3": {**ERASED, "upper_rate": 1e-3},
-    "erased, upper rate 5e-4": {**ERASED, "upper_rate": 5e-4},
-    "erased, upper rate 1e-3, decay 2": {**ERASED, "upper_rate": 1e-3, "decay": 2.0},
-    "erased, upper rate 1e-3, scale 20": {**ERASED, "upper_rate": 1e-3, "scale": 20.0},
-    "erased, upper rate 5e-4, scale 20": {**ERASED, "upper_rate": 5e-4, "scale": 20.0},
-    "erased, upper rate 1e-3, scale 40": {**ERASED, "upper_rate": 1e-3, "scale": 40.0},
-    "erased, upper rate 5e-4, scale 40": {**ERASED, "upper_rate": 5e-4, "scale": 40.0},
-    "erased, upper rate 1e-3, scale 20, gamma 10": {
-        **ERASED, "upper_rate": 1e-3, "scale": 20.0, "gamma": 10.0, "lower_rate": 0.02,
-    },
-    "erased, centred": CENTRED,
-    "erased, centred, upper rate 1e-3": {**CENTRED, "upper_rate": 1e-3},
-    "erased, centred, upper rate 5e-4": {**CENTRED, "upper_rate": 5e-4},
-    "erased, centred, upper rate 1e-3, scale 20": {**CENTRED, "upper_rate": 1e-3, "scale": 20.0},
+    f"upper rate {rate}, {name}": {**ERASED, "upper_rate": float(rate), **own}
+    for name, own in {
+        "scale 10": {"scale": 10.0}, "scale 5": {"scale": 5.0}, "distances / 128": {"distances": 1 / 128},
+        "plain": {"plain": True},
+    }.items()
+    for rate in ("1e-3", "5e-4")
 }  # fmt: skip
 """The same with the residual network."""
-ONE_SHOT = tuple(
-    name
-    for name, options in RESNET_VARIED.items()
-    if ERASED.items() <= options.items() and "upper_rate" in options and "gamma" not in options
-)
-"""Of these, what is compared with 1 shot, too."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
 CIFAR_CHOICE_STEPS = {"conv4": STEPS[CIFAR, "conv4"], "resnet": 1500}
+OWN = {"penalty": ("scale",), "prototypes": ("distances", "plain")}
+"""What is changed for one method alone: what the cosines and the squared distances are multiplied by, and whether the
+residual network ends without normalisation, by which distances are shorter and no cosine is told from another."""
 CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
-    ("conv4", "penalty", 5): CONV4_VARIED["upper rate 2e-3"],
+    ("conv4", "penalty", 5): CONV4_VARIED["upper rate 2e-3, scale 5"],
     ("conv4", "penalty", 1): CONV4_VARIED["upper rate 2e-3"],
-    ("conv4", "prototypes", 5): CONV4_VARIED["upper rate 2e-3"],
-    ("conv4", "prototypes", 1): CONV4_VARIED["upper rate 2e-3"],
-    ("resnet", "penalty", 5): RESNET_VARIED["erased, centred, upper rate 1e-3"],
-    ("resnet", "penalty", 1): RESNET_VARIED["erased, centred, upper rate 1e-3"],
-    ("resnet", "prototypes", 5): RESNET_VARIED["erased, upper rate 1e-3"],
-    ("resnet", "prototypes", 1): RESNET_VARIED["erased, upper rate 5e-4"],
+    ("conv4", "prototypes", 5): CONV4_VARIED["upper rate 1e-3, distances / 16"],
+    ("conv4", "prototypes", 1): CONV4_VARIED["upper rate 2e-3, distances / 16"],
+    ("resnet", "penalty", 5): RESNET_VARIED["upper rate 1e-3, scale 10"],
+    ("resnet", "penalty", 1): RESNET_VARIED["upper rate 1e-3, scale 5"],
+    ("resnet", "prototypes", 5): RESNET_VARIED["upper rate 1e-3, plain"],
+    ("resnet", "prototypes", 1): RESNET_VARIED["upper rate 1e-3, distances / 128"],
 }
 """The best on CIFAR-FS by (backbone, method, shots); the other bilevel methods have Penalty's, the paper's setting
 none."""
-PENALTYS = ("gamma", "lower_rate")
-"""What is Penalty's alone."""
-CLASSIFIERS = ("scale", "center")
-"""What is that of methods with cosines: distances do not change where all features move alike."""
-KIND = ("decay", "erased", "upper_rate", *CLASSIFIERS, *PENALTYS, "selected")
+KIND = ("decay", "erased", "upper_rate", "scale", "distances", "plain", "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
 """Where the representation is that of the step with the best accuracy on meta-validation classes."""
@@ -152,8 +133,10 @@ def cells(
                     for method in (name for name in METHODS if name in methods):
                         for seed in range(seeds):
                             settings = table_settings(dataset, backbone, ways, shots, method, seed)
-                            if "also" in settings and ways == settings["also"]:
-                                continue
+                            if dataset == OMNIGLOT and method != "paper":
+                                if ways == ALSO:
+                                    continue
+                                settings["also"] = ALSO
                             found.append((settings, (seed, *_rank(dataset, backbone, method))))
     effect = [
         table_settings(OMNIGLOT, "conv4", 20, 5, method, 0) | {"part": EFFECT, "T": count, "steps": EFFECT_STEPS}
@@ -166,7 +149,7 @@ def cells(
         table = [cell.settings for cell in cells([TABLE], datasets, methods, 1, backbones)]
         timed = {timed_as(settings): settings for settings in [*table, *effect]}
         for i, one in enumerate(timed.values()):
-            kept = {key: value for key, value in one.items() if key not in KIND}
+            kept = {key: value for key, value in one.items() if key not in (*KIND, "also")}
             found.append((kept | {"part": TIME, "steps": TIME_STEPS}, (1e6, i)))
     if CHOICES in parts:
         tried = [settings for dataset in datasets for settings in _choices(dataset)]
@@ -182,10 +165,9 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
         return [settings | {"varied": varied} | options for varied, options in VARIED.items()]
     found = []
     for backbone in BACKBONES[CIFAR]:
-        tried = product((5, 1), CIFAR_VARIED[backbone].items(), ("penalty", "prototypes"))
+        tried = product((5, 1), CIFAR_VARIED[backbone].items(), OWN)
         for shots, (varied, options), method in tried:
-            compared = shots == 5 or backbone == "conv4" or varied in ONE_SHOT
-            if compared and (method == "penalty" or not options.keys() & {*CLASSIFIERS, *PENALTYS}):
+            if not any(key in options for other, keys in OWN.items() if other != method for key in keys):
                 place = table_settings(CIFAR, backbone, 5, shots, method, 0)
                 plain = {key: value for key, value in place.items() if key not in CHOSEN[backbone, method, shots]}
                 plain |= {"part": CHOICES, "varied": varied, "steps": CIFAR_CHOICE_STEPS[backbone]}
@@ -225,9 +207,7 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
     }  # fmt: skip
     if dataset == CIFAR and method != "paper":
         kind = CHOSEN.get((backbone, method, shots), CHOSEN[backbone, "penalty", shots])
-        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
+        settings |= kind
     if (dataset, backbone) in SELECTED:
         settings["selected"] = True
-    if dataset == OMNIGLOT and method != "paper" and seed > 0:
-        settings |= {"also": 20}  # both ways are tried on one training, which is the same
     return settings | ({"T": T[method]} if method in T else {})

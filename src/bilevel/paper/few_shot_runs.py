@@ -27,6 +27,7 @@ from ..method import Method
 from ..methods.approx_grad import ApproxGrad
 from ..methods.penalty import Penalty
 from ..methods.reverse_mode import ReverseMode
+from ..models import mini_imagenet_resnet
 from ..replay import seeded
 from ..solution import Status
 from ..training import SAVES, Augment
@@ -84,6 +85,12 @@ def method(settings: Settings) -> Method:
     return default_method(lower_steps=lower_steps, upper_rate=upper_rate, decay=decay, **options)
 
 
+def representation(settings: Settings, channels: int) -> nn.Module:
+    if settings.get("plain"):
+        return mini_imagenet_resnet(512, 3, normalised=False)
+    return backbone(settings["backbone"], channels)
+
+
 def augmentation(settings: Settings) -> Augment | None:
     if settings["dataset"] == CIFAR:
         return crop_flip_and_erase if settings.get("erased") else crop_and_flip
@@ -91,11 +98,10 @@ def augmentation(settings: Settings) -> Augment | None:
 
 
 def classifiers(settings: Settings) -> dict[str, Any]:
-    """Scale, start and regulariser of the classifiers, and where their features are taken from."""
+    """Scale, start and regulariser of the classifiers."""
     ours = settings["method"] != "paper"
     start: Start = settings.get("start", "means" if ours else "random")
     found = {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
-    found["center"] = settings.get("center", False)
     return found | {"proximity": settings.get("proximity", PROXIMITY if ours else 0.0)}
 
 
@@ -111,7 +117,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     splits, seed = loaded(settings["dataset"], part), int(settings["seed"])
     known, unseen = splits.train, validation(splits) if part == CHOICES else splits.test
     with seeded(seed):
-        network = backbone(settings["backbone"], known.shape[0]).to(device)
+        network = representation(settings, known.shape[0]).to(device)
     train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
     queries = int(settings.get("test_queries", TEST_QUERIES))
     test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
@@ -132,7 +138,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     last = _evaluate(settings, network, test, tasks, seed)
     found |= {
         "accuracy": last.accuracy, "interval": last.interval, "tasks": tasks, "device": device_name(device),
-        "queries": queries, "right": (last.accuracies * settings["ways"] * queries).round().int().tolist(),
+        "queries": queries, "right": _right(last),
         "weights": sum(p.numel() for p in network.parameters()),
         "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip
@@ -140,15 +146,18 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         more = _evaluate(
             settings, network, TaskSampler(unseen, settings["also"], settings["shots"], queries), tasks, seed
         )
-        found["also"] = {"accuracy": more.accuracy, "interval": more.interval}
+        found["also"] = {"accuracy": more.accuracy, "interval": more.interval, "right": _right(more)}
     if not prototypes:
-        center = classifiers(settings)["center"]
-        means = adapt_and_evaluate(network, test, tasks=tasks, steps=0, center=center, seed=seed)
-        found["accuracy_of_means"] = means.accuracy
+        found["accuracy_of_means"] = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed).accuracy
     if settings["part"] == TABLE and settings["method"] == "penalty":
         seen = TaskSampler(known, settings["ways"], settings["shots"], queries)
         found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
     return found
+
+
+def _right(found: Evaluation) -> list[int]:
+    """How many queries of each task were given their class."""
+    return (found.accuracies * found.predictions.shape[1]).round().int().tolist()
 
 
 def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:
@@ -260,8 +269,8 @@ def _prototypes(
 
     train_prototypes(
         network, train, steps=steps, rate=settings.get("upper_rate", RATE), decay=settings.get("decay", 0.0),
-        augment=augmentation(settings), seed=seed, precision="bf16" if device.type == "cuda" else None, watch=watch,
-        checkpoint=place / "checkpoint",
+        scale=settings.get("distances", 1.0), augment=augmentation(settings), seed=seed,
+        precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place / "checkpoint",
     )  # fmt: skip
     if settings["part"] == TIME:
         return _step_time(clock.marks)

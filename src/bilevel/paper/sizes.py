@@ -45,7 +45,7 @@ def table() -> list[Sizes]:
               "`few_shot_cnn`; 64 weights for each of 20 ways, 30 tasks a batch"),
         Sizes("Few-shot learning", "Mini-ImageNet", "3.8M", "5K", _count("mini_imagenet_resnet", 512, 3),
               512 * 5 * 2, "`mini_imagenet_resnet(512, 3)`; 512 weights for each of 5 ways, 2 tasks a batch. The text "
-              "of the paper has 384 features and 1x1 convolutions: 1,610,208 and 3,840"),
+              "of the paper has 384 features and 1x1 convolutions: 1,612,640 and 3,840"),
         Sizes("Data poisoning", "MNIST (60 poison points)", "47K", "8K", 60 * 28 * 28, _count("linear", 784, 10),
               "60 images; `linear`"),
         Sizes("Data poisoning", "ImageNet (clean label)", "268K", "4K", 3 * 299 * 299, _count("linear", 2048, 2),

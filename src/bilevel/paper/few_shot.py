@@ -84,19 +84,28 @@ CONV4_VARIED: dict[str, dict[str, Any]] = {
     "upper rate 1e-3": {"upper_rate": 1e-3},
     "upper rate 2e-3, scale 5": {"scale": 5.0},
     "upper rate 1e-3, scale 5": {"upper_rate": 1e-3, "scale": 5.0},
+    "upper rate 2e-3, scale 20": {"scale": 20.0},
     "upper rate 2e-3, distances / 16": {"distances": 1 / 16},
     "upper rate 1e-3, distances / 16": {"upper_rate": 1e-3, "distances": 1 / 16},
+    "upper rate 2e-3, distances / 64": {"distances": 1 / 64},
 }
 """The same on CIFAR-FS, 5 ways, 1 and 5 shots. The softmax of ProtoNet is of distances, not of cosines."""
 ERASED: dict[str, Any] = {"decay": 0.5, "erased": True}
+FASTER, SLOWER = ({**ERASED, "upper_rate": rate} for rate in (1e-3, 5e-4))
 RESNET_VARIED: dict[str, dict[str, Any]] = {
-    f"upper rate {rate}, {name}": {**ERASED, "upper_rate": float(rate), **own}
-    for name, own in {
-        "scale 10": {"scale": 10.0}, "scale 5": {"scale": 5.0}, "distances / 128": {"distances": 1 / 128},
-        "plain": {"plain": True},
-    }.items()
-    for rate in ("1e-3", "5e-4")
-}  # fmt: skip
+    "upper rate 1e-3, scale 10": {**FASTER, "scale": 10.0},
+    "upper rate 5e-4, scale 10": {**SLOWER, "scale": 10.0},
+    "upper rate 1e-3, scale 5": {**FASTER, "scale": 5.0},
+    "upper rate 5e-4, scale 5": {**SLOWER, "scale": 5.0},
+    "upper rate 1e-3, scale 7": {**FASTER, "scale": 7.0},
+    "upper rate 1e-3, scale 20": {**FASTER, "scale": 20.0},
+    "upper rate 1e-3, distances / 128": {**FASTER, "distances": 1 / 128},
+    "upper rate 5e-4, distances / 128": {**SLOWER, "distances": 1 / 128},
+    "upper rate 1e-3, distances / 32": {**FASTER, "distances": 1 / 32},
+    "upper rate 1e-3, distances / 512": {**FASTER, "distances": 1 / 512},
+    "upper rate 1e-3, plain": {**FASTER, "plain": True},
+    "upper rate 5e-4, plain": {**SLOWER, "plain": True},
+}
 """The same with the residual network."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
 CIFAR_CHOICE_STEPS = {"conv4": STEPS[CIFAR, "conv4"], "resnet": 1500}

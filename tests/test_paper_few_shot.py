@@ -15,7 +15,7 @@ from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
 from bilevel.paper import few_shot as study
 from bilevel.paper import few_shot_page, few_shot_runs
-from bilevel.paper.few_shot_findings import beside
+from bilevel.paper.few_shot_findings import beside, in_the_same_seconds
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,12 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     found = few_shot_page.write(kept, tmp_path)
     assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
     assert "does not reach 96.0" in found["findings"][1]
-    assert found["findings"][-3] == (
+    assert found["findings"][2] == (
         "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty (2,500 steps) has 60.12. ApproxGrad (2,500 steps) has "
         "50.00: Penalty is 10.12 above (± at most 0.14). ProtoNet (5,000 steps) has 60.00: Penalty is 0.12 above "
         "(± at most 0.14)."
     )
-    assert found["findings"][-2].startswith("At most: all methods have the same tasks")
+    assert found["findings"][3].startswith("At most: all methods have the same tasks")
     assert found["findings"][-1].startswith("At the test, Penalty's trained classifiers have")
     text = (tmp_path / "few-shot.md").read_text()
     assert "| 99.01 | 98.76 |" in text
@@ -127,6 +127,19 @@ def test_differences_are_judged_by_the_tasks_that_both_methods_have():
     assert beside(cells[:1], cells[1:]) == "ProtoNet (5,000 steps) has 70.67: Penalty is 3.00 above (± 1.06)."
     cells[1][1]["right"] = [50, 40, 70, 52]
     assert "which the tasks do not resolve" in beside(cells[:1], cells[1:])
+
+
+def test_methods_are_compared_where_the_first_of_them_ends():
+    cells = []
+    for method, ms, curve in (("penalty", 10.0, [(1, 0.5), (2, 0.8)]), ("approx-grad", 15.0, [(1.5, 0.5), (3, 0.8)])):
+        rows = [{"step": 100, "seconds": seconds, "accuracy": accuracy} for seconds, accuracy in curve]
+        cells.append((study.table_settings("cifar-fs", "conv4", 5, 1, method, 0), {"curve": rows, "ms_per_step": ms}))
+    # At 2 seconds the other is a third of the way from 0.5 to 0.8.
+    (said,) = in_the_same_seconds(cells)
+    assert "above ApproxGrad in 1 of 1 places" in said
+    assert "by +20.00 to +20.00 points" in said
+    assert "takes 1.5 to 1.5 times as long" in said
+    assert in_the_same_seconds(cells[:1]) == []
 
 
 def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from ..cells import Settings
 from .denoising_numbers import Numbers, chosen, percent, seeds
 from .few_shot import BACKBONES, CIFAR, METHODS, PAPER, TASKS, WANTED
 from .filed import Kept
@@ -38,7 +41,39 @@ def findings(cells: Sequence[Kept]) -> list[str]:
                 )
     if any(AT_MOST in text for text in found):
         found.append(f"{AT_MOST.capitalize()}: all methods have the same tasks, and what each got right was not kept.")
-    return found + _classifiers(cells)
+    return found + in_the_same_seconds(cells) + _classifiers(cells)
+
+
+def in_the_same_seconds(cells: Sequence[Kept]) -> list[str]:
+    """Penalty beside ApproxGrad at the second at which the first of them ends, by lines between the points of Figure
+    4(b)."""
+    gaps, ratios = [], []
+    for dataset, ways, shots, backbone in dict.fromkeys(_place(s) for s, _ in cells):
+        place = chosen(cells, dataset=dataset, ways=ways, shots=shots, backbone=backbone, seed=0)
+        mine, theirs = (
+            [f for _, f in chosen(place, method=name) if f.get("curve")] for name in ("penalty", "approx-grad")
+        )
+        if mine and theirs:
+            end = min(f["curve"][-1]["seconds"] for f in (mine[0], theirs[0]))
+            gaps.append(100 * (_at(end, mine[0]["curve"]) - _at(end, theirs[0]["curve"])))
+            ratios.append(theirs[0]["ms_per_step"] / mine[0]["ms_per_step"])
+    if not gaps:
+        return []
+    return [
+        f"In the same seconds (Figure 4(b)), Penalty is above ApproxGrad in {sum(gap > 0 for gap in gaps)} of "
+        f"{len(gaps)} places where the first of them ends, by {min(gaps):+.2f} to {max(gaps):+.2f} points on the same "
+        f"200 tasks: a step of ApproxGrad takes {min(ratios):.1f} to {max(ratios):.1f} times as long. Its rate has not "
+        "fallen to zero by then."
+    ]
+
+
+def _at(seconds: float, curve: Sequence[Mapping[str, float]]) -> float:
+    """The accuracy of a curve at a time, between its points."""
+    return float(np.interp(seconds, [row["seconds"] for row in curve], [row["accuracy"] for row in curve]))
+
+
+def _place(settings: Settings) -> tuple[str, int, int, str]:
+    return settings["dataset"], settings["ways"], settings["shots"], settings["backbone"]
 
 
 def _over(cells: Sequence[Kept]) -> str:

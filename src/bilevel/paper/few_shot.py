@@ -79,14 +79,18 @@ VARIED: dict[str, dict[str, Any]] = {
     "moved images": {"moved": True},
 }  # fmt: skip
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
+LOOSE: dict[str, Any] = {"proximity": 1.0, "gamma": 10.0, "lower_rate": 0.03}
+"""Classifiers that go further from the class means, with the price and the rate that go with that."""
 CONV4_VARIED: dict[str, dict[str, Any]] = {
     "upper rate 2e-3": {},
     "upper rate 1e-3": {"upper_rate": 1e-3},
     "upper rate 2e-3, scale 5": {"scale": 5.0},
     "upper rate 1e-3, scale 5": {"upper_rate": 1e-3, "scale": 5.0},
     "upper rate 2e-3, scale 20": {"scale": 20.0},
+    "upper rate 2e-3, proximity 1": LOOSE,
     "upper rate 2e-3, distances / 16": {"distances": 1 / 16},
     "upper rate 1e-3, distances / 16": {"upper_rate": 1e-3, "distances": 1 / 16},
+    "upper rate 2e-3, distances / 4": {"distances": 1 / 4},
     "upper rate 2e-3, distances / 64": {"distances": 1 / 64},
 }
 """The same on CIFAR-FS, 5 ways, 1 and 5 shots. The softmax of ProtoNet is of distances, not of cosines."""
@@ -99,6 +103,7 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     "upper rate 5e-4, scale 5": {**SLOWER, "scale": 5.0},
     "upper rate 1e-3, scale 7": {**FASTER, "scale": 7.0},
     "upper rate 1e-3, scale 20": {**FASTER, "scale": 20.0},
+    "upper rate 1e-3, scale 10, proximity 1": {**FASTER, "scale": 10.0, **LOOSE},
     "upper rate 1e-3, distances / 128": {**FASTER, "distances": 1 / 128},
     "upper rate 5e-4, distances / 128": {**SLOWER, "distances": 1 / 128},
     "upper rate 1e-3, distances / 32": {**FASTER, "distances": 1 / 32},
@@ -109,9 +114,11 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
 """The same with the residual network."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
 CIFAR_CHOICE_STEPS = {"conv4": STEPS[CIFAR, "conv4"], "resnet": 1500}
-OWN = {"penalty": ("scale",), "prototypes": ("distances", "plain")}
-"""What is changed for one method alone: what the cosines and the squared distances are multiplied by, and whether the
+OWN = {"penalty": ("scale", "proximity"), "prototypes": ("distances", "plain")}
+"""What is changed for one method alone: the classifiers, what squared distances are multiplied by, and whether the
 residual network ends without normalisation, by which distances are shorter and no cosine is told from another."""
+PENALTYS = ("gamma", "lower_rate")
+"""What the other bilevel methods do not have."""
 CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
     ("conv4", "penalty", 5): CONV4_VARIED["upper rate 2e-3, scale 5"],
     ("conv4", "penalty", 1): CONV4_VARIED["upper rate 2e-3"],
@@ -124,7 +131,7 @@ CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
 }
 """The best on CIFAR-FS by (backbone, method, shots); the other bilevel methods have Penalty's, the paper's setting
 none."""
-KIND = ("decay", "erased", "upper_rate", "scale", "distances", "plain", "selected")
+KIND = ("decay", "erased", "upper_rate", "distances", "plain", "scale", "proximity", *PENALTYS, "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
 SELECTED = {(CIFAR, "resnet")}
 """Where the representation is that of the step with the best accuracy on meta-validation classes."""
@@ -216,7 +223,7 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
     }  # fmt: skip
     if dataset == CIFAR and method != "paper":
         kind = CHOSEN.get((backbone, method, shots), CHOSEN[backbone, "penalty", shots])
-        settings |= kind
+        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
     if (dataset, backbone) in SELECTED:
         settings["selected"] = True
     return settings | ({"T": T[method]} if method in T else {})

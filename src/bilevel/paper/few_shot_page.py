@@ -376,7 +376,7 @@ def _kind(settings: Settings) -> str:
     parts += ["erased squares"] * settings.get("erased", False) + ["plain"] * settings.get("plain", False)
     parts += [
         f"{name.replace('_', ' ')} {settings[name]:.3g}"
-        for name in ("upper_rate", "scale", "distances")
+        for name in ("upper_rate", "scale", "distances", "proximity")
         if name in settings
     ]
     return ", ".join(parts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
+from bilevel.applications import prototypes
 from bilevel.applications.few_shot import (
     GAMMA,
     CosineClassifier,
@@ -241,10 +242,11 @@ RATE = partial(torch.optim.Adam, lr=5e-3)
     "method",
     [
         default_method(upper_rate=5e-3),
+        default_method(upper_rate=5e-3, gamma=40.0),
         ApproxGrad(lower_steps=3, damping=0.1, upper_optimizer=RATE),
         ReverseMode(lower_steps=3, upper_optimizer=RATE),
     ],
-    ids=["penalty", "approx-grad", "rmd"],
+    ids=["penalty", "a higher price", "approx-grad", "rmd"],
 )
 def test_every_method_learns_a_representation_for_classes_it_has_not_seen(method):
     classes = coarse_classes()
@@ -392,6 +394,27 @@ def test_prototypes_score_by_minus_the_squared_distance_and_learn():
     before = evaluate_prototypes(network, test, tasks=200).accuracy
     train_prototypes(network, TaskSampler(classes.select(range(30)), 5, 1, 3, tasks=4), steps=80, rate=5e-3)
     assert evaluate_prototypes(network, test, tasks=200).accuracy > before + 0.1
+
+
+def test_the_softmax_of_prototypes_is_of_distances_times_their_scale(monkeypatch):
+    sampler, seen = TaskSampler(noise_classes(), 3, 1, 2, tasks=2), []
+    spy = lambda scores, labels: (seen.append(scores.detach().clone()), cross_entropy(scores, labels))[1]  # noqa: E731
+    monkeypatch.setattr(prototypes, "cross_entropy", spy)
+    for scale in (1.0, 0.25):
+        train_prototypes(tiny(), sampler, steps=1, scale=scale)
+    assert torch.allclose(seen[-1], 0.25 * seen[0], rtol=1e-5)
+    with pytest.raises(OptionError, match="scale must be"):
+        train_prototypes(tiny(), sampler, steps=1, scale=0.0)
+
+
+def test_the_lower_rate_goes_with_the_proximity_and_the_price():
+    rates = []
+    for options in ({}, {"proximity": 1.0}, {"method": default_method(gamma=40.0)}):
+        given = {"steps": 1, **options}
+        rates += meta_train(tiny(), TaskSampler(noise_classes(), 3, 1, 2, tasks=2), **given).history["lower_rate"][-1:]
+    assert rates == pytest.approx([0.006, 0.054, 0.0006])
+    with pytest.raises(OptionError, match="gamma must be"):
+        default_method(gamma=0.0)
 
 
 def test_a_representation_that_gives_no_rows_is_refused():

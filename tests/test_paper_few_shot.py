@@ -11,11 +11,12 @@ import torch
 from common import needs
 from PIL import Image
 
+from bilevel.applications.few_shot import PROXIMITY, default_method
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
 from bilevel.paper import few_shot as study
 from bilevel.paper import few_shot_page, few_shot_runs
-from bilevel.paper.few_shot_findings import beside, in_the_same_seconds
+from bilevel.paper.few_shot_findings import beside, times_of_a_step
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,13 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert found["findings"][0] == "Omniglot, 5-way 1-shot: Penalty has 99.01 and reaches 98.9; the paper has 97.83."
     assert "does not reach 96.0" in found["findings"][1]
     assert found["findings"][2] == (
-        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty (2,500 steps) has 60.12. ApproxGrad (2,500 steps) has "
-        "50.00: Penalty is 10.12 above (± at most 0.14). ProtoNet (5,000 steps) has 60.00: Penalty is 0.12 above "
-        "(± at most 0.14)."
+        "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty (2,500 steps) has 60.12. ApproxGrad (2,500 steps, "
+        "Penalty's settings) has 50.00: Penalty is 10.12 above (± at most 0.14). ProtoNet (5,000 steps) has 60.00: "
+        "Penalty is 0.12 above (± at most 0.14). Wanted is above ApproxGrad and not below ProtoNet: reached."
     )
+    less = [*kept[:-1], (kept[-1][0], {**kept[-1][1], "accuracy": 0.602})]
+    assert few_shot_page.write(less, tmp_path)["findings"][2].endswith("ProtoNet: not reached.")
+    few_shot_page.write(kept, tmp_path)
     assert found["findings"][3].startswith("At most: all methods have the same tasks")
     assert found["findings"][-1].startswith("At the test, Penalty's trained classifiers have")
     text = (tmp_path / "few-shot.md").read_text()
@@ -87,7 +91,7 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
         (study.table_settings("omniglot", "conv4", 5, 5, "penalty", 0), whole),
         (study.table_settings("omniglot", "conv4", 5, 5, "penalty", 1), cut),
         (study.table_settings("omniglot", "conv4", 5, 1, "prototypes", 0), untimed),
-        *((cell.settings, cut) for cell in study.cells([study.CHOICES], ["omniglot"], [], 1, [])[:1]),
+        *((cell.settings, cut) for cell in study.cells([study.CHOICES], ["omniglot"], ["penalty"], 1, ["conv4"])[:1]),
         (study.cells([study.EFFECT], ["omniglot"], ["penalty"], 1, ["conv4"])[0].settings, cut),
     ]
     found = few_shot_page.write(kept, tmp_path)
@@ -129,17 +133,80 @@ def test_differences_are_judged_by_the_tasks_that_both_methods_have():
     assert "which the tasks do not resolve" in beside(cells[:1], cells[1:])
 
 
-def test_methods_are_compared_where_the_first_of_them_ends():
-    cells = []
-    for method, ms, curve in (("penalty", 10.0, [(1, 0.5), (2, 0.8)]), ("approx-grad", 15.0, [(1.5, 0.5), (3, 0.8)])):
-        rows = [{"step": 100, "seconds": seconds, "accuracy": accuracy} for seconds, accuracy in curve]
-        cells.append((study.table_settings("cifar-fs", "conv4", 5, 1, method, 0), {"curve": rows, "ms_per_step": ms}))
-    # At 2 seconds the other is a third of the way from 0.5 to 0.8.
-    (said,) = in_the_same_seconds(cells)
-    assert "above ApproxGrad in 1 of 1 places" in said
-    assert "by +20.00 to +20.00 points" in said
-    assert "takes 1.5 to 1.5 times as long" in said
-    assert in_the_same_seconds(cells[:1]) == []
+def test_the_times_of_a_step_are_compared_where_both_methods_have_one():
+    cells = [
+        (study.table_settings("cifar-fs", network, 5, 1, method, 0), {"ms_per_step": ms})
+        for method, network, ms in (
+            ("penalty", "conv4", 10.0), ("approx-grad", "conv4", 15.0), ("penalty", "resnet", 10.0),
+            ("approx-grad", "resnet", None),
+        )
+    ]  # fmt: skip
+    assert times_of_a_step(cells) == [
+        "A step of ApproxGrad (T = 20) takes 1.5 to 1.5 times as long as one of Penalty (T = 10)."
+    ]
+    assert times_of_a_step(cells[2:]) == []
+
+
+def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
+    now = [study.table_settings("cifar-fs", "conv4", 5, 5, "penalty", seed) for seed in (0, 1)]
+    before = [{**settings, "proximity": 1.0} for settings in now]
+    partial = {"accuracy": 0.5, "partial": True}
+    kept = [(before[0], {"accuracy": 0.7}), (before[1], {"accuracy": 0.8}), (now[0], partial)]
+    assert few_shot_page.longest(kept) == [(now[0], partial)], "unfinished as it is"
+    assert [f["accuracy"] for _, f in few_shot_page.longest(kept[:2])] == [0.7, 0.8], "where there is nothing else"
+
+
+def test_changes_that_are_listed_no_more_do_not_end_the_page(tmp_path):
+    found = {"accuracy": 0.7, "interval": 0.001, "steps": 800, "of": 800, "ms_per_step": 8.0, "seconds": 1.0,
+             "weights": 111_936, "device": "CPU", "accuracy_of_means": 0.6}  # fmt: skip
+    settings = study.cells([study.CHOICES], ["omniglot"], ["penalty"], 1, ["conv4"])[0].settings
+    few_shot_page.write([({**settings, "varied": "of another time"}, found), (settings, found)], tmp_path)
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "| as the table | 70.00 | 60.00 |" in text
+    assert "of another time" not in text
+
+
+def test_a_cell_says_what_its_result_depends_on():
+    ours = study.table_settings("omniglot", "conv4", 20, 1, "penalty", 0)
+    default = default_method()
+    assert ours["gamma"] == default.gamma
+    assert ours["lower_rate"] == pytest.approx(default.lower_optimizer.keywords["lr"])
+    assert ours["proximity"] == PROXIMITY
+    made = few_shot_runs.method({**ours, "gamma": 2.0, "lower_rate": 0.5})
+    assert (made.gamma, made.lower_optimizer.keywords["lr"], made.lam) == (2.0, 0.5, 0.0)
+    others = study.table_settings("omniglot", "conv4", 20, 1, "approx-grad", 0)
+    assert others["proximity"] == PROXIMITY
+    assert "lower_rate" not in others
+
+
+def test_each_method_is_compared_with_the_changes_that_concern_it():
+    cells = [c.settings for c in study.cells([study.CHOICES], ["cifar-fs"], ["penalty", "prototypes"], 1, ["resnet"])]
+    names = {m: {s["varied"] for s in cells if s["method"] == m} for m in ("penalty", "prototypes")}
+    assert names["penalty"] | names["prototypes"] == set(study.RESNET_VARIED)
+    assert not names["penalty"] & names["prototypes"]
+    assert len(names["penalty"]) == len(names["prototypes"]) + 1, "about as many for both"
+    loose = next(s for s in cells if s["varied"] == "upper rate 1e-3, scale 10, proximity 1")
+    usual = next(s for s in cells if s["varied"] == "upper rate 1e-3, scale 10")
+    assert (loose["gamma"], usual["gamma"]) == (10.0, 4.0)
+
+
+def test_prototypes_have_the_scale_and_the_network_of_their_cell(folder, tmp_path, monkeypatch):
+    plain, usual = (few_shot_runs.representation({"backbone": "resnet", "plain": p}, 3) for p in (True, False))
+    assert [sum(p.numel() for p in net.parameters()) for net in (plain, usual)] == [3_807_328, 3_809_888]
+    classes, given = load_classes(folder), {}
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
+
+    def spy(*args, **options):
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(few_shot_runs, "train_prototypes", spy)
+    settings = study.table_settings("omniglot", "conv4", 2, 1, "prototypes", 0) | {
+        "train_ways": 2, "queries": 2, "test_queries": 3, "distances": 0.25,
+    }  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
+    assert given["scale"] == 0.25
 
 
 def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):
@@ -157,8 +224,10 @@ def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, mon
     both = ("accuracy", "interval", "right")
     assert found["also"] == {name: found[name] for name in both}, "the same tasks here"
     assert sum(found["right"]) == pytest.approx(10 * 2 * 3 * found["accuracy"])
-    one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1}
+    one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1,
+           "curve": [1], "accuracy_of_means": 0.98, "train_accuracy": 1.0, "right": [1]}  # fmt: skip
     shown = few_shot_page.apart([(ours[0], one)])
+    assert set(shown[1][1]) == {"accuracy", "interval", "steps"}, "the rest is of 20 ways"
     assert [(s["ways"], f["accuracy"], "also" in {**s, **f}) for s, f in shown] == [(20, 0.99, False), (5, 0.9, False)]
 
 

@@ -64,9 +64,8 @@ __all__ = [
 
 GAMMA, LOWER_STEPS = 4.0, 10
 """A high price, and steps enough to solve the lower problem at it: u then moves by the hypergradient."""
-UPPER_RATE, LOWER_RATE = TRAINING["conv4"].rate, 0.6 / (GAMMA * PROXIMITY**2)
-"""Of Adam on the representation, and of gradient descent on the classifiers: F has the curvature gamma g_vv^2, in
-which g_vv is the proximity and what the loss adds."""
+UPPER_RATE = TRAINING["conv4"].rate
+"""Of Adam on the representation."""
 
 
 class Episodes:
@@ -116,15 +115,21 @@ def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory
 
 
 def default_method(
-    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float = LOWER_RATE,
-    decay: float = 0.0, **options: Any,
+    *, lower_steps: int = LOWER_STEPS, upper_rate: float = UPPER_RATE, lower_rate: float | None = None,
+    gamma: float = GAMMA, proximity: float = PROXIMITY, decay: float = 0.0, **options: Any,
 ) -> Penalty:  # fmt: skip
-    """`Penalty` as `meta_train` uses it: a fixed price, which the defaults of the classifiers go with. `decay` is that
-    of AdamW on the representation, for large ones and few images."""
+    """`Penalty` as `meta_train` uses it: a fixed price. `decay` is that of AdamW on the representation, for large ones
+    and few images.
+
+    F is curved mostly by gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers: the lower rate is that
+    which suits both where none is given. Fewer lower steps than ten, and a proximity below 1, want a lower gamma.
+    """
+    in_range("gamma", gamma, above=0)
+    in_range("proximity", proximity, least=0)
     base: dict[str, Any] = {
-        "mode": "stochastic", "lower_steps": lower_steps, "gamma": GAMMA, "lam": 0.0, "advances": 0,
+        "mode": "stochastic", "lower_steps": lower_steps, "gamma": gamma, "lam": 0.0, "advances": 0,
         "upper_optimizer": upper_adam(upper_rate, decay),
-        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
+        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate or 0.864 / (gamma * (proximity + 1) ** 2)),
     }  # fmt: skip
     return Penalty(**(base | options))
 
@@ -149,8 +154,9 @@ def meta_train(
 ) -> Solution:
     """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
 
-    `method` is any method of the library; None is `default_method`. `scale` and `start` are those of the
-    classifiers: at the class means of the support, or at random. `augment` changes images at random. `engine` is that
+    `method` is any method of the library; None is `default_method` for the proximity. `scale` and `start` are those of
+    the classifiers: at the class means of the support, or at random, from where the default method's ten steps are
+    too few. `augment` changes images at random. `engine` is that
     of `solve`; None captures the steps on a GPU and compiles nothing.
     """
     in_range("steps", steps, least=1, whole=True)
@@ -161,8 +167,9 @@ def meta_train(
     episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
     v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
     representation.train()
+    method = method or default_method(proximity=proximity)
     solution = solve(
-        episodes.problem(), method or default_method(), representation, v, (sampler, [torch.zeros(0)]),
+        episodes.problem(), method, representation, v, (sampler, [torch.zeros(0)]),
         max_steps=steps, callbacks=callbacks, checkpoint=checkpoint, resume=resume, log_every=log_every, seed=seed,
         engine=engine or _engine(first.device), precision=precision, hypergradient=False,
     )  # fmt: skip

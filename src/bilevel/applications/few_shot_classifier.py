@@ -45,7 +45,7 @@ class Training:
 
 
 TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=0.5, erase=True)}
-"""That of `resnet` is the best on meta-validation classes of CIFAR-FS (docs/results/few-shot.md)."""
+"""That of `resnet` is the best with 5 shots on meta-validation classes of CIFAR-FS (docs/results/few-shot.md)."""
 
 
 def backbone(name: str, channels: int) -> nn.Module:
@@ -94,8 +94,8 @@ class CosineClassifier(nn.Module):
     def means(self, support: Tensor) -> Tensor:
         """The mean direction of each class in features (tasks, ways * shots, size), which come class by class.
 
-        Its length is 1, and with a scale above 10 a tenth of it: scores do not know it, but their curvature in the
-        weights falls by its square, and rates and prices that fit one scale then fit the others.
+        Its length is 1, and with a scale above 10 a tenth of the scale: scores do not know it, but their curvature in
+        the weights falls by its square, and rates and prices that fit one scale then fit the others.
         """
         tasks, features, ways = self.weight.shape
         directions = normalize(support, dim=-1).reshape(tasks, ways, -1, features).mean(2)

@@ -114,9 +114,11 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
 """The same with the residual network."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
 CIFAR_CHOICE_STEPS = {"conv4": STEPS[CIFAR, "conv4"], "resnet": 1500}
+OURS: dict[str, Any] = {"proximity": 5.0, "gamma": 4.0, "lower_rate": 0.006}
+"""Our setting of the classifiers and of Penalty: the defaults of `meta_train`."""
 OWN = {"penalty": ("scale", "proximity"), "prototypes": ("distances", "plain")}
 """What is changed for one method alone: the classifiers, what squared distances are multiplied by, and whether the
-residual network ends without normalisation, by which distances are shorter and no cosine is told from another."""
+residual network ends without normalisation, by which distances are shorter and cosines differ little."""
 PENALTYS = ("gamma", "lower_rate")
 """What the other bilevel methods do not have."""
 CHOSEN: dict[tuple[str, str, int], dict[str, Any]] = {
@@ -184,10 +186,8 @@ def _choices(dataset: str) -> list[dict[str, Any]]:
         tried = product((5, 1), CIFAR_VARIED[backbone].items(), OWN)
         for shots, (varied, options), method in tried:
             if not any(key in options for other, keys in OWN.items() if other != method for key in keys):
-                place = table_settings(CIFAR, backbone, 5, shots, method, 0)
-                plain = {key: value for key, value in place.items() if key not in CHOSEN[backbone, method, shots]}
-                plain |= {"part": CHOICES, "varied": varied, "steps": CIFAR_CHOICE_STEPS[backbone]}
-                found.append(plain | options)
+                place = _settings(CIFAR, backbone, 5, shots, method, 0) | options
+                found.append(place | {"part": CHOICES, "varied": varied, "steps": CIFAR_CHOICE_STEPS[backbone]})
     return found
 
 
@@ -210,6 +210,15 @@ def _rank(dataset: str, backbone: str, method: str) -> tuple[float, ...]:
 
 
 def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: str, seed: int) -> dict[str, Any]:
+    """The settings of a place of the table: on CIFAR-FS with what was chosen for it."""
+    settings = _settings(dataset, backbone, ways, shots, method, seed)
+    if dataset == CIFAR and method != "paper":
+        kind = CHOSEN.get((backbone, method, shots), CHOSEN[backbone, "penalty", shots])
+        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
+    return settings
+
+
+def _settings(dataset: str, backbone: str, ways: int, shots: int, method: str, seed: int) -> dict[str, Any]:
     share = SHARE.get(method, 1.0) * LONGER.get((dataset, backbone, method), 1.0)
     steps = max(1, round(STEPS[dataset, backbone] * share))
     tasks: dict[str, Any] = dict(TRAIN[dataset])
@@ -221,9 +230,8 @@ def table_settings(dataset: str, backbone: str, ways: int, shots: int, method: s
         "part": TABLE, "dataset": dataset, "backbone": backbone, "ways": ways, "shots": shots, "method": method,
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
-    if dataset == CIFAR and method != "paper":
-        kind = CHOSEN.get((backbone, method, shots), CHOSEN[backbone, "penalty", shots])
-        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
+    if method not in ("paper", "prototypes"):
+        settings |= {key: value for key, value in OURS.items() if method == "penalty" or key not in PENALTYS}
     if (dataset, backbone) in SELECTED:
         settings["selected"] = True
     return settings | ({"T": T[method]} if method in T else {})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from ..cells import Settings
 from .denoising_numbers import Numbers, chosen, percent, seeds
-from .few_shot import BACKBONES, CIFAR, METHODS, PAPER, TASKS, WANTED
+from .few_shot import BACKBONES, CIFAR, METHODS, PAPER, TASKS, WANTED, T
 from .filed import Kept
 
 AT_MOST = "at most"
@@ -37,43 +35,37 @@ def findings(cells: Sequence[Kept]) -> list[str]:
             if mine and any(told):
                 found.append(
                     f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty ({mine[0][0]['steps']:,} steps) "
-                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(told).strip()}"
+                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(told).strip()}{_verdict(told)}"
                 )
     if any(AT_MOST in text for text in found):
-        found.append(f"{AT_MOST.capitalize()}: all methods have the same tasks, and what each got right was not kept.")
-    return found + in_the_same_seconds(cells) + _classifiers(cells)
-
-
-def in_the_same_seconds(cells: Sequence[Kept]) -> list[str]:
-    """Penalty beside ApproxGrad at the second at which the first of them ends, by lines between the points of Figure
-    4(b)."""
-    gaps, ratios = [], []
-    for dataset, ways, shots, backbone in dict.fromkeys(_place(s) for s, _ in cells):
-        place = chosen(cells, dataset=dataset, ways=ways, shots=shots, backbone=backbone, seed=0)
-        mine, theirs = (
-            [f for _, f in chosen(place, method=name) if f.get("curve")] for name in ("penalty", "approx-grad")
+        found.append(
+            f"{AT_MOST.capitalize()}: all methods have the same tasks, and what was right in each was not kept for all."
         )
-        if mine and theirs:
-            end = min(f["curve"][-1]["seconds"] for f in (mine[0], theirs[0]))
-            gaps.append(100 * (_at(end, mine[0]["curve"]) - _at(end, theirs[0]["curve"])))
-            ratios.append(theirs[0]["ms_per_step"] / mine[0]["ms_per_step"])
-    if not gaps:
+    return found + times_of_a_step(cells) + _classifiers(cells)
+
+
+def times_of_a_step(cells: Sequence[Kept]) -> list[str]:
+    """How much longer a step of ApproxGrad takes than one of Penalty, where both were measured."""
+    by: dict[tuple[Any, ...], dict[str, float]] = {}
+    for settings, found in cells:
+        if settings["method"] in ("penalty", "approx-grad") and found.get("ms_per_step"):
+            place = (settings["dataset"], settings["backbone"], settings["shots"])
+            by.setdefault(place, {})[settings["method"]] = found["ms_per_step"]
+    ratios = [pair["approx-grad"] / pair["penalty"] for pair in by.values() if len(pair) == 2]
+    if not ratios:
         return []
     return [
-        f"In the same seconds (Figure 4(b)), Penalty is above ApproxGrad in {sum(gap > 0 for gap in gaps)} of "
-        f"{len(gaps)} places where the first of them ends, by {min(gaps):+.2f} to {max(gaps):+.2f} points on the same "
-        f"200 tasks: a step of ApproxGrad takes {min(ratios):.1f} to {max(ratios):.1f} times as long. Its rate has not "
-        "fallen to zero by then."
+        f"A step of ApproxGrad (T = {T['approx-grad']}) takes {min(ratios):.1f} to {max(ratios):.1f} times as long as "
+        f"one of Penalty (T = {T['penalty']})."
     ]
 
 
-def _at(seconds: float, curve: Sequence[Mapping[str, float]]) -> float:
-    """The accuracy of a curve at a time, between its points."""
-    return float(np.interp(seconds, [row["seconds"] for row in curve], [row["accuracy"] for row in curve]))
-
-
-def _place(settings: Settings) -> tuple[str, int, int, str]:
-    return settings["dataset"], settings["ways"], settings["shots"], settings["backbone"]
+def _verdict(told: Sequence[str]) -> str:
+    """Whether Penalty is where it is to be: above ApproxGrad, and not below ProtoNet."""
+    if not all(told):
+        return ""
+    reached = " above" in told[0] and " below" not in told[1]
+    return f" Wanted is above ApproxGrad and not below ProtoNet: {'reached' if reached else 'not reached'}."
 
 
 def _over(cells: Sequence[Kept]) -> str:
@@ -90,7 +82,7 @@ def beside(ours: Sequence[Kept], theirs: Sequence[Kept]) -> str:
     apart, s = round(a, 2) - round(b, 2), theirs[0][0]
     word = f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}" if apart else "level with it"
     seed = f" on {seeds(len(both))}" if len(ours) > len(both) else ""
-    set_up = ", Penalty's settings" if s["method"] == "approx-grad" and "selected" in s else ""
+    set_up = ", Penalty's settings" if s["method"] == "approx-grad" else ", the plain network" * s.get("plain", False)
     who = f"{METHODS[s['method']]} ({s['steps']:,} steps{set_up})"
     return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)})."
 

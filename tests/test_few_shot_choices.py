@@ -18,6 +18,7 @@ from torch import nn
 from bilevel.applications import few_shot, few_shot_evaluation
 from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, backbone, meta_train
 from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
+from bilevel.callbacks import Run
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
 from bilevel.cli.main import main
@@ -28,6 +29,7 @@ from bilevel.errors import DataError
 from bilevel.paper import few_shot as study
 from bilevel.paper import few_shot_runs
 from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, task_picture
+from bilevel.solution import History
 
 
 def classes(count: int, shape: tuple[int, int, int] = (1, 16, 16), prefix: str = "c") -> ImageClasses:
@@ -115,6 +117,7 @@ def test_images_in_colour_are_moved_in_the_study_and_in_the_command(monkeypatch,
         assert main([*arguments, "--out", str(tmp_path / str(shape[0]))]) == 130
         assert given["augment"] is wanted
         assert given["method"].upper_optimizer.keywords["weight_decay"] == 0.25
+    assert given["log_every"] == 1, "on a CPU a step may take seconds"
 
 
 def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_path):
@@ -191,6 +194,16 @@ def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
     assert watch.last == ""
     watch.rows.append({"step": 1, "seconds": 1.0, "accuracy": 0.756})
     assert watch.last == ", validation 75.6%"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(30.0, True), (1.0, False)])
+def test_a_run_that_takes_many_hours_says_so_once_and_what_takes_less(seconds, said, capsys):
+    bar = fewshot._Bar(None)
+    for step in (3, 4):
+        bar.log(Run("stochastic", 10_000, step, History(), seconds=seconds * step))
+    err = capsys.readouterr().err
+    assert err.count("10,000 such steps take about 83 hours here. A smaller --meta-batch") == said
+    assert bar.told == said
 
 
 def test_a_task_is_drawn_with_right_answers_in_one_colour_and_wrong_ones_in_another():

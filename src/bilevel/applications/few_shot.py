@@ -156,8 +156,8 @@ def meta_train(
 
     `method` is any method of the library; None is `default_method` for the proximity. `scale` and `start` are those of
     the classifiers: at the class means of the support, or at random, from where the default method's ten steps are
-    too few. `augment` changes images at random. `engine` is that
-    of `solve`; None captures the steps on a GPU and compiles nothing.
+    too few. Half the `proximity` times their squared distance from the class means is part of g. `augment` changes
+    images at random. `engine` is that of `solve`; None captures the steps on a GPU and compiles nothing.
     """
     in_range("steps", steps, least=1, whole=True)
     in_range("proximity", proximity, least=0)

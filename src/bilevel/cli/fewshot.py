@@ -47,6 +47,9 @@ VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 """What torch says where there is too little."""
+SOON, LONG = 20.0, 2.0
+"""The seconds after which it is told how long a run takes, and the hours above which it is."""
+SHORTER = "A smaller --meta-batch and fewer --steps take less."
 FEW = 50
 """Images on which the representation has to be finite after training."""
 VALIDATE_EVERY = 50
@@ -199,6 +202,7 @@ def _run(
             augment=augment if colour else None,
             callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
             precision="bf16" if where.type == "cuda" else None,
+            log_every=None if where.type == "cuda" else 1,  # a step may take seconds, and nothing waits for a record
         )  # fmt: skip
     except (ProblemError, RuntimeError) as error:
         if not any(words in str(error).lower() for words in NO_MEMORY):
@@ -264,8 +268,17 @@ class _Bar(RunBar):
 
     def __init__(self, watch: _Shown | None) -> None:
         super().__init__("learning")
-        self.watch = watch
+        self.watch, self.told = watch, False
 
     def log(self, run: Run) -> bool | None:
+        hours = run.seconds / max(1, run.step) * run.max_steps / 3600
+        if not self.told and run.seconds >= SOON:
+            self.told = True
+            if hours > LONG:
+                text = f"note: {run.max_steps:,} such steps take about {hours:,.0f} hours here. {SHORTER}"
+                if self._bar is None:
+                    print(text, file=sys.stderr, flush=True)
+                else:
+                    self._bar.console.print(text)
         self.label = "learning" if self.watch is None else f"learning{self.watch.last}"
         return super().log(run)

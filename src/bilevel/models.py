@@ -107,8 +107,8 @@ def mini_imagenet_resnet(
     leaky ReLU, a 1x1 convolution around them, and dropout; we add a 2x2 pool, of which the paper says nothing. The
     paper calls the last two convolutions blocks, too: they have batch normalisation, and the last has no ReLU, as that
     of the Omniglot network. With `normalised=False` they have none: what all images have in common then fills the
-    features, and cosines differ little.
-    Its dropout "with rate = 0.9" is read as the share that is kept: `dropout` is the share that is not.
+    features, and cosines differ little. The paper's dropout "with rate = 0.9" is read as the share that is kept:
+    `dropout` is the share that is not.
 
     The paper's text has `kernel` 1 and 384 features, but its Table 7 counts 3.8M weights here and 5K in the classifier
     of two tasks of five ways. These are the counts with `kernel=3` and 512 features: 3,809,888 and 5,120.

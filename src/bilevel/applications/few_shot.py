@@ -64,6 +64,8 @@ __all__ = [
 
 GAMMA, LOWER_STEPS = 4.0, 10
 """A high price, and steps enough to solve the lower problem at it: u then moves by the hypergradient."""
+REACH = 0.864
+"""The lower rate times the curvature of F, in which the loss adds about 1 to the proximity; 2 is where steps swing."""
 UPPER_RATE = TRAINING["conv4"].rate
 """Of Adam on the representation."""
 
@@ -126,10 +128,11 @@ def default_method(
     """
     in_range("gamma", gamma, above=0)
     in_range("proximity", proximity, least=0)
+    lower_rate = REACH / (gamma * (proximity + 1) ** 2) if lower_rate is None else lower_rate
     base: dict[str, Any] = {
         "mode": "stochastic", "lower_steps": lower_steps, "gamma": gamma, "lam": 0.0, "advances": 0,
         "upper_optimizer": upper_adam(upper_rate, decay),
-        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate or 0.864 / (gamma * (proximity + 1) ** 2)),
+        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
     }  # fmt: skip
     return Penalty(**(base | options))
 

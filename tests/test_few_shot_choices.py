@@ -63,10 +63,12 @@ def test_omniglot_has_turned_classes_in_the_command_and_in_the_study(monkeypatch
 
 
 def test_meta_validation_is_on_its_own_classes():
-    asked = {"ways": 2, "shots": 1, "queries": 1, "train_ways": 3, "meta_batch": 2}
+    asked = {"ways": 2, "shots": 1, "queries": 1, "train_ways": 3, "train_shots": 2, "meta_batch": 2}
     train, valid, test = fewshot_asked.samplers_of(splits(), asked)
     assert [s.classes.names[0] for s in (train, valid, test)] == ["train0", "held0", "test0"]
     assert (train.ways, valid.ways, test.ways) == (3, 2, 2)
+    assert (train.shots, valid.shots, test.shots) == (2, 1, 1)
+    assert fewshot_asked.samplers_of(splits(), {**asked, "train_shots": None})[0].shots == 1
 
 
 @pytest.mark.parametrize(("part", "tried"), [(study.CHOICES, "held"), (study.TABLE, "test")])
@@ -129,7 +131,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 
     plan = TRAINING["resnet"]
     made = {"decay": plan.decay, "erased": plan.erase, "upper_rate": plan.rate, "scale": plan.scale}
-    assert made == study.CHOSEN["resnet", "penalty", 5]
+    assert made == study.CHOSEN["resnet", "penalty"]
     assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)
@@ -146,10 +148,21 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
     tried = [pair for pair in kept if pair[0]["part"] == study.CHOICES and pair[0]["dataset"] == "cifar-fs"]
-    for (network, method, shots), options in study.CHOSEN.items():
-        place = (network, method, shots)
-        mine = {s["varied"]: f["accuracy"] for s, f in tried if (s["backbone"], s["method"], s["shots"]) == place}
-        assert study.CIFAR_VARIED[network][max(mine, key=lambda varied: mine[varied])] == options, place
+    for place, options in study.CHOSEN.items():
+        mine: dict[str, dict[int, tuple[float, float]]] = {}
+        alone = {}
+        for s, f in tried:
+            if (s["backbone"], s["method"]) == place and s["shots"] == 5:
+                mine.setdefault(s["varied"], {})[s["seed"]] = (f["accuracy"], f["also"]["accuracy"])
+            elif (s["backbone"], s["method"]) == place:
+                alone[s["varied"]] = f["accuracy"]
+        assert all(len(seeds) == study.CHOICE_SEEDS for seeds in mine.values())
+        best = max(mine, key=lambda varied: sum(map(sum, mine[varied].values())))
+        names = study.CIFAR_VARIED[place[0]]
+        assert names[best] == options, place
+        one_shot = max(alone, key=lambda varied: alone[varied])
+        better = alone[one_shot] > sum(one for _, one in mine[best].values()) / study.CHOICE_SEEDS
+        assert study.APART.get(place) == (names[one_shot] if better else None), place
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):

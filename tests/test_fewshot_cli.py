@@ -249,7 +249,15 @@ def test_options_that_a_finished_run_has_no_use_for_are_refused(tmp_path, capsys
     call = ["fewshot", "--evaluate", str(tmp_path)]
     assert main([*call, "--steps", "10000", "--backbone", "conv4"]) == 2  # though both are the defaults
     assert "--backbone and --steps must be left out with --evaluate, whose run is finished" in capsys.readouterr().err
-    for option in ("--train-ways 3", "--meta-batch 2", "--rotations", "--lists x", "--resume", "--out x"):
+    for option in (
+        "--train-ways 3",
+        "--train-shots 2",
+        "--meta-batch 2",
+        "--rotations",
+        "--lists x",
+        "--resume",
+        "--out x",
+    ):
         assert main([*call, *option.split()]) == 2
         assert f"{option.split()[0]} must be left out with --evaluate" in capsys.readouterr().err
     Image.new("L", (8, 8)).save(tmp_path / "a.png")

@@ -149,3 +149,16 @@ def test_kernel_that_changes_the_size_of_the_image_is_refused(kernel):
 def test_layer_without_units_is_refused():
     with pytest.raises(OptionError, match="at least 1 unit; got \\[784, 0, 10\\]"):
         mlp(hidden=(0,))
+
+
+def test_cosines_of_the_residual_network_differ_little_at_first():
+    """Else the loss with a scale of 20 starts far above that of guessing, and some seeds learn little for long."""
+    torch.manual_seed(0)
+    network, images = mini_imagenet_resnet(64, 3), torch.rand(40, 3, 32, 32)
+    spread = []
+    with torch.no_grad():
+        for shift in (network[-2].bias.clone(), torch.zeros(64)):
+            network[-2].bias.copy_(shift)
+            z = torch.nn.functional.normalize(network.train()(images), dim=1)
+            spread.append((z @ z.T)[~torch.eye(40, dtype=torch.bool)].std())
+    assert spread[0] < 0.75 * spread[1]

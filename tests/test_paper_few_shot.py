@@ -63,10 +63,17 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     assert found["findings"][2] == (
         "CIFAR-FS, 5-way 1-shot, four convolutions: Penalty (2,500 steps) has 60.12. ApproxGrad (2,500 steps, "
         "Penalty's settings) has 50.00: Penalty is 10.12 above (± at most 0.14). ProtoNet (5,000 steps) has 60.00: "
-        "Penalty is 0.12 above (± at most 0.14). Wanted is above ApproxGrad and not below ProtoNet: reached."
+        "Penalty is 0.12 above (± at most 0.14). Penalty is to be above ApproxGrad and not below ProtoNet; it is above "
+        "ApproxGrad with as many steps, and not below ProtoNet."
     )
     less = [*kept[:-1], (kept[-1][0], {**kept[-1][1], "accuracy": 0.602})]
-    assert few_shot_page.write(less, tmp_path)["findings"][2].endswith("ProtoNet: not reached.")
+    assert few_shot_page.write(less, tmp_path)["findings"][2].endswith("with as many steps, and below ProtoNet.")
+    sooner = study.table_settings("cifar-fs", "conv4", 5, 1, "same-seconds", 0)
+    found_sooner = few_shot_page.write([*kept, (sooner, {**kept[0][1], "accuracy": 0.55})], tmp_path)["findings"][2]
+    assert "ApproxGrad, Penalty's seconds (1,650 steps) has 55.00: Penalty is 5.12 above" in found_sooner
+    assert "it is above ApproxGrad with as many steps and in as many seconds, and not below" in found_sooner
+    slower = [pair if pair[0]["method"] != "approx-grad" else (pair[0], {**pair[1], "accuracy": 0.7}) for pair in kept]
+    assert "it is not above ApproxGrad, and not below" in few_shot_page.write(slower, tmp_path)["findings"][2]
     few_shot_page.write(kept, tmp_path)
     assert found["findings"][3].startswith("At most: all methods have the same tasks")
     assert found["findings"][-1].startswith("At the test, Penalty's trained classifiers have")
@@ -151,7 +158,7 @@ def test_the_times_of_a_step_are_compared_where_both_methods_have_one():
 
 def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
     now = [study.table_settings("cifar-fs", "conv4", 5, 5, "penalty", seed) for seed in (0, 1)]
-    before = [{**settings, "proximity": 1.0} for settings in now]
+    before = [{**settings, "proximity": 2.0} for settings in now]
     partial = {"accuracy": 0.5, "partial": True}
     kept = [(before[0], {"accuracy": 0.7}), (before[1], {"accuracy": 0.8}), (now[0], partial)]
     assert few_shot_page.longest(kept) == [(now[0], partial)], "unfinished as it is"
@@ -186,10 +193,54 @@ def test_each_method_is_compared_with_the_changes_that_concern_it():
     names = {m: {s["varied"] for s in cells if s["method"] == m} for m in ("penalty", "prototypes")}
     assert names["penalty"] | names["prototypes"] == set(study.RESNET_VARIED)
     assert not names["penalty"] & names["prototypes"]
-    assert len(names["penalty"]) == len(names["prototypes"]) + 1, "about as many for both"
-    loose = next(s for s in cells if s["varied"] == "upper rate 1e-3, scale 10, proximity 1")
-    usual = next(s for s in cells if s["varied"] == "upper rate 1e-3, scale 10")
+    assert abs(len(names["penalty"]) - len(names["prototypes"])) <= 1, "about as many for both"
+    loose = next(s for s in cells if s["varied"] == "proximity 1")
+    usual = next(s for s in cells if s["varied"] == "scale 10")
     assert (loose["gamma"], usual["gamma"]) == (10.0, 4.0)
+    assert {(s["shots"], s["seed"], str(s.get("also"))) for s in cells if s["varied"] == "scale 10"} == {
+        (5, 0, "[5, 1]"), (5, 1, "[5, 1]"), (1, 0, "None"),
+    }  # fmt: skip
+
+
+def test_approxgrad_in_penaltys_seconds_differs_by_its_steps_alone():
+    both = [study.table_settings("cifar-fs", "resnet", 5, 5, m, 0) for m in ("approx-grad", "same-seconds")]
+    assert (both[0]["steps"], both[1]["steps"]) == (3000, 2130)
+    rest = [{key: value for key, value in s.items() if key not in ("method", "steps")} for s in both]
+    assert rest[0] == rest[1]
+    assert study.timed_as(both[0]) == study.timed_as(both[1])
+    assert repr(few_shot_runs.method(both[0])) == repr(few_shot_runs.method(both[1]))
+    timed = study.cells([study.TIME], ["cifar-fs"], list(study.METHODS), 1, ["resnet"])
+    assert "same-seconds" not in {c.settings["method"] for c in timed}
+
+
+def test_cifar_fs_is_trained_with_five_shots_and_tried_with_one_too_but_where_one_was_better():
+    cells = [c.settings for c in study.cells([study.TABLE], ["cifar-fs"], list(study.METHODS), 1, ["conv4"])]
+    found = {m: [(s["shots"], s.get("also")) for s in cells if s["method"] == m] for m in study.METHODS}
+    assert found["penalty"] == found["rmd"] == [(5, [5, 1])]
+    assert found["prototypes"] == found["paper"] == [(1, None), (5, None)]
+    scales = {s["shots"]: s["distances"] for s in cells if s["method"] == "prototypes"}
+    assert scales == {1: 1 / 16, 5: 1 / 64}
+
+
+def test_turned_classes_are_learnt_from_and_not_tried_on(folder, tmp_path, monkeypatch):
+    classes, seen = load_classes(folder), []
+    monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
+    monkeypatch.setattr(
+        few_shot_runs, "_bilevel", lambda *a: seen.append([len(s.classes.names) for s in (a[2], a[3][0])])
+    )
+    few = {"train_ways": 2, "queries": 2, "test_queries": 3}
+    for more in ({}, {"turned": True}):
+        settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 0) | few | more
+        few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
+    assert seen[1] == [4 * seen[0][0], seen[0][1]]
+
+
+def test_differences_of_several_seeds_are_told_one_by_one():
+    cells = {m: [(study.table_settings("cifar-fs", "conv4", 5, 1, m, seed), {"accuracy": a, "interval": 0.01})
+                 for seed, a in enumerate(found)]
+             for m, found in (("penalty", (0.6, 0.61)), ("approx-grad", (0.61, 0.58)))}  # fmt: skip
+    assert beside(cells["penalty"], cells["approx-grad"]).endswith("by seeds -1.00, +3.00).")
+    assert "by seeds" not in beside(cells["penalty"][:1], cells["approx-grad"])
 
 
 def test_prototypes_have_the_scale_and_the_network_of_their_cell(folder, tmp_path, monkeypatch):
@@ -214,16 +265,16 @@ def test_prototypes_have_the_scale_and_the_network_of_their_cell(folder, tmp_pat
 def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):
     cells = [c.settings for c in study.cells([study.TABLE], ["omniglot"], ["penalty", "paper"], 1, ["conv4"])]
     ours = [s for s in cells if s["method"] == "penalty"]
-    assert sorted((s["ways"], s["shots"], s["also"]) for s in ours) == [(20, 1, 5), (20, 5, 5)]
+    assert sorted((s["ways"], s["shots"], s["also"]) for s in ours) == [(20, 1, [5, 1]), (20, 5, [5, 5])]
     assert len([s for s in cells if s["method"] == "paper"]) == 4, "whose training has the ways of the test"
     classes = load_classes(folder)
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 1) | {
         "steps": 2, "train_ways": 2, "tasks": 2, "queries": 2, "points": 1, "test_tasks": 10, "test_queries": 3,
-        "also": 2,
+        "also": [2, 1],
     }  # fmt: skip
     found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
-    both = ("accuracy", "interval", "right")
+    both = ("accuracy", "interval", "right", "accuracy_of_means")
     assert found["also"] == {name: found[name] for name in both}, "the same tasks here"
     assert sum(found["right"]) == pytest.approx(10 * 2 * 3 * found["accuracy"])
     one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1,
@@ -244,13 +295,15 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
         for name, network in (("cifar-fs", "resnet"), ("omniglot", "conv4"))
     )
     assert {c.settings["dataset"] for c in others} == {"omniglot"}
-    kept = [(last, {**found, "accuracy": 0.9}), (selected, found), (choice.settings, found)]
+    tried = {**found, "also": {"accuracy": 0.6, "interval": 0.001}}
+    kept = [(last, {**found, "accuracy": 0.9}), (selected, found), (choice.settings, tried)]
     few_shot_page.write(kept, tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
     assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
     assert "| Penalty, ours | decay 0.5, erased squares, upper rate" in text
     assert "overfits 64 classes" in text
-    assert "| upper rate 1e-3, scale 10 | 5 | Penalty, ours | 70.00 ± 0.10 |  | 1,800 |" in text
+    assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
+    assert "Taken: Penalty, ours scale 20; ProtoNet distances / 32." in text
     others = {**selected, "decay": 0.1}
     few_shot_page.write([(others, {**found, "accuracy": 0.9}), (selected, found)], tmp_path)
     assert "| 70.00 ± 0.10 |" in (tmp_path / "few-shot.md").read_text(), "the settings of now, whichever came first"
@@ -302,7 +355,9 @@ def test_of_runs_of_several_lengths_the_longest_finished_one_is_shown():
 def test_times_are_of_every_kind_of_step_once_and_never_taken_side_by_side(tmp_path, capsys):
     cells = study.cells([study.TIME], study.DATASETS, tuple(study.METHODS), 5, ("conv4", "resnet"))
     kinds = [study.timed_as(cell.settings) for cell in cells]
-    assert len(set(kinds)) == len(kinds) == 4 * 6 + 8 + 6, "methods with 1 and 5 shots; those of the paper; other T"
+    assert len(set(kinds)) == len(kinds) == 4 * 4 + 1 + 8 + 6, (
+        "four methods on each training of Omniglot and each network; ProtoNet with 1 shot; the paper's setting; other T"
+    )
     assert {cell.settings["steps"] for cell in cells} == {study.TIME_STEPS}
     assert main(["reproduce", "fewshot", "--parts", "time", "--workers", "2", "--out", str(tmp_path)]) == 2
     assert "leave --workers out" in " ".join(capsys.readouterr().err.split())

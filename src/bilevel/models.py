@@ -106,9 +106,10 @@ def mini_imagenet_resnet(
     image, and a 1x1 convolution to the features. A block has three convolutions, each with batch normalisation and
     leaky ReLU, a 1x1 convolution around them, and dropout; we add a 2x2 pool, of which the paper says nothing. The
     paper calls the last two convolutions blocks, too: they have batch normalisation, and the last has no ReLU, as that
-    of the Omniglot network. With `normalised=False` they have none: what all images have in common then fills the
-    features, and cosines differ little. The paper's dropout "with rate = 0.9" is read as the share that is kept:
-    `dropout` is the share that is not.
+    of the Omniglot network. The shift of that normalisation starts at 1, which all images have in common: cosines then
+    differ by half as much at first, and a scale of them that is right in the end is not too large for that. With
+    `normalised=False` both have none: what all images have in common then fills the features, and cosines differ
+    little. The paper's dropout "with rate = 0.9" is read as the share that is kept: `dropout` is the share that is not.
 
     The paper's text has `kernel` 1 and 384 features, but its Table 7 counts 3.8M weights here and 5K in the classifier
     of two tasks of five ways. These are the counts with `kernel=3` and 512 features: 3,809,888 and 5,120.
@@ -118,11 +119,17 @@ def mini_imagenet_resnet(
     layers: list[nn.Module] = []
     for before, after in ((3, 64), (64, 96), (96, 128), (128, 256)):
         layers += [_Residual(before, after, kernel), *_dropout(dropout, dropout > 0), nn.MaxPool2d(2)]
-    wide, last = (
-        [nn.Conv2d(before, after, 1, bias=not normalised), *([nn.BatchNorm2d(after)] * normalised)]
-        for before, after in ((256, 2048), (2048, features))
-    )
+    wide, last = _pointwise(256, 2048, normalised), _pointwise(2048, features, normalised, shift=1.0)
     return nn.Sequential(*layers, *wide, nn.LeakyReLU(0.1), nn.AdaptiveAvgPool2d(1), *last, nn.Flatten())
+
+
+def _pointwise(before: int, after: int, normalised: bool, shift: float = 0.0) -> list[nn.Module]:
+    """A 1x1 convolution, and a batch normalisation whose shift starts at this."""
+    if not normalised:
+        return [nn.Conv2d(before, after, 1)]
+    norm = nn.BatchNorm2d(after)
+    nn.init.constant_(norm.bias, shift)
+    return [nn.Conv2d(before, after, 1, bias=False), norm]
 
 
 def cosine_logits(features: Tensor, weights: Tensor) -> Tensor:

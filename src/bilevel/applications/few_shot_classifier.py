@@ -44,7 +44,7 @@ class Training:
     """Whether a square of each image in colour is erased (`bilevel.augmentation.crop_flip_and_erase`)."""
 
 
-TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=0.5, erase=True)}
+TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=0.5, erase=True, scale=20.0)}
 """That of `resnet` is the best with 5 shots on meta-validation classes of CIFAR-FS (docs/results/few-shot.md)."""
 
 

@@ -56,7 +56,7 @@ VALIDATE_EVERY = 50
 """Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
 
-OF_TRAINING = ("train_ways", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
+OF_TRAINING = ("train_ways", "train_shots", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
 """What a finished run has by now."""
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
 
@@ -81,6 +81,12 @@ def command(
     train_ways: Annotated[
         int | None,
         typer.Option(min=2, help="Classes of a task in training; more may do better. By default --ways."),
+    ] = None,
+    train_shots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Images of a class to learn from in training; more may do better. By default --shots."
+        ),
     ] = None,
     network: Annotated[
         str, typer.Option("--backbone", help=f"{', '.join(BACKBONES)}, or path.py:make with make(shape).")
@@ -143,6 +149,7 @@ def command(
     asked = {
         "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
         "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
+        "train_shots": train_shots,
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
         "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
         **asdict(plan), "decay": plan.decay if decay is None else decay,

@@ -41,7 +41,10 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
             f"--train-ways must be at most the number of classes to learn from, {len(splits.train.names)}; got "
             f"{asked['train_ways']}."
         )
-    train = TaskSampler(splits.train, asked["train_ways"] or asked["ways"], shots, queries, tasks=asked["meta_batch"])
+    train = TaskSampler(
+        splits.train, asked["train_ways"] or asked["ways"], asked["train_shots"] or shots, queries,
+        tasks=asked["meta_batch"],
+    )  # fmt: skip
     watched = None
     if valid is not None and len(valid.names) >= asked["ways"]:
         watched = TaskSampler(valid, asked["ways"], shots, queries)

@@ -12,6 +12,8 @@ from .filed import Kept
 
 AT_MOST = "at most"
 """Of the half-width of an interval that the tasks, taken by pairs, would make smaller."""
+OTHERS = ("approx-grad", "same-seconds", "prototypes")
+"""What Penalty is compared with."""
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 
 
@@ -24,20 +26,20 @@ def findings(cells: Sequence[Kept]) -> list[str]:
         if mine:
             ours = percent(mine).mean
             word = "reaches" if round(ours, 2) >= wanted else "does not reach"
-            told = [beside(mine, chosen(place, method=m)) for m in ("approx-grad", "prototypes")]
+            told = [beside(mine, chosen(place, method=m)) for m in OTHERS]
             found.append(
                 f"Omniglot, {ways}-way {shots}-shot: Penalty has {ours:.2f} and {word} our aim of {wanted}; the paper "
-                f"has {PAPER[dataset, ways, shots]['penalty']:.2f}. {' '.join(told)}".strip()
+                f"has {PAPER[dataset, ways, shots]['penalty']:.2f}. {' '.join(filter(None, told))}".strip()
             )
     for backbone in BACKBONES[CIFAR]:
         for ways, shots in TASKS[CIFAR]:
             place = chosen(cells, dataset=CIFAR, ways=ways, shots=shots, backbone=backbone)
             mine = chosen(place, method="penalty")
-            told = [beside(mine, chosen(place, method=m)) for m in ("approx-grad", "prototypes")]
+            told = [beside(mine, chosen(place, method=m)) for m in OTHERS]
             if mine and any(told):
                 found.append(
                     f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty ({mine[0][0]['steps']:,} steps) "
-                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(told).strip()}{_verdict(told)}"
+                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(filter(None, told))}{_verdict(*told)}"
                 )
     if any(AT_MOST in text for text in found):
         found.append(
@@ -62,12 +64,16 @@ def times_of_a_step(cells: Sequence[Kept]) -> list[str]:
     ]
 
 
-def _verdict(told: Sequence[str]) -> str:
+def _verdict(approx: str, seconds: str, prototypes: str) -> str:
     """Whether Penalty is where it is to be: above ApproxGrad, and not below ProtoNet."""
-    if not all(told):
+    if not (approx and prototypes):
         return ""
-    reached = " above" in told[0] and " below" not in told[1]
-    return f" Wanted is above ApproxGrad and not below ProtoNet: {'reached' if reached else 'not reached'}."
+    above = [
+        words for told, words in ((approx, "with as many steps"), (seconds, "in as many seconds")) if " above" in told
+    ]
+    is_above = f"is above ApproxGrad {' and '.join(above)}" if above else "is not above ApproxGrad"
+    level = "below" if " below" in prototypes else "not below"
+    return f" Penalty is to be above ApproxGrad and not below ProtoNet; it {is_above}, and {level} ProtoNet."
 
 
 def _over(cells: Sequence[Kept]) -> str:
@@ -86,7 +92,15 @@ def beside(ours: Sequence[Kept], theirs: Sequence[Kept]) -> str:
     seed = f" on {seeds(len(both))}" if len(ours) > len(both) else ""
     set_up = ", Penalty's settings" if s["method"] == "approx-grad" else ", the plain network" * s.get("plain", False)
     who = f"{METHODS[s['method']]} ({s['steps']:,} steps{set_up})"
-    return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)})."
+    return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)}{_by_seed(both)})."
+
+
+def _by_seed(both: Sequence[tuple[Kept, Kept]]) -> str:
+    """The difference of each seed, where there are several: another training gives another."""
+    if len(both) < 2:
+        return ""
+    gaps = ", ".join(f"{100 * (a[1]['accuracy'] - b[1]['accuracy']):+.2f}" for a, b in both)
+    return f"; by seeds {gaps}"
 
 
 def _within(both: Sequence[tuple[Kept, Kept]], apart: float) -> str:

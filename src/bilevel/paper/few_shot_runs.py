@@ -39,8 +39,8 @@ POINTS, POINT_TASKS = 6, 200
 """How often the accuracy is measured in a run, and on how many tasks."""
 LOG_EVERY = 25
 """Upper steps: reading a record waits for the GPU, and is to weigh as much in a short run as in a long one."""
-SELECTIONS = 15
-"""How often on meta-validation classes, where the best step is kept."""
+SELECTIONS = 5
+"""How often on meta-validation classes, on as many tasks as the test has, where the best step is kept."""
 VALIDATION = 100
 """Characters of the 1,200 on which choices are tried."""
 APPROX_RATE = 0.05
@@ -74,7 +74,7 @@ def method(settings: Settings) -> Method:
             return Penalty.algorithm_2(
                 lower_steps=lower_steps, gamma=0.01, epsilon=0.01, lam=0.01, nu=0.0001, upper_rate=1e-3, lower_rate=1e-3
             )
-        case "approx-grad":
+        case "approx-grad" | "same-seconds":
             return ApproxGrad(
                 lower_steps=lower_steps, linear_steps=lower_steps, damping=DAMPING, upper_optimizer=adam,
                 lower_optimizer=partial(torch.optim.SGD, lr=settings.get("lower_rate", APPROX_RATE)),
@@ -116,6 +116,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     part = CHOICES if settings["part"] == CHOICES else TABLE
     splits, seed = loaded(settings["dataset"], part), int(settings["seed"])
     known, unseen = splits.train, validation(splits) if part == CHOICES else splits.test
+    known = known.rotated() if settings.get("turned") else known
     with seeded(seed):
         network = representation(settings, known.shape[0]).to(device)
     train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
@@ -127,32 +128,38 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    prototypes = settings["method"] == "prototypes"
-    runner = _prototypes if prototypes else _bilevel
+    runner = _prototypes if settings["method"] == "prototypes" else _bilevel
     found = runner(settings, network, train, (test, chosen_on), device, place, deadline)
     if found is None:
         return None
     if settings["part"] == TIME:
         return found | {"device": device_name(device)}
-    tasks = int(settings.get("test_tasks", TEST_TASKS))
-    last = _evaluate(settings, network, test, tasks, seed)
-    found |= {
-        "accuracy": last.accuracy, "interval": last.interval, "tasks": tasks, "device": device_name(device),
-        "queries": queries, "right": _right(last),
+    tasks = _test_tasks(settings)
+    found |= _accuracies(settings, network, test, tasks, seed) | {
+        "tasks": tasks, "device": device_name(device), "queries": queries,
         "weights": sum(p.numel() for p in network.parameters()),
         "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip
     if "also" in settings:
-        more = _evaluate(
-            settings, network, TaskSampler(unseen, settings["also"], settings["shots"], queries), tasks, seed
-        )
-        found["also"] = {"accuracy": more.accuracy, "interval": more.interval, "right": _right(more)}
-    if not prototypes:
-        found["accuracy_of_means"] = adapt_and_evaluate(network, test, tasks=tasks, steps=0, seed=seed).accuracy
+        ways, shots = settings["also"]
+        found["also"] = _accuracies(settings, network, TaskSampler(unseen, ways, shots, queries), tasks, seed)
     if settings["part"] == TABLE and settings["method"] == "penalty":
         seen = TaskSampler(known, settings["ways"], settings["shots"], queries)
         found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
     return found
+
+
+def _test_tasks(settings: Settings) -> int:
+    return int(settings.get("test_tasks", TEST_TASKS))
+
+
+def _accuracies(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Found:
+    """What is measured on some tasks; of bilevel methods that of class means, too, which take no training."""
+    found = _evaluate(settings, network, sampler, tasks, seed)
+    kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": _right(found)}
+    if settings["method"] != "prototypes":
+        kept["accuracy_of_means"] = adapt_and_evaluate(network, sampler, tasks=tasks, steps=0, seed=seed).accuracy
+    return kept
 
 
 def _right(found: Evaluation) -> list[int]:
@@ -192,7 +199,8 @@ def _bilevel(
     chooser = None
     if others[1] is not None:
         chooser = _Chooser(
-            network, others[1], every=max(1, steps // SELECTIONS), tasks=POINT_TASKS, file=place / "chosen.json",
+            network, others[1], every=max(1, steps // SELECTIONS), tasks=_test_tasks(settings),
+            file=place / "chosen.json",
             keep=True, seed=seed + 2, **tested(settings),
         )  # fmt: skip
         chooser.watch = watch
@@ -263,7 +271,9 @@ def _prototypes(
                 accuracy = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1).accuracy
                 clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
             if choose and best is not None and chosen_on is not None:
-                best.hear(step, evaluate_prototypes(network, chosen_on, tasks=POINT_TASKS, seed=seed + 2).accuracy)
+                best.hear(
+                    step, evaluate_prototypes(network, chosen_on, tasks=_test_tasks(settings), seed=seed + 2).accuracy
+                )
             clock.go_on_from(step)
         return late
 

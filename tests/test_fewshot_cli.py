@@ -252,6 +252,7 @@ def test_options_that_a_finished_run_has_no_use_for_are_refused(tmp_path, capsys
     for option in (
         "--train-ways 3",
         "--train-shots 2",
+        "--scale 5",
         "--meta-batch 2",
         "--rotations",
         "--lists x",
@@ -263,6 +264,37 @@ def test_options_that_a_finished_run_has_no_use_for_are_refused(tmp_path, capsys
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert main([*call, "--embed", str(tmp_path), "--tasks", "20"]) == 2
     assert "--tasks must be left out with --evaluate and --embed" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "here")
+    assert main(arguments(tmp_path / "here", tmp_path / "run", "--json")) == 0
+    first = json.loads(capsys.readouterr().out)
+    (tmp_path / "here").rename(tmp_path / "there")
+    call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]
+    assert main(call) == 1
+    capsys.readouterr()
+    assert main([*call, str(tmp_path / "there")]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["accuracy"] == first["accuracy"]
+    assert again["notes"] == [f"The run was trained on {tmp_path / 'here'}."]
+    for c in range(8):
+        (tmp_path / "large" / str(c)).mkdir(parents=True)
+        for i in range(8):
+            Image.new("L", (32, 32), 30 * c).save(tmp_path / "large" / str(c) / f"{i}.png")
+    assert main([*call, str(tmp_path / "large")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the shape that the run was trained on, 1x16x16; they are 1x32x32." in told
+    assert main([*call, str(tmp_path / "there"), "--embed", str(tmp_path / "large" / "0")]) == 2
+    assert "DATA must be left out with --evaluate and --embed" in capsys.readouterr().err
+
+
+def test_the_scale_is_that_of_the_command_or_of_the_network(folder, tmp_path, capsys):
+    for more, scale in (((), 10.0), (("--scale", "5"), 5.0)):
+        assert main(arguments(folder, tmp_path / str(scale), *more)) == 0
+        assert json.loads((tmp_path / str(scale) / "config.json").read_text())["scale"] == scale
+    assert main(arguments(folder, tmp_path / "no", "--scale", "0")) == 2
+    assert "--scale must be above 0" in capsys.readouterr().err
 
 
 def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(folder, tmp_path, capsys):

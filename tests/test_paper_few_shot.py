@@ -127,7 +127,15 @@ def test_a_quick_look_claims_nothing(tmp_path):
              "weights": 111_936, "device": "CPU"}  # fmt: skip
     kept = [(cell.settings, found) for cell in study.small_cells()]
     assert few_shot_page.write(kept, tmp_path)["findings"] == []
-    assert "**A quick look.** Cells here have a few steps and 5 tasks" in (tmp_path / "few-shot.md").read_text()
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "**A quick look.** Cells here have a few steps and 5 tasks" in text
+    assert "of 5 tasks of classes that were not seen" in text
+    assert "600 tasks" not in text
+
+
+def test_a_quick_look_takes_no_parts(capsys):
+    assert main(["reproduce", "fewshot", "--quick", "--parts", "table", "--seeds", "2"]) == 2
+    assert "--parts and --seeds must be left out with --quick" in capsys.readouterr().err
 
 
 def test_differences_are_judged_by_the_tasks_that_both_methods_have():

@@ -30,6 +30,7 @@ from ..augmentation import crop_and_flip, crop_flip_and_erase
 from ..callbacks import Run
 from ..data.image_classes import ClassSplits
 from ..errors import OptionError, ProblemError
+from ..options import in_range
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
@@ -56,7 +57,18 @@ VALIDATE_EVERY = 50
 """Steps at least between two of these, each of which takes as long as some steps; a shorter run has one."""
 
 
-OF_TRAINING = ("train_ways", "train_shots", "network", "meta_batch", "steps", "decay", "rotations", "lists", "resume")
+OF_TRAINING = (
+    "train_ways",
+    "train_shots",
+    "network",
+    "meta_batch",
+    "steps",
+    "decay",
+    "scale",
+    "rotations",
+    "lists",
+    "resume",
+)
 """What a finished run has by now."""
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
 
@@ -101,6 +113,13 @@ def command(
             show_default=", ".join(f"{name}: {plan.decay:g}" for name, plan in TRAINING.items()),
         ),
     ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="What cosines are multiplied by; a large one on few images overfits.",
+            show_default=", ".join(f"{name}: {plan.scale:g}" for name, plan in TRAINING.items()),
+        ),
+    ] = None,
     rotations: Annotated[
         bool | None, typer.Option(help="Turned images as further classes. By default on Omniglot alone.")
     ] = None,
@@ -126,25 +145,28 @@ def command(
     The classes of DATA are split: the representation is learnt on tasks of some of them, and tried on tasks of others,
     each with a classifier of its own that sees a few images. The run folder has representation.safetensors,
     result.json and report.html. `--evaluate RUN` measures it again, on its own tasks or on those of other --ways,
-    --shots, --queries, --tasks and --seed; with `--embed FOLDER` it embeds new images, for which DATA need not be there
-    any more.
+    --shots, --queries, --tasks and --seed, and of DATA, where it is now, or of other images; with `--embed FOLDER` it
+    embeds new images, for which DATA need not be there any more.
     """
     where = device_of(device)
     new = None if images is None else image_files(images)
     if evaluate is not None:
-        if data is not None:
-            raise OptionError(f"DATA must be left out with --evaluate, whose run has its own; got {data!r}.")
         if new is not None:
-            refuse(context, (*OF_TRAINING, *TASKS), "--evaluate and --embed, which need the run and the images alone")
+            alone = "--evaluate and --embed, which need the run and the images alone"
+            if data is not None:
+                raise OptionError(f"DATA must be left out with {alone}; got {data!r}.")
+            refuse(context, (*OF_TRAINING, *TASKS), alone)
             embed_only(evaluate, new, where, out, json)
         else:
             refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
-            evaluate_again(evaluate, {name: context.params[name] for name in given(context, TASKS)}, where, json)
+            other = {name: context.params[name] for name in given(context, TASKS)}
+            evaluate_again(evaluate, None if data is None else lasting(data), other, where, json)
         return
     if data is None and new is not None:
         raise OptionError("--embed needs --evaluate RUN, a finished run to embed with, or DATA to learn from first.")
     if data is None:
         raise OptionError("DATA is needed: omniglot, cifar-fs, mini-imagenet, or a folder of class folders.")
+    in_range("--scale", scale, above=0)
     plan = TRAINING.get(network, Training())
     asked = {
         "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
@@ -153,6 +175,7 @@ def command(
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
         "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
         **asdict(plan), "decay": plan.decay if decay is None else decay,
+        "scale": plan.scale if scale is None else scale,
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
     splits = load(asked)

@@ -21,10 +21,15 @@ from .run_state import kept
 from .telling import tell
 
 
-def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
-    """Evaluate a finished run on the tasks that it was made for, or as given."""
-    folder, asked, _ = _opened(run)
+def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
+    """Evaluate a finished run on the tasks that it was made for, or as given, and on other data if these are named."""
+    folder, asked, made = _opened(run)
+    notes = [] if data in (None, asked["data"]) else [f"The run was trained on {asked['data']}."]
+    asked |= {} if data is None else {"data": data}
     splits = load(asked)  # by the seed of the run: another splits the classes otherwise
+    if list(splits.train.shape) != made["shape"]:
+        now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
+        raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
     net = network_of(asked["backbone"], splits.train.shape, where, asked["seed"])
     load_weights(net, run / WEIGHTS)
     asked |= given
@@ -34,7 +39,9 @@ def evaluate_again(run: Path, given: Mapping[str, Any], where: torch.device, jso
         found = adapt_and_evaluate(
             net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=tell
         )
-    result = summary(asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[])
+    result = summary(
+        asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[*notes, *splits.notes]
+    )
     folder.write_json("evaluation.json", result)
     report(folder, result, json, page=False)
 

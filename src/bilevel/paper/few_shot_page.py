@@ -30,6 +30,7 @@ from .few_shot import (
     PAPER_STEPS,
     TABLE,
     TASKS,
+    TEST_TASKS,
     TIME,
     TIME_STEPS,
     VARIED,
@@ -79,7 +80,8 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     text = [
         "# Few-shot learning: one representation, many tasks",
         "Written by `bilevel reproduce fewshot` (Section 3.3, Appendix E.3, Table 3, Figures 4(b) and 5(b) of the "
-        f"paper), on {devices(mine)}. Accuracies in percent, of 600 tasks of classes that were not seen in training, "
+        f"paper), on {devices(mine)}. Accuracies in percent, of {max(quick, default=TEST_TASKS)} tasks of classes that "
+        "were not seen in training, "
         "15 queries a class, classifiers trained for 100 steps on the support (ProtoNet has none); batch normalisation "
         "has its running statistics, so that no query sees another. Behind the number of one seed stands the "
         "half-width of the 95% interval over tasks, behind that of several their deviation. The interval of one seed, "

@@ -11,6 +11,7 @@ import typer
 from ...errors import OptionError
 from ..arguments import DeviceOption, JsonOption
 from ..device import device_of
+from ..given import refuse
 from .shared import (
     NoRunOption,
     OutOption,
@@ -28,13 +29,15 @@ from .shared import (
 
 
 def fewshot(
+    context: typer.Context,
     parts: Annotated[
         str | None,
         typer.Option(help="table, effect-of-T, time, choices, with commas. By default all but the last."),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="omniglot, cifar-fs, with commas. By default both.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="penalty, prototypes, approx-grad, paper, rmd, with commas. By default all.")
+        str | None,
+        typer.Option(help="penalty, prototypes, approx-grad, same-seconds, paper, rmd, with commas. By default all."),
     ] = None,
     backbones: Annotated[str | None, typer.Option(help="conv4, resnet, with commas. By default both.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 1,
@@ -51,6 +54,8 @@ def fewshot(
     from ...paper import few_shot as study
     from ...paper import few_shot_page, few_shot_runs
 
+    if quick:
+        refuse(context, ("parts", "dataset", "methods", "backbones", "seeds"), "--quick, which has cells of its own")
     usual = ",".join((study.TABLE, study.EFFECT) + ((study.TIME,) if workers == 1 else ()))
     wanted = words("--parts", parts or usual, study.PARTS)
     if study.TIME in wanted and workers > 1:

@@ -91,7 +91,7 @@ def test_tasks_that_cannot_be_are_refused_by_name():
     classes = noise_classes(4, 6)
     with pytest.raises(OptionError, match=r"drawn from, 4 .*; got 5\. Give more classes"):
         TaskSampler(classes, 5, 1, 2)
-    with pytest.raises(OptionError, match=r"'class 0' has 6, got 2 \+ 5"):
+    with pytest.raises(OptionError, match=r"got 2 \+ 5, and 4 of 4 classes have fewer, 'class 0' the least, 6\."):
         TaskSampler(classes, 2, 2, 5)
     with pytest.raises(OptionError, match="shots must be at least 1; got 0"):
         TaskSampler(classes, 2, 0, 5)

@@ -131,7 +131,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 
     plan = TRAINING["resnet"]
     made = {"decay": plan.decay, "erased": plan.erase, "upper_rate": plan.rate, "scale": plan.scale}
-    assert made == study.CHOSEN["resnet", "penalty"]
+    assert made == study.RESNET_VARIED[study.CHOSEN["resnet", "penalty"]]
     assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
     monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
     monkeypatch.setattr(fewshot, "meta_train", spy)
@@ -148,7 +148,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
     tried = [pair for pair in kept if pair[0]["part"] == study.CHOICES and pair[0]["dataset"] == "cifar-fs"]
-    for place, options in study.CHOSEN.items():
+    for place, taken in study.CHOSEN.items():
         mine: dict[str, dict[int, tuple[float, float]]] = {}
         alone = {}
         for s, f in tried:
@@ -158,11 +158,10 @@ def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
                 alone[s["varied"]] = f["accuracy"]
         assert all(len(seeds) == study.CHOICE_SEEDS for seeds in mine.values())
         best = max(mine, key=lambda varied: sum(map(sum, mine[varied].values())))
-        names = study.CIFAR_VARIED[place[0]]
-        assert names[best] == options, place
+        assert best == taken, place
         one_shot = max(alone, key=lambda varied: alone[varied])
         better = alone[one_shot] > sum(one for _, one in mine[best].values()) / study.CHOICE_SEEDS
-        assert study.APART.get(place) == (names[one_shot] if better else None), place
+        assert study.APART.get(place) == (one_shot if better else None), place
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -273,7 +274,7 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
     (tmp_path / "here").rename(tmp_path / "there")
     call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]
     assert main(call) == 1
-    capsys.readouterr()
+    assert "are not there; `bilevel fewshot DATA --evaluate" in " ".join(capsys.readouterr().err.split())
     assert main([*call, str(tmp_path / "there")]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["accuracy"] == first["accuracy"]
@@ -287,6 +288,58 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
     assert "the shape that the run was trained on, 1x16x16; they are 1x32x32." in told
     assert main([*call, str(tmp_path / "there"), "--embed", str(tmp_path / "large" / "0")]) == 2
     assert "DATA must be left out with --evaluate and --embed" in capsys.readouterr().err
+
+
+def test_classes_that_were_learnt_from_are_not_tried_on_when_the_data_have_changed(folder, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(folder, data)
+    assert main(arguments(data, tmp_path / "run")) == 0
+    before = json.loads((tmp_path / "run" / "config.json").read_text())["classes"]
+    gone = min(before["train"])
+    (data / gone).rename(tmp_path / gone)
+    capsys.readouterr()
+    found = load_classes(data, seed=0)
+    call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu"]
+    assert set(found.test.names) & set(before["train"]), "other names, another split"
+    assert main(call) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"is split by class otherwise than when the run began (without {gone}), and the run has learnt from" in told
+    (tmp_path / gone).rename(data / gone)
+    assert main(call) == 0
+    assert f"evaluation: {tmp_path / 'run' / 'evaluation.json'}" in capsys.readouterr().out
+
+
+def test_a_stopped_run_does_not_go_on_with_data_that_have_changed(folder, tmp_path, capsys, monkeypatch):
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(folder, data)
+
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fewshot, "meta_train", stop)
+        assert main(arguments(data, run)) == 130
+    name = min(path.name for path in data.iterdir())
+    image = min((data / name).iterdir())
+    image.rename(tmp_path / "image.png")
+    assert main(arguments(data, run, "--resume")) == 1
+    assert "is not as it was when the run began (numbers of images)" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "image.png").rename(image)
+    (data / name).rename(data / "another")
+    assert main(arguments(data, run, "--resume")) == 1
+    assert f"(without {name} and with another)" in " ".join(capsys.readouterr().err.split())
+    (data / "another").rename(data / name)
+    assert main(arguments(data, run, "--resume")) == 0
+
+
+def test_more_shots_in_training_than_at_the_test(folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "run", "--train-shots", "2", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["shots"] == 1
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"Ways / shots in training</\w+>\s*<\w+>\d+ / 2<", page)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train_shots"] == 2
+    assert main(arguments(folder, tmp_path / "x", "--train-shots", "20")) == 2
+    assert "--train-shots and --queries must be at most" in capsys.readouterr().err
 
 
 def test_the_scale_is_that_of_the_command_or_of_the_network(folder, tmp_path, capsys):

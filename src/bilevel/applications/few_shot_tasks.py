@@ -41,11 +41,13 @@ class TaskSampler:
                 f"folder, those of one of its three parts, the least of which has 16%); got {ways}. Give more classes, "
                 "or ask for fewer ways."
             )
-        least = min(range(len(classes.counts)), key=classes.counts.__getitem__)
-        if shots + queries > classes.counts[least]:
+        few = [count for count in classes.counts if count < shots + queries]
+        if few:
+            name = classes.names[classes.counts.index(min(few))]
             raise OptionError(
-                f"shots + queries must be at most the number of images of every class; {classes.names[least]!r} has "
-                f"{classes.counts[least]}, got {shots} + {queries}. Ask for fewer of them, or give more images."
+                f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "
+                f"{len(few)} of {len(classes.counts)} classes have fewer, {name!r} the least, {min(few)}. Ask for "
+                "fewer of them, or give more images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries
         self.tasks, self.episodes = tasks, episodes

@@ -38,10 +38,11 @@ from .bar import RunBar, stage
 from .device import device_of
 from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
+from .fewshot_classes import classes_of, refuse_changed_classes
 from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
 from .folder import Folder
 from .given import given, refuse
-from .run_state import begin, finished, folder_of, resumable
+from .run_state import CHECKPOINT, begin, finished, folder_of, kept, resumable
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -179,6 +180,7 @@ def command(
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
     splits = load(asked)
+    asked["classes"] = classes_of(splits, data)
     net = network_of(network, splits.train.shape, where, seed)
     try:
         feature_count(net, splits.train)
@@ -191,6 +193,8 @@ def command(
         load_weights(net, folder.path / WEIGHTS)
         report(folder, with_embeddings(done, net, new, folder), json)
         return
+    if resume and (folder.path / CHECKPOINT).exists():
+        refuse_changed_classes(kept(folder, "config.json").get("classes"), asked["classes"], data)
     checkpoint = begin(folder, asked, resume, FILES)
     with resumable(checkpoint):
         result = _run(folder, checkpoint, net, splits, samplers, asked, where)
@@ -242,7 +246,7 @@ def _run(
         ) from error
     if solution.interrupted:
         raise KeyboardInterrupt
-    kept = watch.best.restore() if watch is not None and watch.best is not None else None
+    best = watch.best.restore() if watch is not None and watch.best is not None else None
     if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
         raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
     with stage("evaluating", "images") as tell:
@@ -257,19 +261,22 @@ def _run(
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
         asked, found, method="penalty", accuracy_of_means=means.accuracy, data=splits.name, steps=solution.steps,
-        kept_step=kept[0] if kept else solution.steps, meta_batch=asked["meta_batch"],
+        kept_step=best[0] if best else solution.steps, meta_batch=asked["meta_batch"],
         shape=list(splits.train.shape), engine=solution.engine, seconds=round(time.perf_counter() - began, 2),
-        validation_accuracy=kept[1] if kept else None, weights=sum(p.numel() for p in net.parameters()),
+        validation_accuracy=best[1] if best else None, weights=sum(p.numel() for p in net.parameters()),
         classes=[len(splits.train.names), held, len(splits.test.names)], notes=notes,
     )  # fmt: skip
     parts = " / ".join(f"{count:,}" for count in result["classes"])
     settings = [
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
+        *([("Ways / shots in training", f"{train.ways} / {train.shots}")] * (
+            (train.ways, train.shots) != (test.ways, test.shots)
+        )),
         ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
         ("Images in training", _changed(colour, asked["erase"])),
-        ("Steps", f"{result['steps']:,}"), ("Kept", _kept(kept)), ("Seed", str(seed)),
+        ("Steps", f"{result['steps']:,}"), ("Kept", _kept(best)), ("Seed", str(seed)),
         ("Seconds", f"{result['seconds']:.1f}"),
     ]  # fmt: skip
     write(folder, Trained(net, solution, rows, found, test, result, settings))
@@ -281,8 +288,8 @@ def _changed(colour: bool, erase: bool) -> str:
     return f"shifted, mirrored{', a square erased' if erase else ''}" if colour else "as they are"
 
 
-def _kept(kept: tuple[int, float] | None) -> str:
-    return "the last step" if kept is None else f"step {kept[0]:,}, the best on meta-validation classes"
+def _kept(best: tuple[int, float] | None) -> str:
+    return "the last step" if best is None else f"step {best[0]:,}, the best on meta-validation classes"
 
 
 class _Shown(Validation):

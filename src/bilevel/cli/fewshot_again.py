@@ -12,9 +12,10 @@ from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..applications.few_shot_classifier import SCALE
-from ..errors import OptionError
+from ..errors import DataError, OptionError
 from .bar import stage
 from .fewshot_asked import load, network_of
+from .fewshot_classes import classes_of, refuse_other_classes
 from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
 from .folder import Folder
 from .run_state import kept
@@ -25,8 +26,14 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
     """Evaluate a finished run on the tasks that it was made for, or as given, and on other data if these are named."""
     folder, asked, made = _opened(run)
     notes = [] if data in (None, asked["data"]) else [f"The run was trained on {asked['data']}."]
+    if data is None and Path(asked["data"]).is_absolute() and not Path(asked["data"]).is_dir():
+        raise DataError(
+            f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
+            "from where they are now."
+        )
     asked |= {} if data is None else {"data": data}
     splits = load(asked)  # by the seed of the run: another splits the classes otherwise
+    refuse_other_classes(asked.get("classes"), classes_of(splits, asked["data"]), asked["data"])
     if list(splits.train.shape) != made["shape"]:
         now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
         raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
@@ -35,15 +42,20 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
     asked |= given
     began = time.perf_counter()
     test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
-    with stage("evaluating", "images") as tell:
+    with stage("evaluating", "images") as count:
         found = adapt_and_evaluate(
-            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=tell
+            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=count
         )
     result = summary(
-        asked, found, data=splits.name, seconds=round(time.perf_counter() - began, 2), notes=[*notes, *splits.notes]
+        asked,
+        found,
+        command="fewshot --evaluate",
+        data=splits.name,
+        seconds=round(time.perf_counter() - began, 2),
+        notes=[*notes, *splits.notes],
     )
     folder.write_json("evaluation.json", result)
-    report(folder, result, json, page=False)
+    tell(result, show, json=json, evaluation=folder.path / "evaluation.json")
 
 
 def embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:

@@ -24,7 +24,7 @@ LEAST_SIDE = 16
 
 def lasting(data: str) -> str:
     """What names the data from any folder."""
-    return str(Path(data).absolute()) if data not in NAMES and Path(data).is_dir() else data
+    return str(Path(data).resolve()) if data not in NAMES and Path(data).is_dir() else data
 
 
 def load(asked: Mapping[str, Any]) -> ClassSplits:
@@ -40,6 +40,12 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
         raise OptionError(
             f"--train-ways must be at most the number of classes to learn from, {len(splits.train.names)}; got "
             f"{asked['train_ways']}."
+        )
+    most = min(splits.train.counts) - queries
+    if asked["train_shots"] is not None and not asked["train_shots"] <= most:
+        raise OptionError(
+            f"--train-shots and --queries must be at most the number of images of every class to learn from, "
+            f"{most + queries}; got {asked['train_shots']} and {queries}."
         )
     train = TaskSampler(
         splits.train, asked["train_ways"] or asked["ways"], asked["train_shots"] or shots, queries,

@@ -90,7 +90,11 @@ def _folder(name: str) -> Path:
         if given and (Path(given) / word).is_dir():
             return Path(given) / word
     where = FOLDERS[name][0]
-    raise DataError(f"{name} is not here: put it into $BILEVEL_DATA/{where} (see docs/few-shot.md for its files).")
+    now = f"it is {given}" if given else "it is not set"
+    raise DataError(
+        f"{name} is not here: put it into a folder {where}, and name the folder above it in the environment variable "
+        f"BILEVEL_DATA ({now}). docs/few-shot.md has its files."
+    )
 
 
 def _omniglot(folder: Path, validation: int) -> ClassSplits:

@@ -59,7 +59,7 @@ def load_folder(root: Path, further: dict[str, Path]) -> Labelled:
     if len(kept) < LEAST_ROWS:
         raise DataError(f"{root}: at least {LEAST_ROWS} images are needed; there are {len(kept)}.")
     if main.empty:
-        notes.append(f"Folders without images were passed over: {_some(main.empty)}.")
+        notes.append(f"Folders without images were passed over: {some_of(main.empty)}.")
     pairs: dict[str, Pair] = {}
     for part, listing in parts.items():
         where = further.get(part, root / part)
@@ -155,7 +155,7 @@ def _decode(
     notes = []
     if broken:
         lost = f"{len(broken)} of {len(images)} images that {agreeing(len(broken), 'does', 'do')} not decode"
-        notes.append(f"Left out {lost}: {_some(broken)}.")
+        notes.append(f"Left out {lost}: {some_of(broken)}.")
     if resized:
         notes.append(
             f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle, to "
@@ -181,5 +181,5 @@ def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarra
         return np.asarray(image if fits else ImageOps.fit(image, size, Image.Resampling.BILINEAR)), not fits
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

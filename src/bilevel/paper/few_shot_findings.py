@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .denoising_numbers import Numbers, chosen, percent, seeds
-from .few_shot import BACKBONES, CIFAR, METHODS, PAPER, TASKS, WANTED, T
+from .few_shot import BACKBONES, CIFAR, CURVE_TASKS, KIN, METHODS, PAPER, TASKS, WANTED, T
 from .filed import Kept
 
 AT_MOST = "at most"
@@ -31,16 +31,28 @@ def findings(cells: Sequence[Kept]) -> list[str]:
                 f"Omniglot, {ways}-way {shots}-shot: Penalty has {ours:.2f} and {word} our aim of {wanted}; the paper "
                 f"has {PAPER[dataset, ways, shots]['penalty']:.2f}. {' '.join(filter(None, told))}".strip()
             )
+    reached: dict[str, list[bool]] = {}
     for backbone in BACKBONES[CIFAR]:
         for ways, shots in TASKS[CIFAR]:
             place = chosen(cells, dataset=CIFAR, ways=ways, shots=shots, backbone=backbone)
-            mine = chosen(place, method="penalty")
-            told = [beside(mine, chosen(place, method=m)) for m in OTHERS]
+            mine, others = chosen(place, method="penalty"), {m: chosen(place, method=m) for m in OTHERS}
+            told = [beside(mine, theirs) for theirs in others.values()]
             if mine and any(told):
                 found.append(
                     f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty ({mine[0][0]['steps']:,} steps) "
-                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(filter(None, told))}{_verdict(*told)}"
+                    f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(filter(None, told))}"
                 )
+            for words, method in (("with as many steps", "approx-grad"), ("in as many seconds", "same-seconds")):
+                gaps = [_apart(_both(mine, others[m])) for m in (method, "prototypes")]
+                if all(gap is not None for gap in gaps):
+                    reached.setdefault(words, []).append(gaps[0] > 0 and gaps[1] >= 0)  # type: ignore[operator]
+    if reached:
+        counts = [f"{sum(places)} of {len(places)} places {words}" for words, places in reached.items()]
+        found.append(
+            "Our aim on CIFAR-FS, the mean above that of ApproxGrad and not below that of ProtoNet, is reached in "
+            f"{' and in '.join(counts)}."
+        )
+    found += _last_steps(cells)
     if any(AT_MOST in text for text in found):
         found.append(
             f"{AT_MOST.capitalize()}: all methods have the same tasks, and what was right in each was not kept for all."
@@ -64,16 +76,17 @@ def times_of_a_step(cells: Sequence[Kept]) -> list[str]:
     ]
 
 
-def _verdict(approx: str, seconds: str, prototypes: str) -> str:
-    """Whether Penalty is where it is to be: above ApproxGrad, and not below ProtoNet."""
-    if not (approx and prototypes):
-        return ""
-    above = [
-        words for told, words in ((approx, "with as many steps"), (seconds, "in as many seconds")) if " above" in told
+def _last_steps(cells: Sequence[Kept]) -> list[str]:
+    """Where the step is chosen on meta-validation classes, what the last one has instead."""
+    some = [pair for pair in cells if "kept_step" in pair[1] and pair[1].get("curve")]
+    means = {m: [pair[1]["curve"][-1]["accuracy"] for pair in chosen(some, method=m)] for m in ("penalty", *OTHERS)}
+    if not all(means.values()):
+        return []
+    shown = [f"{METHODS[m]} has {100 * sum(found) / len(found):.2f}" for m, found in means.items()]
+    return [
+        f"The residual network at its last step, not at the one that was kept, 5 shots, {CURVE_TASKS} tasks of each "
+        f"seed: {'; '.join(shown)}."
     ]
-    is_above = f"is above ApproxGrad {' and '.join(above)}" if above else "is not above ApproxGrad"
-    level = "below" if " below" in prototypes else "not below"
-    return f" Penalty is to be above ApproxGrad and not below ProtoNet; it {is_above}, and {level} ProtoNet."
 
 
 def _over(cells: Sequence[Kept]) -> str:
@@ -82,40 +95,48 @@ def _over(cells: Sequence[Kept]) -> str:
 
 def beside(ours: Sequence[Kept], theirs: Sequence[Kept]) -> str:
     """Penalty beside a method on the seeds that both have, whose tasks are the same; empty where there are none."""
-    both = [(a, b) for a in ours for b in theirs if a[0]["seed"] == b[0]["seed"]]
-    if not both:
+    both = _both(ours, theirs)
+    apart = _apart(both)
+    if apart is None:
         return ""
-    mine, others = ([pair[k] for pair in both] for k in (0, 1))
-    a, b = percent(mine).mean, percent(others).mean
-    apart, s = round(a, 2) - round(b, 2), theirs[0][0]
+    s, b = theirs[0][0], percent([pair[1] for pair in both]).mean
     word = f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}" if apart else "level with it"
     seed = f" on {seeds(len(both))}" if len(ours) > len(both) else ""
-    set_up = ", Penalty's settings" if s["method"] == "approx-grad" else ", the plain network" * s.get("plain", False)
+    kin = KIN.get(s["method"], s["method"])
+    set_up = ", Penalty's settings" if kin == "approx-grad" else ", the plain network" * s.get("plain", False)
     who = f"{METHODS[s['method']]} ({s['steps']:,} steps{set_up})"
-    return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)}{_by_seed(both)})."
+    return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)})."
 
 
-def _by_seed(both: Sequence[tuple[Kept, Kept]]) -> str:
-    """The difference of each seed, where there are several: another training gives another."""
-    if len(both) < 2:
-        return ""
-    gaps = ", ".join(f"{100 * (a[1]['accuracy'] - b[1]['accuracy']):+.2f}" for a, b in both)
-    return f"; by seeds {gaps}"
+def _both(ours: Sequence[Kept], theirs: Sequence[Kept]) -> list[tuple[Kept, Kept]]:
+    return [(a, b) for a in ours for b in theirs if a[0]["seed"] == b[0]["seed"]]
+
+
+def _apart(both: Sequence[tuple[Kept, Kept]]) -> float | None:
+    """Points between the means of both, as they are shown; None where there is no seed that both have."""
+    return round(sum(_gaps(both)) / len(both), 2) if both else None
+
+
+def _gaps(both: Sequence[tuple[Kept, Kept]]) -> list[float]:
+    """Points between both, by seed."""
+    return [100 * (a[1]["accuracy"] - b[1]["accuracy"]) for a, b in both]
 
 
 def _within(both: Sequence[tuple[Kept, Kept]], apart: float) -> str:
-    """What the tasks say of a difference: by pairs, where the tasks of both were kept, else the widest it can be."""
-    if all("right" in cell[1] for pair in both for cell in pair):
-        gaps = [
-            100 * (x - y) / (a[0]["ways"] * a[1]["queries"])
-            for a, b in both
-            for x, y in zip(a[1]["right"], b[1]["right"], strict=True)
-        ]
-        interval = Numbers(tuple(gaps)).interval or (-math.inf, math.inf)
-        half = (interval[1] - interval[0]) / 2
-        return f"± {half:.2f}" + ("" if abs(apart) > half else ", which the tasks do not resolve")
-    half = 100 * math.sqrt(sum(x[1]["interval"] ** 2 + y[1]["interval"] ** 2 for x, y in both)) / len(both)
-    return f"± {AT_MOST} {half:.2f}"
+    """What is known of a difference: by seeds, where there are several, for another training gives another; else by
+    pairs of tasks, where those of both were kept, else the widest that it can be."""
+    gaps, of = _gaps(both), "seeds"
+    if len(both) == 1:
+        if any("right" not in cell[1] for cell in both[0]):
+            half = 100 * math.sqrt(sum(cell[1]["interval"] ** 2 for cell in both[0]))
+            return f"± {AT_MOST} {half:.2f}"
+        a, b = both[0]
+        every = 100 / (a[0]["ways"] * a[1]["queries"])
+        gaps, of = [every * (x - y) for x, y in zip(a[1]["right"], b[1]["right"], strict=True)], "tasks"
+    interval = Numbers(tuple(gaps)).interval or (-math.inf, math.inf)
+    half = (interval[1] - interval[0]) / 2
+    resolved = "" if abs(apart) > half else f", which the {of} do not resolve"
+    return f"± {half:.2f}{resolved}" + (f": {', '.join(f'{gap:+.2f}' for gap in gaps)}" if of == "seeds" else "")
 
 
 def _classifiers(cells: Sequence[Kept]) -> list[str]:
@@ -123,7 +144,8 @@ def _classifiers(cells: Sequence[Kept]) -> list[str]:
     some = [found for settings, found in cells if settings["method"] == "penalty" and "accuracy_of_means" in found]
     if not some:
         return []
-    least, most = (pick(100 * (f["accuracy"] - f["accuracy_of_means"]) for f in some) for pick in (min, max))
+    gains = [round(100 * (f["accuracy"] - f["accuracy_of_means"]), 2) + 0.0 for f in some]  # no -0.00
+    least, most = min(gains), max(gains)
     return [
         f"At the test, Penalty's trained classifiers have {least:+.2f} to {most:+.2f} points beside the class means of "
         "the support in the same representation."

@@ -33,14 +33,12 @@ from ..solution import Status
 from ..training import SAVES, Augment
 from ..whole import write_whole
 from .denoising_runs import device_name
-from .few_shot import CHOICES, CIFAR, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
+from .few_shot import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
 
-POINTS, POINT_TASKS = 6, 200
-"""How often the accuracy is measured in a run, and on how many tasks."""
+POINTS = 6
+"""How often the accuracy is measured in a run."""
 LOG_EVERY = 25
 """Upper steps: reading a record waits for the GPU, and is to weigh as much in a short run as in a long one."""
-SELECTIONS = 5
-"""How often on meta-validation classes, on as many tasks as the test has, where the best step is kept."""
 VALIDATION = 100
 """Characters of the 1,200 on which choices are tried."""
 APPROX_RATE = 0.05
@@ -116,10 +114,10 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     part = CHOICES if settings["part"] == CHOICES else TABLE
     splits, seed = loaded(settings["dataset"], part), int(settings["seed"])
     known, unseen = splits.train, validation(splits) if part == CHOICES else splits.test
-    known = known.rotated() if settings.get("turned") else known
+    learnt = known.rotated() if settings.get("turned") else known
     with seeded(seed):
         network = representation(settings, known.shape[0]).to(device)
-    train = TaskSampler(known, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
+    train = TaskSampler(learnt, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
     queries = int(settings.get("test_queries", TEST_QUERIES))
     test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
     chosen_on = None
@@ -145,7 +143,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         found["also"] = _accuracies(settings, network, TaskSampler(unseen, ways, shots, queries), tasks, seed)
     if settings["part"] == TABLE and settings["method"] == "penalty":
         seen = TaskSampler(known, settings["ways"], settings["shots"], queries)
-        found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, POINT_TASKS), seed).accuracy
+        found["train_accuracy"] = _evaluate(settings, network, seen, min(tasks, CURVE_TASKS), seed).accuracy
     return found
 
 
@@ -178,7 +176,7 @@ def _points(settings: Settings) -> tuple[int, int]:
     if settings["part"] == TIME:
         return 2, 1
     points = int(settings.get("points", POINTS if settings["part"] == TABLE else 1))
-    return points, min(POINT_TASKS, int(settings.get("test_tasks", POINT_TASKS)))
+    return points, min(CURVE_TASKS, int(settings.get("test_tasks", CURVE_TASKS)))
 
 
 def _bilevel(
@@ -199,7 +197,7 @@ def _bilevel(
     chooser = None
     if others[1] is not None:
         chooser = _Chooser(
-            network, others[1], every=max(1, steps // SELECTIONS), tasks=_test_tasks(settings),
+            network, others[1], every=max(1, steps // int(settings["selected"])), tasks=_test_tasks(settings),
             file=place / "chosen.json",
             keep=True, seed=seed + 2, **tested(settings),
         )  # fmt: skip
@@ -259,7 +257,7 @@ def _prototypes(
     test, chosen_on = others
     best = None if chosen_on is None else Best(network, place / "best")
     clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
-    chosen = max(1, steps // SELECTIONS)
+    chosen = max(1, steps // int(settings.get("selected", 1)))
 
     def watch(step: int) -> bool:
         clock.hear(step)

@@ -1,0 +1,48 @@
+"""The classes of a few-shot run: a split is drawn from their names, and other names give another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..data.class_sets import NAMES
+from ..data.folder import some_of
+from ..data.image_classes import ClassSplits
+from ..errors import DataError
+
+
+def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | None:
+    """How many images each class of each part has; None of a named set, which is always split alike."""
+    if data in NAMES:
+        return None
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    return {
+        name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None
+    }  # fmt: skip
+
+
+def refuse_other_classes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, data: str) -> None:
+    """Refuse data that are split otherwise than those of a run: what it learnt from would count as unseen."""
+    if not before or not now:
+        return
+    learnt = [name for name in now["test"] if name in before["train"]]
+    if learnt:
+        raise DataError(
+            f"{data} is split by class otherwise than when the run began{_others(before, now)}, and the run has learnt "
+            f"from {some_of(learnt)}, which would be tried on. Bring back the classes that were there."
+        )
+
+
+def refuse_changed_classes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, data: str) -> None:
+    """Refuse to go on with a run on data that are not what they were."""
+    if before != now:
+        other = _others(before or {}, now or {}) or " (numbers of images)"
+        raise DataError(f"{data} is not as it was when the run began{other}. Bring it back, or give another --out.")
+
+
+def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which classes are gone, and which are new."""
+    old, new = ({name for part in parts.values() for name in part} for parts in (before, now))
+    changes = {"without": old - new, "with": new - old}
+    said = [f"{word} {some_of(sorted(names))}" for word, names in changes.items() if names]
+    return f" ({' and '.join(said)})" if said else ""

@@ -216,6 +216,8 @@ def test_a_run_that_takes_many_hours_says_so_once_and_what_takes_less(seconds, s
     err = capsys.readouterr().err
     assert err.count("10,000 such steps take about 83 hours here. A smaller --meta-batch") == said
     assert bar.told == said
+    fewshot._Bar(None).log(Run("stochastic", 300, 2, History(), seconds=seconds * 1.2))
+    assert ("300 such steps take about 90 minutes here." in capsys.readouterr().err) == said
 
 
 def test_a_task_is_drawn_with_right_answers_in_one_colour_and_wrong_ones_in_another():

@@ -49,7 +49,7 @@ VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, the accuracy on meta-validation classes is measured in a run."""
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 """What torch says where there is too little."""
-SOON, LONG = 20.0, 2.0
+SOON, LONG = 20.0, 0.5
 """The seconds after which it is told how long a run takes, and the hours above which it is."""
 SHORTER = "A smaller --meta-batch and fewer --steps take less."
 FEW = 50
@@ -312,7 +312,8 @@ class _Bar(RunBar):
         if not self.told and run.seconds >= SOON:
             self.told = True
             if hours > LONG:
-                text = f"note: {run.max_steps:,} such steps take about {hours:,.0f} hours here. {SHORTER}"
+                time_taken = f"{hours:,.0f} hours" if hours > 2 else f"{60 * hours:.0f} minutes"
+                text = f"note: {run.max_steps:,} such steps take about {time_taken} here. {SHORTER}"
                 if self._bar is None:
                     print(text, file=sys.stderr, flush=True)
                 else:

@@ -41,6 +41,12 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
             f"--train-ways must be at most the number of classes to learn from, {len(splits.train.names)}; got "
             f"{asked['train_ways']}."
         )
+    learnt, tried = len(splits.train.names), len(splits.test.names)
+    if asked["ways"] > (tried if asked["train_ways"] else min(learnt, tried)):
+        raise OptionError(
+            f"--ways must be at most the number of classes of each part: there are {learnt} to learn from and {tried} "
+            f"for the test; got {asked['ways']}. Give more classes, or ask for fewer ways."
+        )
     most = min(splits.train.counts) - queries
     if asked["train_shots"] is not None and not asked["train_shots"] <= most:
         raise OptionError(

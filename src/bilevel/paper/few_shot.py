@@ -85,6 +85,8 @@ VARIED: dict[str, dict[str, Any]] = {
 """What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
 LOOSE: dict[str, Any] = {"proximity": 1.0, "gamma": 10.0, "lower_rate": 0.03}
 """Classifiers that go further from the class means, with the price and the rate that go with that."""
+WIDER = {"train_ways": 40, "tasks": 2}
+"""As many images, in fewer tasks of more classes."""
 CONV4_VARIED: dict[str, dict[str, Any]] = {
     "scale 10": {"scale": 10.0},
     "scale 5": {"scale": 5.0},
@@ -92,11 +94,13 @@ CONV4_VARIED: dict[str, dict[str, Any]] = {
     "proximity 1, gamma 10, lower rate 0.03": {"scale": 10.0, **LOOSE},
     "proximity 1, gamma 20, lower rate 0.03": {"scale": 10.0, **LOOSE, "gamma": 20.0},
     "upper rate 1e-3": {"scale": 10.0, "upper_rate": 1e-3},
+    "40 ways": {"scale": 10.0, **WIDER},
     "distances": {"distances": 1.0},
     "distances / 4": {"distances": 1 / 4},
     "distances / 16": {"distances": 1 / 16},
     "distances / 64": {"distances": 1 / 64},
     "upper rate 1e-3, distances / 16": {"upper_rate": 1e-3, "distances": 1 / 16},
+    "distances / 64, 40 ways": {"distances": 1 / 64, **WIDER},
 }
 """The same on CIFAR-FS. The softmax of ProtoNet is of distances, not of cosines."""
 REGULAR: dict[str, Any] = {"decay": 0.5, "erased": True, "upper_rate": 1e-3}
@@ -110,8 +114,10 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     "plain": {**REGULAR, "plain": True},
     "scale 20, decay 1": {**REGULAR, "scale": 20.0, "decay": 1.0},
     "scale 20, turned": {**REGULAR, "scale": 20.0, "turned": True},
+    "scale 20, 40 ways": {**REGULAR, "scale": 20.0, **WIDER},
     "distances / 32, decay 1": {**REGULAR, "distances": 1 / 32, "decay": 1.0},
     "distances / 32, turned": {**REGULAR, "distances": 1 / 32, "turned": True},
+    "distances / 32, 40 ways": {**REGULAR, "distances": 1 / 32, **WIDER},
 }
 """The same with the residual network."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
@@ -138,6 +144,8 @@ APART = {("conv4", "prototypes"): "distances / 16"}
 """What is trained with 1 shot for tests with 1, for this was better than the best that is trained with 5."""
 KIND = ("decay", "erased", "turned", "upper_rate", "distances", "plain", "scale", "proximity", *PENALTYS, "selected")
 """What a cell may have beside the others of its place in the table; a step takes no more time by it."""
+MEETS = ("train_ways", "tasks", "queries")
+"""What a meta-batch is, by which it may take more."""
 SELECTED = {(CIFAR, "resnet"): 5}
 """Where the representation is that of the step with the best accuracy on meta-validation classes, and of how many steps
 that is."""

@@ -23,6 +23,7 @@ from .few_shot import (
     DATASETS,
     EFFECT,
     KIND,
+    MEETS,
     METHODS,
     OMNIGLOT,
     PAPER,
@@ -169,7 +170,7 @@ def _worth(settings: Settings, found: Found) -> tuple[bool, bool, int]:
     dataset, backbone, ways, shots, method = _place(settings)
     now = table_settings(dataset, backbone, ways, shots, method, settings["seed"])
     trained = trained_for(dataset, backbone, ways, shots, method)[1]
-    same = all(settings.get(key) == now.get(key) for key in KIND)
+    same = all(settings.get(key) == now.get(key) for key in (*KIND, *MEETS))
     same = same and settings.get("train_shots", shots) == trained
     return same, not found.get("partial"), int(settings["steps"])
 

@@ -101,6 +101,7 @@ def test_rotations_are_new_classes_of_turned_images():
     classes = noise_classes(3, 2)
     turned = classes.rotated()
     assert len(turned.names) == len(set(turned.names)) == 12
+    assert turned.names[3].endswith(" 90°")
     assert torch.equal(turned.images[6:12], torch.rot90(classes.images, 1, (2, 3)))
     assert torch.equal(turned.select([5]).images, torch.rot90(classes.select([2]).images, 1, (2, 3)))
 

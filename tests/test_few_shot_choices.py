@@ -28,7 +28,7 @@ from bilevel.data.image_classes import ClassSplits, ImageClasses
 from bilevel.errors import DataError
 from bilevel.paper import few_shot as study
 from bilevel.paper import few_shot_runs
-from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, task_picture
+from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.solution import History
 
 
@@ -233,6 +233,13 @@ def test_a_task_is_drawn_with_right_answers_in_one_colour_and_wrong_ones_in_anot
     assert field(0, 0) == field(1, 1) == list(RIGHT)
     assert field(0, 1) == list(WRONG)
     assert field(1, 0) not in ([*RIGHT], [*WRONG])
+
+
+def test_a_long_name_of_a_class_shows_that_it_is_cut():
+    names = ["Alphabet_of_the_Magi/character01 90°", "Greek/character02 0°"]
+    page = plane("p", np.eye(2), names, label="classes")
+    assert f">…{names[0][-23:]}<" in page
+    assert ">Greek/character02 0°<" in page
 
 
 def test_characters_are_embedded_as_they_were_learnt_from(tmp_path):

@@ -78,7 +78,7 @@ class ImageClasses:
         if height != width:
             raise OptionError(f"rotations need square images; these are {width}x{height}.")
         turned = torch.cat([torch.rot90(self.images, i, (2, 3)) for i in range(len(ROTATIONS))])
-        names = tuple(f"{name} {degrees}" for degrees in ROTATIONS for name in self.names)
+        names = tuple(f"{name} {degrees}°" for degrees in ROTATIONS for name in self.names)
         return ImageClasses(turned.contiguous(), self.counts * len(ROTATIONS), names)
 
 

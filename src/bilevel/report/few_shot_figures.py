@@ -21,6 +21,8 @@ CELL, GAP = 34, 4
 """Pixels of a small image and between two fields of a task."""
 FIELD = 2
 """Small images across and down in a field."""
+MOST = 24
+"""Letters of the name of a class in a legend; of a longer one, the last."""
 RIGHT, WRONG, EMPTY = (110, 190, 130, 255), (225, 105, 95, 255), (128, 128, 128, 40)
 """With their opacity: the page behind a task is light or dark."""
 
@@ -52,7 +54,7 @@ def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, la
         axes = figure.subplots()
         for i, title in enumerate(known):
             mine = points[[c == title for c in classes]]
-            named = title[-24:].replace("$", r"\$")
+            named = (title if len(title) <= MOST else f"…{title[1 - MOST :]}").replace("$", r"\$")
             named = f" {named}" if named.startswith("_") else named  # matplotlib leaves such a name out of the legend
             axes.plot(mine[:, 0], mine[:, 1], marks[i % 10], color=colors[i % 10], markersize=5, alpha=0.8,
                       label=named, linestyle="none")  # fmt: skip

@@ -15,7 +15,7 @@ from bilevel.applications.few_shot import PROXIMITY, default_method
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
 from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_page, few_shot_runs
+from bilevel.paper import few_shot_page, few_shot_runs, few_shot_shown
 from bilevel.paper.few_shot_findings import beside, times_of_a_step
 
 
@@ -168,8 +168,8 @@ def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
     before = [{**settings, "proximity": 2.0} for settings in now]
     partial = {"accuracy": 0.5, "partial": True}
     kept = [(before[0], {"accuracy": 0.7}), (before[1], {"accuracy": 0.8}), (now[0], partial)]
-    assert few_shot_page.longest(kept) == [(now[0], partial)], "unfinished as it is"
-    assert [f["accuracy"] for _, f in few_shot_page.longest(kept[:2])] == [0.7, 0.8], "where there is nothing else"
+    assert few_shot_shown.longest(kept) == [(now[0], partial)], "unfinished as it is"
+    assert [f["accuracy"] for _, f in few_shot_shown.longest(kept[:2])] == [0.7, 0.8], "where there is nothing else"
 
 
 def test_changes_that_are_listed_no_more_do_not_end_the_page(tmp_path):
@@ -259,8 +259,20 @@ def test_a_test_with_one_shot_is_shown_of_the_training_that_it_is_of():
     one = study.table_settings("cifar-fs", "conv4", 5, 1, "penalty", 0)
     kept = [(one, {"accuracy": 0.5}), (five, {"accuracy": 0.7, "also": {"accuracy": 0.63}})]
     for cells in (kept, kept[::-1]):
-        found = {s["shots"]: f["accuracy"] for s, f in few_shot_page.longest(few_shot_page.apart(cells))}
+        found = {s["shots"]: f["accuracy"] for s, f in few_shot_shown.longest(few_shot_shown.apart(cells))}
         assert found == {5: 0.7, 1: 0.63}
+
+
+def test_of_other_meta_batches_those_of_now_are_shown_alone():
+    now = study.table_settings("cifar-fs", "conv4", 5, 5, "penalty", 0)
+    kept = [({**now, "train_ways": 40, "tasks": 2}, {"accuracy": 0.9}), (now, {"accuracy": 0.7})]
+    for cells in (kept, kept[::-1]):
+        assert [f["accuracy"] for _, f in few_shot_shown.longest(cells)] == [0.7]
+    both = [
+        ({**now, "train_ways": ways, "steps": steps}, {"accuracy": a})
+        for ways, steps, a in ((40, 9, 0.8), (30, 8, 0.9))
+    ]
+    assert [f["accuracy"] for _, f in few_shot_shown.longest(both)] == [0.8], "one of a place and a seed"
 
 
 def test_choices_of_other_settings_are_no_seeds_of_those_that_are_listed(tmp_path):
@@ -337,7 +349,7 @@ def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, mon
     assert sum(found["right"]) == pytest.approx(10 * 2 * 3 * found["accuracy"])
     one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1,
            "curve": [1], "accuracy_of_means": 0.98, "train_accuracy": 1.0, "right": [1]}  # fmt: skip
-    shown = few_shot_page.apart([(ours[0], one)])
+    shown = few_shot_shown.apart([(ours[0], one)])
     assert set(shown[1][1]) == {"accuracy", "interval", "steps"}, "the rest is of 20 ways"
     assert [(s["ways"], f["accuracy"], "also" in {**s, **f}) for s, f in shown] == [(20, 0.99, False), (5, 0.9, False)]
 
@@ -363,7 +375,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
     assert "Taken: Penalty, ours: scale 20; ProtoNet: distances / 32." in text
     assert "and the rate of Adam on the representation 0.001." in text
-    assert "measured five times in a run" in text
+    assert "measured 5 times in a run, for every method.\n" in text
     others = {**selected, "decay": 0.1}
     few_shot_page.write([(others, {**found, "accuracy": 0.9}), (selected, found)], tmp_path)
     assert "| 70.00 ± 0.10 |" in (tmp_path / "few-shot.md").read_text(), "the settings of now, whichever came first"
@@ -407,9 +419,9 @@ def test_of_runs_of_several_lengths_the_longest_finished_one_is_shown():
     short, long = (study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 0) | {"steps": n} for n in (100, 300))
     other = study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 1)
     kept = [(short, {"accuracy": 0.5}), (long, {"accuracy": 0.6}), (other, {"accuracy": 0.7})]
-    assert [f["accuracy"] for _, f in few_shot_page.longest(kept)] == [0.6, 0.7]
+    assert [f["accuracy"] for _, f in few_shot_shown.longest(kept)] == [0.6, 0.7]
     kept[1] = (long, {"accuracy": 0.6, "partial": True})
-    assert [f["accuracy"] for _, f in few_shot_page.longest(kept)] == [0.5, 0.7]
+    assert [f["accuracy"] for _, f in few_shot_shown.longest(kept)] == [0.5, 0.7]
 
 
 def test_times_are_of_every_kind_of_step_once_and_never_taken_side_by_side(tmp_path, capsys):

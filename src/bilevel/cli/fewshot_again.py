@@ -12,6 +12,7 @@ from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..applications.few_shot_classifier import SCALE
+from ..data.class_sets import NAMES
 from ..errors import DataError, OptionError
 from .bar import stage
 from .fewshot_asked import load, network_of
@@ -26,7 +27,7 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
     """Evaluate a finished run on the tasks that it was made for, or as given, and on other data if these are named."""
     folder, asked, made = _opened(run)
     notes = [] if data in (None, asked["data"]) else [f"The run was trained on {asked['data']}."]
-    if data is None and Path(asked["data"]).is_absolute() and not Path(asked["data"]).is_dir():
+    if data is None and asked["data"] not in NAMES and not Path(asked["data"]).is_dir():
         raise DataError(
             f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
             "from where they are now."

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,26 @@ from .denoising_numbers import NOT_RUN, chosen, devices, diverged, percent, valu
 from .few_shot import (
     APART,
     BACKBONES,
-    CHOICE_SEEDS,
     CHOICES,
-    CHOSEN,
     CIFAR,
-    CIFAR_VARIED,
     DATASETS,
     EFFECT,
-    KIND,
-    MEETS,
     METHODS,
     OMNIGLOT,
     PAPER,
     PAPER_MINI,
     PAPER_STEPS,
     PENALTYS,
+    SELECTED,
     TABLE,
     TASKS,
     TEST_TASKS,
     TIME,
-    TIME_STEPS,
-    VARIED,
-    study_choices,
-    table_settings,
-    timed_as,
-    trained_for,
 )
+from .few_shot_compared import choices
 from .few_shot_findings import NETWORKS, findings
 from .few_shot_runs import DAMPING
+from .few_shot_shown import apart, longest, shorter_times, timed
 from .filed import Kept
 from .markdown import table
 
@@ -52,24 +43,7 @@ QUICK = (
     "**A quick look.** Cells here have a few steps and {} tasks, with the ways of the test: they show that it runs, "
     "and their numbers are no results."
 )
-TRIED = (
-    "Cosines are multiplied by the `scale`, squared distances as the row says; where nothing is named, the scale is "
-    "10, the proximity 5, gamma 4, the lower rate 0.006, and the rate of Adam on the representation {rate}. Most rows "
-    "came up after tables of test classes had been seen: 5 shots in training for tests with 1, proximity 1, the scale "
-    "20, distances / 4, / 32, / 64 and / 512. Trained with 1 shot, not all of them were tried, and by one seed."
-)
-OF_RESNET = (
-    "Rows have AdamW with a decay of 0.5 where no other is named and, in each image, an erased square of half its side "
-    "(Cutout, DeVries and Taylor 2017). `plain` is the network without batch normalisation in its last two layers, on "
-    "which ProtoNet's distances are shorter. Decay and squares come from an earlier comparison on the plain network "
-    "with 5 shots, in which they were the best for Penalty and for ProtoNet. There Penalty was behind ProtoNet: the "
-    "normalised network, and the price and the proximity that Penalty has now, came after that. In a comparison before "
-    "this one, of each number of shots by itself and one seed, the rate 5e-4 was mostly behind, and Penalty's best "
-    "scale with 1 shot was 5. After a table of test classes in which the seeds of Penalty and ApproxGrad were far "
-    "apart, the shift of the last batch normalisation starts at 1 (distances do not change by that); with it, the "
-    "step is kept that is the best of 5 on 600 tasks, and not of 15 on 200. `turned`: images turned by 90, 180 and 270 "
-    "degrees are further classes to learn from."
-)
+OLDER = " An older run, the paper's setting, has 15 measurements on 200 tasks."
 SHORTER = " Some, those of Omniglot with 5 shots among them, are of runs of half the length, which read higher."
 WHERE_NONE = "On CIFAR-FS, but for the paper's setting, the upper rate is 0.002 and the scale 10 where none is named:"
 KINDS = {"erased": "erased squares", "turned": "turned classes", "plain": "plain"}
@@ -100,7 +74,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *([CUT] if any(f.get("partial") for _, f in [*cells, *chosen(mine, part=EFFECT)]) else []),
         *_curves(cells, folder, shorter=shorter_times(chosen(kept, part=TIME))),
         *_effect(chosen(mine, part=EFFECT), folder),
-        *_choices(chosen(mine, part=CHOICES)),
+        *choices(chosen(mine, part=CHOICES)),
         "## What was run",
         _what(cells),
         "## To run it again",
@@ -111,72 +85,6 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
     ]
     write_whole(folder / "few-shot.md", "\n\n".join(text) + "\n")
     return {"cells": len(mine), "findings": said}
-
-
-def apart(cells: Sequence[Kept]) -> list[Kept]:
-    """A cell for each kind of tasks, where one was tried on two."""
-    out: list[Kept] = []
-    for settings, found in cells:
-        own = {key: value for key, value in settings.items() if key != "also"} | {"train_shots": settings["shots"]}
-        out.append((own, {key: value for key, value in found.items() if key != "also"}))
-        if "also" in found:
-            own_tasks = ("also", "accuracy_of_means", "train_accuracy", "curve", "right")
-            kept = {key: value for key, value in found.items() if key not in own_tasks}
-            out.append((own | dict(zip(("ways", "shots"), settings["also"], strict=True)), kept | found["also"]))
-    return out
-
-
-def timed(cells: Sequence[Kept], times: Sequence[Kept]) -> list[Kept]:
-    """The cells with the time of a step as a short run by itself had it, so that all are measured alike.
-
-    Where there is none, a cell has its own if it had the GPU to itself, else no time.
-    """
-    by = {timed_as(s): f["ms_per_step"] for s, f in sorted(times, key=lambda pair: int(pair[0]["steps"]))}
-    out: list[Kept] = []
-    for settings, found in cells:
-        ms = by.get(timed_as(settings))
-        if ms is not None or "beside" in found or found.get("ms_per_step") is None:
-            curve = [] if ms is None else [row | {"seconds": row["step"] * ms / 1000} for row in found.get("curve", [])]
-            seconds = None if ms is None else found["steps"] * ms / 1000
-            found = {**found, "ms_per_step": ms, "seconds": seconds, "curve": curve}
-        out.append((settings, found))
-    return out
-
-
-def shorter_times(times: Sequence[Kept]) -> bool:
-    """Whether the time of any kind of step was taken in shorter runs alone."""
-    taken = {timed_as(settings) for settings, _ in times}
-    return taken != {timed_as(settings) for settings, _ in times if int(settings["steps"]) >= TIME_STEPS}
-
-
-def longest(cells: Sequence[Kept]) -> list[Kept]:
-    """Of cells of one place and seed one with the settings of now, of these a finished one, and of these the one with
-    most steps. Where a method has any with the settings of now in a place, its others are left out."""
-    found: dict[str, Kept] = {}
-    now = {_place(settings) for settings, one in cells if _worth(settings, one)[0]}
-    for settings, one in cells:
-        if _place(settings) in now and not _worth(settings, one)[0]:
-            continue
-        key = json.dumps(
-            {k: v for k, v in settings.items() if k not in ("steps", "train_shots", *KIND)}, sort_keys=True
-        )
-        old = found.get(key)
-        if old is None or _worth(settings, one) > _worth(*old):
-            found[key] = (settings, one)
-    return list(found.values())
-
-
-def _worth(settings: Settings, found: Found) -> tuple[bool, bool, int]:
-    dataset, backbone, ways, shots, method = _place(settings)
-    now = table_settings(dataset, backbone, ways, shots, method, settings["seed"])
-    trained = trained_for(dataset, backbone, ways, shots, method)[1]
-    same = all(settings.get(key) == now.get(key) for key in (*KIND, *MEETS))
-    same = same and settings.get("train_shots", shots) == trained
-    return same, not found.get("partial"), int(settings["steps"])
-
-
-def _place(settings: Settings) -> tuple[Any, ...]:
-    return tuple(settings[key] for key in ("dataset", "backbone", "ways", "shots", "method"))
 
 
 def _tables(cells: Sequence[Kept]) -> list[str]:
@@ -311,84 +219,6 @@ def _effect(cells: Sequence[Kept], folder: Path) -> list[str]:
     ]
 
 
-def _choices(cells: Sequence[Kept]) -> list[str]:
-    if not cells:
-        return []
-    cells = _finished(cells)
-    found = [
-        "## What was chosen",
-        "Settings were compared on classes of meta-validation. On CIFAR-FS the best in the mean of tests with 5 shots "
-        "and with 1 is taken, however small its lead. The numbers of steps in the tables are not chosen so: they were "
-        "set by hand, and the curves above, of test classes, were seen before.",
-    ]
-    if some := _in_order(chosen(cells, dataset=OMNIGLOT), OMNIGLOT):
-        found += [
-            f"Our setting and what becomes of it with changes, on Omniglot, 20-way 1-shot, {some[0][0]['steps']:,} "
-            "steps, learnt on 1,100 of the 1,200 characters and measured on the other 100:",
-            table(["", "accuracy", "of class means"], [
-                [s["varied"], _with_interval(f), f"{100 * f['accuracy_of_means']:.2f}"]
-                for s, f in some
-            ]),
-            *_missing(VARIED, some),
-        ]  # fmt: skip
-    else:
-        found.append("Omniglot: not run.")
-    for backbone in BACKBONES[CIFAR]:
-        if some := _in_order(chosen(cells, dataset=CIFAR, backbone=backbone), CIFAR):
-            found += [
-                f"{NETWORKS[backbone].capitalize()} on CIFAR-FS, 5 ways, {some[0][0]['steps']:,} steps, measured on "
-                f"the 16 meta-validation classes{' at its best step there' * (backbone == 'resnet')}, over "
-                f"{CHOICE_SEEDS} seeds. {TRIED.format(rate='0.001' if backbone == 'resnet' else '0.002')}",
-                *([OF_RESNET] if backbone == "resnet" else []),
-                _tried(some),
-                _taken(backbone),
-                *_missing(CIFAR_VARIED[backbone], some),
-            ]
-    return found
-
-
-def _in_order(cells: Sequence[Kept], dataset: str) -> list[Kept]:
-    """The cells that the study asks for, by the shots of training, the most first, and then in its order."""
-    order = [_key(settings) for settings in study_choices(dataset)]
-    listed = [pair for pair in cells if _key(pair[0]) in order]
-    return sorted(listed, key=lambda pair: (-int(pair[0]["shots"]), order.index(_key(pair[0]))))
-
-
-def _key(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key != "selected"}, sort_keys=True)
-
-
-def _with_interval(found: Found) -> str:
-    return f"{100 * found['accuracy']:.2f} ± {100 * found['interval']:.2f}"
-
-
-def _tried(cells: Sequence[Kept]) -> str:
-    rows = []
-    for varied, shots, method in dict.fromkeys((s["varied"], s["shots"], s["method"]) for s, _ in cells):
-        some = chosen(cells, varied=varied, shots=shots, method=method)
-        by = {n: chosen(apart(some), shots=n) for n in (5, 1)}
-        both = [numbers for n in by if (numbers := percent(by[n]))]
-        mean = f"{sum(numbers.mean for numbers in both) / len(both):.2f}" if len(both) == len(by) else ""
-        shown = [percent(by[n]).show(usual=CHOICE_SEEDS) if by[n] else "" for n in by]
-        rows.append([varied, str(shots), METHODS[method], *shown, mean])
-    return table(["", "shots in training", "method", "5 shots", "1 shot", "mean"], rows)
-
-
-def _taken(backbone: str) -> str:
-    """What was the best of each method."""
-    said = [f"{METHODS[m]}: {varied}" for (network, m), varied in CHOSEN.items() if network == backbone]
-    said += [
-        f"{METHODS[m]}, with 1 shot in training for tests with 1, for it was better there: {varied}"
-        for (network, m), varied in APART.items() if network == backbone
-    ]  # fmt: skip
-    return f"Taken: {'; '.join(said)}."
-
-
-def _missing(names: Iterable[str], some: Sequence[Kept]) -> list[str]:
-    left = [name for name in names if name not in values(some, "varied")]
-    return [f"Not run: {'; '.join(left)}."] if left else []
-
-
 def _what(cells: Sequence[Kept]) -> str:
     rows = []
     for dataset in DATASETS:
@@ -445,8 +275,9 @@ def _selection(cells: Sequence[Kept]) -> list[str]:
         found.append(
             "The residual network overfits 64 classes of 300 images. There, the representation is that of the step "
             f"with the best accuracy on {TEST_TASKS} tasks of the 16 meta-validation classes, with the shots of "
-            "training, measured five times in a run, for every method. An older run, the paper's setting, has 15 "
-            "measurements on 200 tasks."
+            f"training, measured {SELECTED[CIFAR, 'resnet']} times in a run, for every method."
+            + OLDER
+            * any(settings.get("selected") == 15 for settings, _ in cells)
         )
     some = chosen(cells, dataset=CIFAR)
     shots = sorted(values(some, "shots"))

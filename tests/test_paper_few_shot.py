@@ -230,10 +230,28 @@ def test_cifar_fs_is_trained_with_five_shots_and_tried_with_one_too_but_where_on
     cells = [c.settings for c in study.cells([study.TABLE], ["cifar-fs"], list(study.METHODS), 1, ["conv4"])]
     found = {m: [(s["shots"], s.get("also")) for s in cells if s["method"] == m] for m in study.METHODS}
     assert found["penalty"] == found["rmd"] == [(5, [5, 1])]
-    assert found["prototypes"] == found["paper"] == [(1, None), (5, None)]
+    assert found["paper"] == [(1, None), (5, None)]
     assert study.trained_for("omniglot", "conv4", 5, 1, "prototypes") == (20, 1)
-    scales = {s["shots"]: s["distances"] for s in cells if s["method"] == "prototypes"}
-    assert scales == {1: 1 / 16, 5: 1 / 64}
+    scales = [(s["shots"], s["distances"], s.get("also")) for s in cells if s["method"] == "prototypes"]
+    assert scales == [(1, 1 / 16, None), (5, 1 / 64, None), (5, 1 / 256, None)], "the last was run at this length, too"
+
+
+def test_what_else_has_the_length_of_the_table_comes_last_by_three_seeds_and_stands_by_itself(tmp_path):
+    cells = [c.settings for c in study.cells([study.TABLE], ["cifar-fs"], ["prototypes"], 5, ["resnet"])]
+    decays = {seed: [s["decay"] for s in cells if s["seed"] == seed] for seed in range(5)}
+    assert decays == {0: [0.5, 1.0, 2.0], 1: [0.5, 1.0, 2.0], 2: [0.5, 1.0, 2.0], 3: [0.5], 4: [0.5]}
+    assert {s["steps"] for s in cells} == {3000}
+    found = {"interval": 0.01, "steps": 3000, "of": 3000, "device": "CPU", "weights": 1, "ms_per_step": 1.0}
+    kept = [
+        (s, {**found, "accuracy": a, "chosen_accuracy": a - 0.1, "also": {"accuracy": a - 0.2, "interval": 0.01}})
+        for s in cells for a in (0.75 - s["decay"] / 100 + s["seed"] / 1000,)
+    ]  # fmt: skip
+    choice = study.cells([study.CHOICES], ["cifar-fs"], ["prototypes"], 1, ["resnet"])[0].settings
+    few_shot_page.write([*kept, (choice, {**found, "accuracy": 0.7})], tmp_path)
+    text = (tmp_path / "few-shot.md").read_text()
+    assert "| ProtoNet | 54.70 ± 0.16 (5 seeds) | 74.70 ± 0.16 (5 seeds) |" in text
+    assert "| the residual network | ProtoNet | distances / 32 | 64.60 | 74.60 ± 0.10 | 54.60 ± 0.10 |" in text
+    assert "| the residual network | ProtoNet | distances / 32, decay 2 | 63.10 | 73.10 ± 0.10 | 53.10 ± 0.10 |" in text
 
 
 def test_what_is_tried_on_other_tasks_too_is_tried_on_unseen_classes_with_their_shots(folder, tmp_path, monkeypatch):
@@ -370,7 +388,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     few_shot_page.write(kept, tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
     assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
-    assert "| Penalty, ours | decay 0.5, erased squares, upper rate" in text
+    assert f"| Penalty, ours | decay {selected['decay']:g}, erased squares, upper rate" in text
     assert "overfits 64 classes" in text
     assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
     assert "Taken: Penalty, ours: scale 20; ProtoNet: distances / 32." in text

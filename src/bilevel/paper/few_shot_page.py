@@ -74,13 +74,13 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *([CUT] if any(f.get("partial") for _, f in [*cells, *chosen(mine, part=EFFECT)]) else []),
         *_curves(cells, folder, shorter=shorter_times(chosen(kept, part=TIME))),
         *_effect(chosen(mine, part=EFFECT), folder),
-        *choices(chosen(mine, part=CHOICES)),
+        *choices(chosen(mine, part=CHOICES), chosen(mine, part=TABLE)),
         "## What was run",
         _what(cells),
         "## To run it again",
         "```bash\nbilevel reproduce fewshot --page docs/results\n"
         "bilevel reproduce fewshot --parts table --methods penalty,prototypes,approx-grad,same-seconds --dataset "
-        "cifar-fs --seeds 3 --page docs/results\n"
+        "cifar-fs --seeds 5 --page docs/results\n"
         "bilevel reproduce fewshot --parts choices --page docs/results\n```",
     ]
     write_whole(folder / "few-shot.md", "\n\n".join(text) + "\n")

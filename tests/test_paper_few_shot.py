@@ -391,7 +391,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     assert f"| Penalty, ours | decay {selected['decay']:g}, erased squares, upper rate" in text
     assert "overfits 64 classes" in text
     assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
-    assert "Taken: Penalty, ours: scale 20; ProtoNet: distances / 32." in text
+    assert "Taken: Penalty, ours: scale 20, decay 2; ProtoNet: distances / 32." in text
     assert "and the rate of Adam on the representation 0.001." in text
     assert "measured 5 times in a run, for every method.\n" in text
     others = {**selected, "decay": 0.1}

@@ -33,6 +33,7 @@ from bilevel import (
     TensorBoard,
     solve,
 )
+from bilevel.callbacks import ENDING
 from bilevel.solution import COLUMNS
 
 # -- logs and callbacks ------------------------------------------------------------------------------------------------
@@ -342,6 +343,38 @@ def test_first_interrupt_ends_the_run_after_the_step_in_hand(quadratic):
     assert solution.status is Status.STOPPED
     assert solution.steps in (4, 5)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+SLOW = """
+import time
+import torch
+from bilevel import Penalty, Problem, solve
+from bilevel.callbacks import Progress
+
+def lower(u, v, batch):
+    time.sleep(0.2)
+    return (v - u).square().sum()
+
+u, v = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+solve(Problem(lambda u, v, batch: v.square().sum(), lower), Penalty(mode="stochastic", lower_steps=5), u, v,
+      max_steps=500, seed=0, callbacks=[Progress()])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a terminal is opened by openpty")
+def test_a_terminal_is_told_at_once_that_ctrl_c_waits_for_the_step_in_hand():
+    terminal, slave = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", SLOW], stderr=slave, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(slave)
+        shown = b""
+        while b"solving" not in shown:
+            shown += os.read(terminal, 1000)
+        process.send_signal(signal.SIGINT)
+        while ENDING.strip().encode() not in shown:
+            shown += os.read(terminal, 1000)
+        assert process.poll() is None, "the step goes on"
+        assert process.wait(timeout=60) == 0
+    os.close(terminal)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
 from .solution import COLUMNS, History, Solution
+
+ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
+"""What a terminal is told at once: a step may take long."""
 
 
 @dataclass
@@ -49,6 +54,9 @@ class Callback:
 
     def log(self, run: Run) -> bool | None:
         """After `log_every` steps, when the history has new rows."""
+
+    def interrupted(self) -> None:
+        """Ctrl-C came: the run ends after the step in hand. This is called within whatever was going on."""
 
     def end(self, solution: Solution) -> None:
         """After the last step and the certificate."""
@@ -95,6 +103,11 @@ class Progress(Callback):
             self._compiling, self._first = False, (run.step, run.seconds)
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
+
+    def interrupted(self) -> None:
+        if self._bar is not None:
+            with suppress(OSError):  # past the bar, which may be at work on the same stream; a notebook has no file
+                os.write(sys.stderr.fileno(), ENDING.encode())
 
     def close(self) -> None:
         if self._bar is not None:

@@ -313,6 +313,8 @@ def _noting_interrupts(loop: Loop) -> Iterator[None]:
         if loop.interrupted:
             raise KeyboardInterrupt
         loop.interrupted = True
+        for callback in loop.callbacks:
+            callback.interrupted()
 
     before = signal.signal(signal.SIGINT, note)
     try:

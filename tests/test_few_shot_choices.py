@@ -8,6 +8,7 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from bilevel.applications import few_shot, few_shot_evaluation
-from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, backbone, meta_train
+from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
 from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.callbacks import Run
 from bilevel.cli import fewshot, fewshot_asked
@@ -27,7 +28,7 @@ from bilevel.data.class_sets import ink, load_classes
 from bilevel.data.image_classes import ClassSplits, ImageClasses
 from bilevel.errors import DataError
 from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_runs
+from bilevel.paper import few_shot_page, few_shot_runs
 from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.solution import History
 
@@ -129,6 +130,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
         given.update(options)
         raise KeyboardInterrupt
 
+    assert TRAINING["conv4"] == Training(rate=2e-3, decay=0.0, scale=10.0, erase=False)
     plan = TRAINING["resnet"]
     made = {"decay": plan.decay, "erased": plan.erase, "upper_rate": plan.rate, "scale": plan.scale}
     assert made == study.RESNET_VARIED[study.CHOSEN["resnet", "penalty"]]
@@ -145,8 +147,12 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
         assert (moved["lr"], moved["weight_decay"]) == (plan.rate, decay)
 
 
+def kept_cells() -> list[Any]:
+    return json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
+
+
 def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
-    kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
+    kept = kept_cells()
     tried = [pair for pair in kept if pair[0]["part"] == study.CHOICES and pair[0]["dataset"] == "cifar-fs"]
     for place, taken in study.CHOSEN.items():
         mine: dict[str, dict[int, tuple[float, float]]] = {}
@@ -165,17 +171,32 @@ def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
 
 
 def test_of_settings_that_have_the_length_of_the_table_the_best_on_meta_validation_classes_is_taken():
-    kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
+    kept = kept_cells()
     for (network, method), others in study.ALSO_RUN.items():
         held = "chosen_accuracy" if network == "resnet" else "accuracy"
         assert held != "accuracy" or method == "prototypes", "what is seen at the test favours a baseline alone"
         taken, means = study.chosen_for(network, method), {}
         for name in (taken, *others):
-            wanted = [study.table_settings("cifar-fs", network, 5, 5, method, seed, name) for seed in range(3)]
+            wanted = [study.table_settings("cifar-fs", network, 5, 5, method, i, name) for i in range(study.ALSO_SEEDS)]
             found = [f[held] for s, f in kept if any(one.items() <= s.items() for one in wanted)]
             assert len(found) == study.ALSO_SEEDS, (network, method, name)
             means[name] = sum(found)
         assert max(means, key=lambda name: means[name]) == taken, (network, method)
+
+
+def test_all_that_was_run_on_cifar_fs_is_shown_and_all_choices_were_run():
+    kept = [s for s, _ in kept_cells() if s["dataset"] == "cifar-fs" and s["method"] != "paper"]
+    asked = study.cells([study.TABLE], ["cifar-fs"], list(study.METHODS), 5, ["conv4", "resnet"])
+    wanted = [c.settings for c in asked]
+    assert [s for s in kept if s["part"] == study.TABLE and s not in wanted] == [], "worse settings, too"
+    assert [s for s in study.study_choices("cifar-fs") if s not in kept] == []
+
+
+def test_the_page_gives_the_commands_of_its_seeds():
+    by = {network: {s["seed"] for s, _ in kept_cells() if s["dataset"] == "cifar-fs" and s["backbone"] == network
+                    and s["part"] == study.TABLE} for network in ("conv4", "resnet")}  # fmt: skip
+    for network, found in by.items():
+        assert f"--backbones {network} --seeds {len(found)} " in few_shot_page.AGAIN
 
 
 def test_options_of_meta_train_reach_the_tasks(monkeypatch):

@@ -219,6 +219,16 @@ def test_each_method_is_compared_with_the_changes_that_concern_it():
     }  # fmt: skip
 
 
+def test_class_means_by_cosines_have_what_penalty_has_but_a_lower_problem():
+    ours, theirs = (study.table_settings("cifar-fs", "resnet", 5, 5, m, 0) for m in ("penalty", "cosines"))
+    assert {key for key in ours if ours[key] != theirs.get(key)} == {
+        "method", "T", "proximity", "gamma", "lower_rate",
+    }  # fmt: skip
+    assert set(theirs) < set(ours)
+    means = study.table_settings("cifar-fs", "resnet", 5, 5, "prototypes", 0)
+    assert study.timed_as(theirs) == study.timed_as(means)
+
+
 def test_approxgrad_in_penaltys_seconds_differs_by_its_steps_alone():
     both = [study.table_settings("cifar-fs", "resnet", 5, 5, m, 0) for m in ("approx-grad", "same-seconds")]
     assert (both[0]["steps"], both[1]["steps"]) == (3000, 2130)
@@ -362,7 +372,10 @@ def test_prototypes_have_the_scale_and_the_network_of_their_cell(folder, tmp_pat
     }  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
-    assert given["scale"] == 0.25
+    assert (given["scale"], given["similarity"]) == (0.25, "distance")
+    with pytest.raises(KeyboardInterrupt):
+        few_shot_runs.run({**settings, "method": "cosines", "scale": 20.0}, torch.device("cpu"), tmp_path)
+    assert (given["scale"], given["similarity"]) == (20.0, "cosine")
 
 
 def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, monkeypatch):

@@ -1,18 +1,21 @@
 """Prototypical networks (Snell, Swersky and Zemel 2017): the baseline that is not bilevel.
 
 The class of a query is that of the nearest class mean of the support; the representation is trained by the
-cross-entropy of minus the squared distances. Nothing is learnt for a task.
+cross-entropy of minus the squared distances. Nothing is learnt for a task. With cosines in their place it is what is
+left of our few-shot learning without its lower problem: `CosineClassifier` at the class means, where it starts.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
-from ..options import in_range
+from ..models import cosine_logits
+from ..options import in_range, one_of
 from ..precision import Precision
 from ..replay import derived
 from ..training import Augment, Watch, fit
@@ -23,10 +26,16 @@ from .few_shot_tasks import TaskSampler
 RATE = 2e-3
 
 
-def scores(features: Tensor, shots: int) -> Tensor:
-    """Minus the squared distances (tasks, queries, ways) of features (tasks, ways, shots + queries, size)."""
-    means = features[:, :, :shots].mean(2)
-    queries = features[:, :, shots:].flatten(1, 2)
+Similarity = Literal["distance", "cosine"]
+
+
+def scores(features: Tensor, shots: int, similarity: Similarity = "distance") -> Tensor:
+    """Minus the squared distances (tasks, queries, ways) of features (tasks, ways, shots + queries, size) from the
+    class means, or the cosines with the mean directions."""
+    support, queries = features[:, :, :shots], features[:, :, shots:].flatten(1, 2)
+    if similarity == "cosine":
+        return cosine_logits(queries, normalize(support, dim=-1).mean(2).transpose(1, 2))
+    means = support.mean(2)
     return 2 * queries @ means.transpose(1, 2) - means.square().sum(-1)[:, None] - queries.square().sum(-1)[..., None]
 
 
@@ -38,6 +47,7 @@ def train_prototypes(
     rate: float = RATE,
     decay: float = 0.0,
     scale: float = 1.0,
+    similarity: Similarity = "distance",
     seed: int = 0,
     augment: Augment | None = None,
     precision: Precision | None = None,
@@ -46,9 +56,11 @@ def train_prototypes(
 ) -> None:
     """Train the representation in place, by Adam (with a `decay` AdamW) whose rate falls linearly to zero.
 
-    `scale` is what the distances are multiplied by before the softmax: those of many normalised features are long.
+    `scale` is what the distances, or with `similarity="cosine"` the cosines, are multiplied by before the softmax:
+    distances of many normalised features are long, and cosines short.
     """
     in_range("scale", scale, above=0)
+    one_of("similarity", similarity, ("distance", "cosine"))
     device = next(representation.parameters()).device
     generator = torch.Generator().manual_seed(derived(seed, "episodes"))
     # A step is a meta-batch: the numbers of its images are one example of `fit`.
@@ -60,7 +72,7 @@ def train_prototypes(
         inputs = pixels(images[index.reshape(-1)])
         z = model(augment(inputs) if augment is not None else inputs).float()
         with torch.autocast(device.type, enabled=False):
-            found = scale * scores(z.reshape(*index.shape, -1), sampler.shots)
+            found = scale * scores(z.reshape(*index.shape, -1), sampler.shots, similarity)
             return cross_entropy(found.flatten(0, 1), labels)
 
     fit(
@@ -71,11 +83,16 @@ def train_prototypes(
 
 @torch.no_grad()
 def evaluate_prototypes(
-    representation: nn.Module, sampler: TaskSampler, *, tasks: int = 600, seed: int = 0
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    tasks: int = 600,
+    seed: int = 0,
+    similarity: Similarity = "distance",
 ) -> Evaluation:
     """The accuracy of nearest class means on the tasks that `adapt_and_evaluate` draws with this seed."""
     index, z, place = embedded_tasks(representation, sampler, tasks, seed)
     labels = sampler.labels(z.device)[1]
-    said = [scores(z[part], sampler.shots).argmax(-1) for part in torch.split(place, 100)]
+    said = [scores(z[part], sampler.shots, similarity).argmax(-1) for part in torch.split(place, 100)]
     predictions = torch.cat(said)
     return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())

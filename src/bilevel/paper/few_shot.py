@@ -4,11 +4,12 @@ Omniglot is split by character, 1,200 to learn from and 423 for the test, in an 
 rotations as classes in both parts. mini-ImageNet's images are not free to hand on: its place is taken by CIFAR-FS.
 Accuracies are those of 600 tasks of classes never seen, with classifiers trained for 100 steps on the support.
 
-`penalty`, `approx-grad`, `rmd` and `prototypes` see the same tasks: of more ways than those of the test, which is how
-prototypical networks are trained (Snell et al. 2017), with fewer queries; on CIFAR-FS with 5 shots for a test with 1,
-too (Lee et al. 2019 found more shots in training to be better), but for what is `APART`. `paper` is the setting of
-Appendix E.3: Algorithm 2 with its constants, tasks as in the test with 15 queries, 30 a meta-batch (15 with 20 ways, as
-Section 3.3 says; Appendix E.3 says 30), cosines without a scale, classifiers that start at random.
+`penalty`, `approx-grad`, `rmd`, `prototypes` and `cosines`, which is Penalty without a lower problem, see the same
+tasks: of more ways than those of the test, which is how prototypical networks are trained (Snell et al. 2017), with
+fewer queries; on CIFAR-FS with 5 shots for a test with 1, too (Lee et al. 2019 found more shots in training to be
+better), but for what is `APART`. `paper` is the setting of Appendix E.3: Algorithm 2 with its constants, tasks as in
+the test with 15 queries, 30 a meta-batch (15 with 20 ways, as Section 3.3 says; Appendix E.3 says 30), cosines without
+a scale, classifiers that start at random.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ DATASETS = (OMNIGLOT, CIFAR)
 METHODS = {
     "penalty": "Penalty, ours",
     "prototypes": "ProtoNet",
+    "cosines": "Class means, cosines",
     "approx-grad": "ApproxGrad",
     "same-seconds": "ApproxGrad, Penalty's seconds",
     "paper": "Penalty, the paper's setting",
     "rmd": "RMD",
 }
 """The methods by their names in cells, those of most worth first."""
-KIN = {"same-seconds": "approx-grad"}
-"""The method that one differs from by its steps alone."""
+KIN = {"same-seconds": "approx-grad", "cosines": "prototypes"}
+"""The method whose step takes as long."""
 TASKS = {OMNIGLOT: ((5, 1), (5, 5), (20, 1), (20, 5)), CIFAR: ((5, 1), (5, 5))}
 """(ways, shots) of the table."""
 PAPER = {
@@ -146,6 +148,8 @@ OWN = {"penalty": ("scale", "proximity"), "prototypes": ("distances", "plain")}
 residual network ends without normalisation, by which distances are shorter and cosines differ little."""
 PENALTYS = ("gamma", "lower_rate")
 """What the other bilevel methods do not have."""
+NONE_OF: dict[str, tuple[str, ...]] = {"penalty": (), "cosines": ("proximity", *PENALTYS)}
+"""The same by method, where it is another."""
 CHOSEN = {
     ("conv4", "penalty"): "proximity 1, gamma 10, lower rate 0.03",
     ("conv4", "prototypes"): "distances / 64",
@@ -285,7 +289,7 @@ def table_settings(
         place = (backbone, method)
         taken = APART[place] if shots == 1 and place in APART else chosen_for(backbone, method)
         kind = CIFAR_VARIED[backbone][name or taken]
-        settings |= {key: value for key, value in kind.items() if method == "penalty" or key not in PENALTYS}
+        settings |= {key: value for key, value in kind.items() if key not in NONE_OF.get(method, PENALTYS)}
     return settings
 
 
@@ -304,8 +308,8 @@ def _settings(dataset: str, backbone: str, ways: int, shots: int, method: str, s
         "part": TABLE, "dataset": dataset, "backbone": backbone, "ways": ways, "shots": shots, "method": method,
         "seed": seed, "steps": steps, **tasks,
     }  # fmt: skip
-    if method not in ("paper", "prototypes"):
-        settings |= {key: value for key, value in OURS.items() if method == "penalty" or key not in PENALTYS}
+    if method not in ("paper", "prototypes", "cosines"):
+        settings |= {key: value for key, value in OURS.items() if key not in NONE_OF.get(method, PENALTYS)}
     if (dataset, backbone) in SELECTED:
         settings["selected"] = SELECTED[dataset, backbone]
     return settings | ({"T": T[method]} if method in T else {})

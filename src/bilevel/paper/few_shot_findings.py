@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .denoising_numbers import Numbers, chosen, percent, seeds
-from .few_shot import BACKBONES, CIFAR, CURVE_TASKS, KIN, METHODS, PAPER, TASKS, WANTED, T
+from .few_shot import BACKBONES, CIFAR, CURVE_TASKS, METHODS, PAPER, TASKS, WANTED, T
 from .filed import Kept
 
 AT_MOST = "at most"
 """Of the half-width of an interval that the tasks, taken by pairs, would make smaller."""
-OTHERS = ("approx-grad", "same-seconds", "prototypes")
+OTHERS = ("approx-grad", "same-seconds", "prototypes", "cosines")
 """What Penalty is compared with."""
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 
@@ -85,9 +85,9 @@ def _last_steps(cells: Sequence[Kept]) -> list[str]:
     """Where the step is chosen on meta-validation classes, what the last one has instead."""
     some = [pair for pair in cells if "kept_step" in pair[1] and pair[1].get("curve")]
     means = {m: [pair[1]["curve"][-1]["accuracy"] for pair in chosen(some, method=m)] for m in ("penalty", *OTHERS)}
-    if not all(means.values()):
+    if not means["penalty"]:
         return []
-    shown = [f"{METHODS[m]} has {100 * sum(found) / len(found):.2f}" for m, found in means.items()]
+    shown = [f"{METHODS[m]} has {100 * sum(found) / len(found):.2f}" for m, found in means.items() if found]
     return [
         f"The residual network at its last step, not at the one that was kept, 5 shots, {CURVE_TASKS} tasks of each "
         f"seed: {'; '.join(shown)}."
@@ -107,8 +107,7 @@ def beside(ours: Sequence[Kept], theirs: Sequence[Kept]) -> str:
     s, b = theirs[0][0], percent([pair[1] for pair in both]).mean
     word = f"{abs(apart):.2f} {'above' if apart > 0 else 'below'}" if apart else "level with it"
     seed = f" on {seeds(len(both))}" if len(ours) > len(both) else ""
-    kin = KIN.get(s["method"], s["method"])
-    set_up = ", Penalty's settings" if kin == "approx-grad" else ", the plain network" * s.get("plain", False)
+    set_up = ", Penalty's settings" if s["method"] != "prototypes" else ", the plain network" * s.get("plain", False)
     who = f"{METHODS[s['method']]} ({s['steps']:,} steps{set_up})"
     return f"{who} has {b:.2f}: Penalty is {word}{seed} ({_within(both, apart)})."
 

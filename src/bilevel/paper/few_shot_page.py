@@ -70,10 +70,10 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         "Written by `bilevel reproduce fewshot` (Section 3.3, Appendix E.3, Table 3, Figures 4(b) and 5(b) of the "
         f"paper), on {devices(mine)}. Accuracies in percent, of {max(quick, default=TEST_TASKS)} tasks of classes that "
         "were not seen in training, "
-        "15 queries a class, classifiers trained for 100 steps on the support (ProtoNet has none); batch normalisation "
-        "has its running statistics, so that no query sees another. Behind the number of one seed stands the "
-        "half-width of the 95% interval over tasks, behind that of several their deviation. The interval of one seed "
-        "leaves out what another training would have given.",
+        "15 queries a class, classifiers trained for 100 steps on the support (ProtoNet and class means have none); "
+        "batch normalisation has its running statistics, so that no query sees another. Behind the number of one seed "
+        "stands the half-width of the 95% interval over tasks, behind that of several their deviation. The interval of "
+        "one seed leaves out what another training would have given.",
         *([QUICK.format(max(quick))] if quick else []),
         *(["\n".join(f"- {sentence}" for sentence in said)] if said else []),
         *_tables(cells),
@@ -244,7 +244,9 @@ def _what(cells: Sequence[Kept]) -> str:
         "characters to learn from are drawn at random from all alphabets; the paper takes the first. Of all but the "
         "paper's setting, tasks of 5 and of 20 ways are tried on one training, and on CIFAR-FS so are tasks of 1 and "
         f"of 5 shots, on one with 5{_but()}. Training is in bf16 on a GPU. `ApproxGrad, Penalty's seconds` has as "
-        "many steps as it takes in the time of Penalty's. RMD and the paper's setting have fewer, for want of time. "
+        "many steps as it takes in the time of Penalty's. `Class means, cosines` is Penalty without a lower problem: "
+        "the classifiers stay where they start, in training and at the test. RMD and the paper's setting have fewer "
+        "steps, for want of time. "
         f"ApproxGrad solves its linear system by T steps of conjugate gradients with damping {DAMPING:g}. On Omniglot, "
         "nothing was compared for the other methods: ProtoNet and they have Penalty's upper rate, and its distances "
         "are as they are. On CIFAR-FS, ApproxGrad and RMD have what was the best for Penalty, which may not be their "

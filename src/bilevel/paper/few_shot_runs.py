@@ -16,7 +16,7 @@ from ..applications.few_shot import UPPER_RATE, default_method, meta_train, uppe
 from ..applications.few_shot_classifier import PROXIMITY, SCALE, Start, backbone
 from ..applications.few_shot_evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from ..applications.few_shot_tasks import TaskSampler
-from ..applications.prototypes import RATE, evaluate_prototypes, train_prototypes
+from ..applications.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from ..augmentation import crop_and_flip, crop_flip_and_erase, move_slightly
 from ..callbacks import Run
 from ..cells import Cell, Found, Settings
@@ -45,6 +45,8 @@ APPROX_RATE = 0.05
 """Of gradient descent on the classifiers in ApproxGrad, which descend g alone."""
 PAPER_TEST_RATE = 1e-2
 """Of Adam on the classifiers of the paper's setting at the test; the paper has none."""
+SIMILARITY: dict[str, Similarity] = {"prototypes": "distance", "cosines": "cosine"}
+"""Of the methods that learn nothing for a task."""
 DAMPING = 0.1
 """Of the linear system of ApproxGrad."""
 
@@ -126,7 +128,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     place = folder / Cell(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    runner = _prototypes if settings["method"] == "prototypes" else _bilevel
+    runner = _prototypes if settings["method"] in SIMILARITY else _bilevel
     found = runner(settings, network, train, (test, chosen_on), device, place, deadline)
     if found is None:
         return None
@@ -155,7 +157,7 @@ def _accuracies(settings: Settings, network: nn.Module, sampler: TaskSampler, ta
     """What is measured on some tasks; of bilevel methods that of class means, too, which take no training."""
     found = _evaluate(settings, network, sampler, tasks, seed)
     kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": _right(found)}
-    if settings["method"] != "prototypes":
+    if settings["method"] not in SIMILARITY:
         kept["accuracy_of_means"] = adapt_and_evaluate(network, sampler, tasks=tasks, steps=0, seed=seed).accuracy
     return kept
 
@@ -166,8 +168,8 @@ def _right(found: Evaluation) -> list[int]:
 
 
 def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:
-    if settings["method"] == "prototypes":
-        return evaluate_prototypes(network, sampler, tasks=tasks, seed=seed)
+    if settings["method"] in SIMILARITY:
+        return evaluate_prototypes(network, sampler, tasks=tasks, seed=seed, similarity=SIMILARITY[settings["method"]])
     return adapt_and_evaluate(network, sampler, tasks=tasks, seed=seed, **tested(settings))
 
 
@@ -255,6 +257,7 @@ def _prototypes(
     steps, seed = int(settings["steps"]), int(settings["seed"])
     points, tasks = _points(settings)
     test, chosen_on = others
+    similarity = SIMILARITY[settings["method"]]
     best = None if chosen_on is None else Best(network, place / "best")
     clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
     chosen = max(1, steps // int(settings.get("selected", 1)))
@@ -266,18 +269,17 @@ def _prototypes(
         if step % every == 0 or step % marked == 0 or step == steps or late or choose:
             clock.stop()
             if step % every == 0:
-                accuracy = evaluate_prototypes(network, test, tasks=tasks, seed=seed + 1).accuracy
+                accuracy = _evaluate(settings, network, test, tasks, seed + 1).accuracy
                 clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
             if choose and best is not None and chosen_on is not None:
-                best.hear(
-                    step, evaluate_prototypes(network, chosen_on, tasks=_test_tasks(settings), seed=seed + 2).accuracy
-                )
+                best.hear(step, _evaluate(settings, network, chosen_on, _test_tasks(settings), seed + 2).accuracy)
             clock.go_on_from(step)
         return late
 
     train_prototypes(
         network, train, steps=steps, rate=settings.get("upper_rate", RATE), decay=settings.get("decay", 0.0),
-        scale=settings.get("distances", 1.0), augment=augmentation(settings), seed=seed,
+        scale=settings.get("distances", 1.0) if similarity == "distance" else settings.get("scale", SCALE),
+        similarity=similarity, augment=augmentation(settings), seed=seed,
         precision="bf16" if device.type == "cuda" else None, watch=watch, checkpoint=place / "checkpoint",
     )  # fmt: skip
     if settings["part"] == TIME:

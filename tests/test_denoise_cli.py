@@ -107,7 +107,7 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert json.loads(told.out) == found
     assert "finished already" in told.err
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
-    assert "holds a run that is finished, with other settings" in capsys.readouterr().err
+    assert "holds a run that is finished, with --noise 0.3; got 0.4. Use another --out." in capsys.readouterr().err
     assert json.loads((tmp_path / "result.json").read_text()) == found
 
 
@@ -448,8 +448,10 @@ def test_a_finished_run_stays_beside_the_one_that_takes_its_folder(tmp_path, cap
     source, words = written("npz", tmp_path)
     for seed in (1, 2, 3):
         assert run(source, *words, *QUICK, "--seed", seed, "--out", tmp_path / "r") == 0
-    assert f"the finished run in {tmp_path / 'r'} is now in {tmp_path / 'r' / 'previous'}." in capsys.readouterr().err
-    for place, seed in ((tmp_path / "r", 3), (tmp_path / "r" / "previous", 2)):
+    kept, told = tmp_path / "r" / "previous", capsys.readouterr().err
+    assert f"the finished run in {tmp_path / 'r'} is now in {kept}.\n" in told
+    assert f"the finished run in {tmp_path / 'r'} is now in {kept}, and the one that was there in {kept}-2.\n" in told
+    for place, seed in ((tmp_path / "r", 3), (kept, 2), (tmp_path / "r" / "previous-2", 1)):
         assert json.loads((place / "result.json").read_text())["seed"] == seed
         assert (place / "model.safetensors").exists()
 

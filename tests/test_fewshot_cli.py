@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import needs
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -205,6 +206,17 @@ def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
     )
     assert main(arguments(folder, tmp_path / "a", "--backbone", f"{file}:make")) == 0
     assert "95% interval" in capsys.readouterr().out
+    again = ["fewshot", "--evaluate", str(tmp_path / "a"), "--device", "cpu"]
+    file.rename(tmp_path / "moved.py")
+    assert main(again) == 2
+    assert f"must say where the run's network is now; there is no file {file}." in capsys.readouterr().err
+    assert main([*again, "--backbone", f"{tmp_path / 'moved.py'}:make"]) == 0
+    (tmp_path / "moved.py").write_text(file_text := (tmp_path / "moved.py").read_text().replace(", 7)", ", 8)"))
+    assert main([*again, "--backbone", f"{tmp_path / 'moved.py'}:make"]) == 1
+    told = capsys.readouterr().err
+    assert "does not fit the network: the file is damaged, or the network is not what it was" in told
+    assert len(told.splitlines()) == 1
+    file.write_text(file_text)
     assert main(arguments(folder, tmp_path / "b", "--backbone", f"{file}:wrong")) == 2
     assert "must return an nn.Module; got int" in capsys.readouterr().err
     assert main(arguments(folder, tmp_path / "c", "--backbone", "conv5")) == 2
@@ -247,8 +259,8 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
 
 def test_options_that_a_finished_run_has_no_use_for_are_refused(tmp_path, capsys):
     call = ["fewshot", "--evaluate", str(tmp_path)]
-    assert main([*call, "--steps", "10000", "--backbone", "conv4"]) == 2  # though both are the defaults
-    assert "--backbone and --steps must be left out with --evaluate, whose run is finished" in capsys.readouterr().err
+    assert main([*call, "--steps", "10000", "--meta-batch", "30"]) == 2  # though both are the defaults
+    assert "--meta-batch and --steps must be left out with --evaluate: the run is finished" in capsys.readouterr().err
     for option in (
         "--train-ways 3",
         "--train-shots 2",
@@ -287,6 +299,40 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
     assert "the shape that the run was trained on, 1x16x16; they are 1x32x32." in told
     assert main([*call, str(tmp_path / "there"), "--embed", str(tmp_path / "large" / "0")]) == 2
     assert "DATA must be left out with --evaluate and --embed" in capsys.readouterr().err
+
+
+def test_all_classes_of_another_folder_are_tried_on_for_none_is_needed_to_learn_from(folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "run")) == 0
+    rng = np.random.default_rng(1)
+    for c in range(4):
+        (tmp_path / "new" / f"new {c}").mkdir(parents=True)
+        for i in range(8):
+            pixels = rng.integers(0, 256, (16, 16), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "new" / f"new {c}" / f"{i}.png")
+    capsys.readouterr()
+    call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu", "--tasks", "20", "--json"]
+    assert main([*call, str(tmp_path / "new"), "--ways", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"] == 4
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "new").rename(tmp_path / "parts" / "test")
+    assert main([*call, str(tmp_path / "parts")]) == 1
+    assert "has class folders in test, and none in train. Give both" in " ".join(capsys.readouterr().err.split())
+
+
+@needs("cifar100")
+def test_a_named_set_whose_test_has_classes_that_a_run_has_learnt_from_is_refused(tmp_path, capsys):
+    theirs, rng = load_classes("cifar-fs").test.names[:3], np.random.default_rng(0)
+    for part, names in (("train", theirs), ("test", ("one", "two"))):
+        for name in names:
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for i in range(6):
+                pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{i}.png")
+    assert main(arguments(tmp_path / "data", tmp_path / "run")) == 0
+    capsys.readouterr()
+    assert main(["fewshot", "--evaluate", str(tmp_path / "run"), "cifar-fs", "--device", "cpu"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"the run has learnt from {', '.join(theirs)}, which cifar-fs has for its test." in told
 
 
 def test_classes_that_were_learnt_from_are_not_tried_on_when_the_data_have_changed(folder, tmp_path, capsys):

@@ -137,6 +137,10 @@ def test_a_quick_look_claims_nothing(tmp_path):
     assert "**A quick look.** Cells here have a few steps and 5 tasks" in text
     assert "of 5 tasks of classes that were not seen" in text
     assert "600 tasks" not in text
+    assert "200 at each point" not in text
+    assert "for want of time" not in text
+    assert "`bilevel reproduce fewshot --quick`" in text
+    assert "--page docs/results" not in text
 
 
 def test_a_quick_look_takes_no_parts(capsys):

@@ -23,7 +23,7 @@ certain: g is flat there, and which of its minima is meant is left open. With th
 same in all directions, and ten steps solve the lower problem."""
 SMALL = 0.01
 """The deviation of weights that start at random."""
-BATCH = 2000
+BATCH = 500
 """Images that are embedded at once."""
 Start = Literal["means", "random"]
 Tell = Callable[[int, int], None]
@@ -139,7 +139,7 @@ def embed(
 ) -> Tensor:
     """The representation of images given as bytes, in evaluation mode, on the representation's device.
 
-    `tell` is called before each batch: how many images are done, and how many there are.
+    `tell` is called before each batch and at the end: how many images are done, and how many there are.
     """
     first = next(representation.parameters())
     training = representation.training
@@ -150,6 +150,7 @@ def embed(
             for i, x in enumerate(torch.split(images, batch)):
                 tell(i * batch, len(images))
                 found.append(representation(pixels(x.to(first.device), first.dtype)))
+        tell(len(images), len(images))
     finally:
         representation.train(training)
     return torch.cat([z.float() if z.dtype is torch.bfloat16 else z for z in found])

@@ -51,7 +51,9 @@ class Bar(Progress):
 
     def __init__(self, of: str = "") -> None:
         console, self.of = Console(stderr=True), of
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeElapsedColumn(),
+        )  # fmt: skip
         off = not console.is_terminal or not first_rank()
         super().__init__(*columns, console=console, transient=True, disable=off)
 
@@ -76,7 +78,7 @@ def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
     `of` is what is counted, in the plural.
     """
     with Bar(of) as bar:
-        task = bar.add_task(label)
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -61,7 +61,6 @@ VALIDATE_EVERY = 50
 OF_TRAINING = (
     "train_ways",
     "train_shots",
-    "network",
     "meta_batch",
     "steps",
     "decay",
@@ -147,21 +146,22 @@ def command(
     each with a classifier of its own that sees a few images. The run folder has representation.safetensors,
     result.json and report.html. `--evaluate RUN` measures it again, on its own tasks or on those of other --ways,
     --shots, --queries, --tasks and --seed, and of DATA, where it is now, or of other images; with `--embed FOLDER` it
-    embeds new images, for which DATA need not be there any more.
+    embeds new images, for which DATA need not be there any more. --backbone then says where your network's file is now.
     """
     where = device_of(device)
     new = None if images is None else image_files(images)
     if evaluate is not None:
+        moved = network if given(context, ["network"]) else None
         if new is not None:
             alone = "--evaluate and --embed, which need the run and the images alone"
             if data is not None:
                 raise OptionError(f"DATA must be left out with {alone}; got {data!r}.")
             refuse(context, (*OF_TRAINING, *TASKS), alone)
-            embed_only(evaluate, new, where, out, json)
+            embed_only(evaluate, new, moved, where, out, json)
         else:
-            refuse(context, (*OF_TRAINING, "out"), "--evaluate, whose run is finished and has its own folder")
+            refuse(context, (*OF_TRAINING, "out"), "--evaluate: the run is finished, and has a folder")
             other = {name: context.params[name] for name in given(context, TASKS)}
-            evaluate_again(evaluate, None if data is None else lasting(data), other, where, json)
+            evaluate_again(evaluate, None if data is None else lasting(data), other, moved, where, json)
         return
     if data is None and new is not None:
         raise OptionError("--embed needs --evaluate RUN, a finished run to embed with, or DATA to learn from first.")

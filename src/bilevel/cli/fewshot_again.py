@@ -14,19 +14,23 @@ from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..applications.few_shot_classifier import SCALE
 from ..data.class_sets import NAMES
 from ..errors import DataError, OptionError
+from . import python_file
 from .bar import stage
 from .fewshot_asked import load, network_of
-from .fewshot_classes import classes_of, refuse_other_classes
+from .fewshot_classes import unseen
 from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
 from .folder import Folder
 from .run_state import kept
 from .telling import tell
 
 
-def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where: torch.device, json: bool) -> None:
+def evaluate_again(
+    run: Path, data: str | None, given: Mapping[str, Any], network: str | None, where: torch.device, json: bool
+) -> None:
     """Evaluate a finished run on the tasks that it was made for, or as given, and on other data if these are named."""
-    folder, asked, made = _opened(run)
-    notes = [] if data in (None, asked["data"]) else [f"The run was trained on {asked['data']}."]
+    folder, asked, made = _opened(run, network)
+    other = data not in (None, asked["data"])
+    notes = [f"The run was trained on {asked['data']}."] * other
     if data is None and asked["data"] not in NAMES and not Path(asked["data"]).is_dir():
         raise DataError(
             f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
@@ -34,7 +38,7 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
         )
     asked |= {} if data is None else {"data": data}
     splits = load(asked)  # by the seed of the run: another splits the classes otherwise
-    refuse_other_classes(asked.get("classes"), classes_of(splits, asked["data"]), asked["data"])
+    classes = unseen(asked.get("classes"), splits, asked["data"], other=other)
     if list(splits.train.shape) != made["shape"]:
         now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
         raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
@@ -42,7 +46,7 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
     load_weights(net, run / WEIGHTS)
     asked |= given
     began = time.perf_counter()
-    test = TaskSampler(splits.test, asked["ways"], asked["shots"], asked["queries"])
+    test = TaskSampler(classes, asked["ways"], asked["shots"], asked["queries"])
     with stage("evaluating", "images") as count:
         found = adapt_and_evaluate(
             net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=count
@@ -59,8 +63,10 @@ def evaluate_again(run: Path, data: str | None, given: Mapping[str, Any], where:
     tell(result, show, json=json, evaluation=folder.path / "evaluation.json")
 
 
-def embed_only(run: Path, images: Images, where: torch.device, out: Path | None, json: bool) -> None:
-    folder, asked, result = _opened(run)
+def embed_only(
+    run: Path, images: Images, network: str | None, where: torch.device, out: Path | None, json: bool
+) -> None:
+    folder, asked, result = _opened(run, network)
     net = network_of(asked["backbone"], result["shape"], where, asked["seed"])
     load_weights(net, run / WEIGHTS)
     target = out or folder.path / EMBEDDINGS
@@ -70,16 +76,23 @@ def embed_only(run: Path, images: Images, where: torch.device, out: Path | None,
     report(folder, {"command": "fewshot --embed", "status": "done", **found}, json, page=False)
 
 
-def _opened(run: Path) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
-    """The folder of a finished run, what was asked of it, and its result."""
+def _opened(run: Path, network: str | None) -> tuple[Folder, dict[str, Any], dict[str, Any]]:
+    """The folder of a finished run, what was asked of it, and its result; `network` is where its file is now."""
     if not run.is_dir():
         raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; there is no folder {run}.")
     folder = Folder(run, "--evaluate")
     asked, result = kept(folder, "config.json"), kept(folder, "result.json")
     if asked.get("command") != "fewshot":
-        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} has none.")
+        there = f"has one of `bilevel {asked['command']}`" if asked.get("command") else "has none"
+        raise OptionError(f"--evaluate must name the folder of a run of `bilevel fewshot`; {run} {there}.")
     if "shape" not in result:
-        raise OptionError(f"--evaluate must name the folder of a finished run; {run} has no result.json of one.")
+        raise OptionError(
+            f"--evaluate must name the folder of a finished run; that in {run} was stopped, and the command that began "
+            "it goes on with --resume."
+        )
+    asked |= {} if network is None else {"backbone": network}
+    if python_file.is_file(asked["backbone"]):
+        python_file.parts(asked["backbone"], "--backbone path.py:make must say where the run's network is now")
     return folder, asked, result
 
 

@@ -45,7 +45,8 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
     if asked["ways"] > (tried if asked["train_ways"] else min(learnt, tried)):
         raise OptionError(
             f"--ways must be at most the number of classes of each part: there are {learnt} to learn from and {tried} "
-            f"for the test; got {asked['ways']}. Give more classes, or ask for fewer ways."
+            f"for the test; got {asked['ways']}. Give more classes (of a folder, about five times the ways), or ask "
+            "for fewer ways."
         )
     most = min(splits.train.counts) - queries
     if asked["train_shots"] is not None and not asked["train_shots"] <= most:

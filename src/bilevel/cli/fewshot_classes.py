@@ -7,30 +7,41 @@ from typing import Any
 
 from ..data.class_sets import NAMES
 from ..data.folder import some_of
-from ..data.image_classes import ClassSplits
+from ..data.image_classes import ClassSplits, ImageClasses
 from ..errors import DataError
 
 
 def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | None:
     """How many images each class of each part has; None of a named set, which is always split alike."""
-    if data in NAMES:
-        return None
+    return None if data in NAMES else _parts(splits)
+
+
+def _parts(splits: ClassSplits) -> dict[str, dict[str, int]]:
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     return {
         name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None
     }  # fmt: skip
 
 
-def refuse_other_classes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, data: str) -> None:
-    """Refuse data that are split otherwise than those of a run: what it learnt from would count as unseen."""
-    if not before or not now:
-        return
-    learnt = [name for name in now["test"] if name in before["train"]]
-    if learnt:
+def unseen(before: Mapping[str, Any] | None, splits: ClassSplits, data: str, *, other: bool) -> ImageClasses:
+    """The classes of data that a run is to be tried on: those of the test, and where a seed alone says which these are,
+    and none is known to the run, all. Refuses classes that it has learnt from; `before` are those of the run, None of a
+    named set, and `other` is whether it was run on other data."""
+    now = _parts(splits)
+    old, new = ({name for part in (parts or {}).values() for name in part} for parts in (before, now))
+    if other and splits.drawn and not old & new:
+        return splits.joined()
+    learnt = [name for name in now["test"] if name in (before or {}).get("train", ())]
+    if learnt and data in NAMES:
+        raise DataError(
+            f"the run has learnt from {some_of(learnt)}, which {data} has for its test. Give data without such classes."
+        )
+    if learnt and before:
         raise DataError(
             f"{data} is split by class otherwise than when the run began{_others(before, now)}, and the run has learnt "
             f"from {some_of(learnt)}, which would be tried on. Bring back the classes that were there."
         )
+    return splits.test
 
 
 def refuse_changed_classes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, data: str) -> None:

@@ -84,7 +84,10 @@ def load_weights(network: nn.Module, path: Path) -> None:
     except FileNotFoundError:
         raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
     except Exception as error:  # safetensors and torch raise several
-        raise DataError(f"{path} does not hold the weights of this run's network ({error}).") from None
+        first = (str(error).strip().splitlines() or [""])[-1].strip()
+        raise DataError(
+            f"{path} does not fit the network: the file is damaged, or the network is not what it was ({first})."
+        ) from None
 
 
 @dataclass(frozen=True)

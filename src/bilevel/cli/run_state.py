@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +68,22 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
                 f"{folder.path} holds a run that was stopped. --resume goes on from it; another --out begins anew."
             )
         before = kept(folder, "config.json")
-        for key, value in asked.items():
-            if before.get(key) != value:
-                option = "--" + key.replace("_", "-") if key != "data" else "DATA"
-                raise OptionError(
-                    f"{folder.path} was run with {option} {before.get(key)}; got {value}. --resume needs the same."
-                )
+        if differs := _difference(before, asked):
+            raise OptionError(f"{folder.path} was run with {differs}. --resume needs the same.")
     else:
         _refuse_foreign(folder, asked["command"], files)
         ended = bool(kept(folder, "result.json"))
         if resume and ended:
-            raise OptionError(f"{folder.path} holds a run that is finished, with other settings. Use another --out.")
+            differs = _difference(kept(folder, "config.json"), asked)
+            raise OptionError(f"{folder.path} holds a run that is finished, with {differs}. Use another --out.")
         if resume:
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
         elif ended:
-            print(f"note: the finished run in {folder.path} is now in {folder.path / PREVIOUS}.", file=sys.stderr)
-            _put_by(folder.path, (*files, "config.json"))
+            older = _put_by(folder.path, (*files, "config.json"))
+            further = f", and the one that was there in {older}" if older is not None else ""
+            print(
+                f"note: the finished run in {folder.path} is now in {folder.path / PREVIOUS}{further}.", file=sys.stderr
+            )
         for name in files:  # of a run that did not end: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
     write_config(folder, asked)
@@ -104,13 +105,27 @@ def _refuse_foreign(folder: Folder, command: str, files: Sequence[str]) -> None:
         )
 
 
-def _put_by(folder: Path, files: Sequence[str]) -> None:
-    """Move the files of a run to where the last one is kept; what was there before goes."""
-    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
-    (folder / PREVIOUS).mkdir()
+def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """The first option that is not what it was; empty where all are."""
+    for key, value in asked.items():
+        if before.get(key) != value:
+            if isinstance(value, Mapping):
+                return f"other {key}"
+            return f"{'--' + key.replace('_', '-') if key != 'data' else 'DATA'} {before.get(key)}; got {value}"
+    return ""
+
+
+def _put_by(folder: Path, files: Sequence[str]) -> Path | None:
+    """Move the files of a run to where the last one is kept; returns where the one that was there is now."""
+    last, older = folder / PREVIOUS, None
+    if last.exists():
+        older = next(path for i in count(2) if not (path := folder / f"{PREVIOUS}-{i}").exists())
+        last.rename(older)
+    last.mkdir()
     for name in files:
         if (folder / name).exists():
-            (folder / name).replace(folder / PREVIOUS / name)
+            (folder / name).replace(last / name)
+    return older
 
 
 def _take_back(checkpoint: Path, files: Sequence[str]) -> None:

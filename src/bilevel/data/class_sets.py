@@ -177,6 +177,8 @@ def _photo(folder: Path, file: str, label: str) -> np.ndarray:
 def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
     """(file, class) of each row of train.csv, val.csv and test.csv, in a folder or in a zip file there."""
     archive = place if place.suffix == ".zip" else place / ARCHIVE
+    if not place.exists():
+        raise DataError(f"the lists are looked for in {place}, which is not there.")
     found = {}
     for name in LISTS:
         try:
@@ -187,7 +189,7 @@ def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
                 text = (place / name).read_text(encoding="utf-8")
         except (OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
             raise DataError(
-                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not to be read."
+                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not there, or cannot be read."
             ) from None
         reader = csv.DictReader(io.StringIO(text))
         if "label" not in (reader.fieldnames or ()):
@@ -209,6 +211,12 @@ def _class_folders(root: Path, lists: str | Path | None, seed: int) -> ClassSpli
         first, third = _classes_of(train), _classes_of(test)
         held = (None, ()) if validation is None else _classes_of(validation)
         return ClassSplits(root.resolve().name, first[0], held[0], third[0], (*first[1], *held[1], *third[1]))
+    if there := [folder.name for folder in (train, validation, test) if folder is not None]:
+        missing = " and ".join(name for name, folder in (("train", train), ("test", test)) if folder is None)
+        raise DataError(
+            f"{root} has class folders in {' and '.join(there)}, and none in {missing}. Give both, or class folders "
+            "alone, which are split by --seed."
+        )
     classes, notes = _classes_of(root)
     name = root.resolve().name
     if lists is None:

@@ -51,8 +51,8 @@ def load_folder(root: Path, further: dict[str, Path]) -> Labelled:
     classes = tuple(sorted({name for name, _ in main.images}))
     if len(classes) < 2:
         raise DataError(f"{root}: at least 2 classes are needed; the only class folder with images is {classes[0]!r}.")
-    size, mode = _common([file for _, file in main.images])
-    x, kept, notes = _decode(main.images, size, mode, root)
+    size, mode, why = _common([file for _, file in main.images])
+    x, kept, notes = _decode(main.images, size, mode, root, why)
     lost = set(classes) - {name for name, _ in kept}
     if lost:
         raise DataError(f"{root}: no image of the class {min(lost)!r} can be decoded.")
@@ -120,24 +120,31 @@ def _images(folder: Path) -> list[Path]:
     return [path for path in _visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 
-def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str]:
-    """Width and height, and mode, that all images are brought to; read from their headers."""
-    sizes: set[tuple[int, int]] = set()
+def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str, str]:
+    """Width and height, and mode, that all images are brought to, read from their headers; and why, where the images
+    are of several sizes."""
+    sizes: dict[tuple[int, int], list[Path]] = {}
     grey = True
     for file in files:
         try:
             with warnings.catch_warnings(action="ignore"), Image.open(file) as image:
                 turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-                sizes.add((image.height, image.width) if turned else image.size)
+                sizes.setdefault((image.height, image.width) if turned else image.size, []).append(file)
                 grey = grey and image.mode in GREY
         except Exception:  # decoders raise anything; the file is named when its pixels are read
             continue
-    one = sizes.pop() if len(sizes) == 1 else None
-    return one if one is not None and max(one) <= SIDE else (SIDE, SIDE), "L" if grey else "RGB"
+    mode, by = "L" if grey else "RGB", sorted(sizes, key=lambda size: len(sizes[size]))
+    if len(by) == 1 and max(by[0]) <= SIDE:
+        return by[0], mode, ""
+    why = ""
+    if len(by) > 1:
+        (least, most), odd = (f"{size[0]}x{size[1]}" for size in (by[0], by[-1])), sizes[by[0]][0]
+        why = f" They are of {len(by)} sizes, such as {most} and {least} ({odd.parent.name}/{odd.name})."
+    return (SIDE, SIDE), mode, why
 
 
 def _decode(
-    images: Sequence[tuple[str, Path]], size: tuple[int, int], mode: str, root: Path
+    images: Sequence[tuple[str, Path]], size: tuple[int, int], mode: str, root: Path, why: str = ""
 ) -> tuple[Tensor, list[tuple[str, Path]], list[str]]:
     """The pixels in [0, 1], the images they are of, and notes."""
     pixels, kept, broken, resized = [], [], [], 0
@@ -159,7 +166,7 @@ def _decode(
     if resized:
         notes.append(
             f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle, to "
-            f"{size[0]}x{size[1]} pixels."
+            f"{size[0]}x{size[1]} pixels.{why}"
         )
     stack = torch.from_numpy(np.stack(pixels)).float().div_(255)
     return (stack[:, None] if mode == "L" else stack.permute(0, 3, 1, 2).contiguous()), kept, notes

@@ -91,6 +91,8 @@ class ClassSplits:
     validation: ImageClasses | None
     test: ImageClasses
     notes: tuple[str, ...] = ()
+    drawn: bool = False
+    """Whether a seed says which class is in which part, and not whoever made the data."""
 
     def __post_init__(self) -> None:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -110,7 +112,15 @@ class ClassSplits:
     def rotated(self) -> ClassSplits:
         """All parts with rotations as further classes."""
         validation = None if self.validation is None else self.validation.rotated()
-        return ClassSplits(self.name, self.train.rotated(), validation, self.test.rotated(), self.notes)
+        return ClassSplits(self.name, self.train.rotated(), validation, self.test.rotated(), self.notes, self.drawn)
+
+    def joined(self) -> ImageClasses:
+        """The classes of all parts."""
+        parts = [part for part in (self.train, self.validation, self.test) if part is not None]
+        return ImageClasses(
+            torch.cat([part.images for part in parts]), sum((part.counts for part in parts), ()),
+            sum((part.names for part in parts), ()),
+        )  # fmt: skip
 
 
 def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[str, ...] = ()) -> ClassSplits:
@@ -123,5 +133,5 @@ def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[
     order = np.random.default_rng(seed).permutation(count).tolist()
     return ClassSplits(
         name, classes.select(sorted(order[:train])), classes.select(sorted(order[train : train + validation])),
-        classes.select(sorted(order[train + validation :])), notes,
+        classes.select(sorted(order[train + validation :])), notes, drawn=True,
     )  # fmt: skip

@@ -46,6 +46,7 @@ QUICK = (
 OLDER = " An older run, the paper's setting, has 15 measurements on 200 tasks."
 SHORTER = " Some, those of Omniglot with 5 shots among them, are of runs of half the length, which read higher."
 WHERE_NONE = "On CIFAR-FS, but for the paper's setting, the upper rate is 0.002 and the scale 10 where none is named:"
+AGAIN_QUICK = "`bilevel reproduce fewshot --quick`; without `--quick` it is the study, for a GPU."
 AGAIN = """```bash
 bilevel reproduce fewshot --page docs/results
 compared="--parts table --dataset cifar-fs --methods penalty,prototypes,approx-grad,same-seconds"
@@ -79,13 +80,15 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *_tables(cells),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),
         *([CUT] if any(f.get("partial") for _, f in [*cells, *chosen(mine, part=EFFECT)]) else []),
-        *_curves(cells, folder, shorter=shorter_times(chosen(kept, part=TIME))),
-        *_effect(chosen(mine, part=EFFECT), folder),
+        *([] if quick else _curves(cells, folder, shorter=shorter_times(chosen(kept, part=TIME)))),
+        *([] if quick else _effect(chosen(mine, part=EFFECT), folder)),
         *choices(chosen(mine, part=CHOICES), chosen(mine, part=TABLE)),
         "## What was run",
+        *([] if quick else _said(cells)),
         _what(cells),
+        *_selection(cells),
         "## To run it again",
-        AGAIN,
+        AGAIN_QUICK if quick else AGAIN,
     ]
     write_whole(folder / "few-shot.md", "\n\n".join(text) + "\n")
     return {"cells": len(mine), "findings": said}
@@ -235,8 +238,13 @@ def _what(cells: Sequence[Kept]) -> str:
                 steps = " or ".join(f"{n:,}" for n in sorted(values(some, "steps")))
                 row = [f"{dataset}, {NETWORKS[backbone]}", title, "; ".join(episodes), steps]
                 rows.append([*row, str(some[0][0].get("T", ""))])
+    return table(["data", "method", "meta-batch", "upper steps", "T"], rows)
+
+
+def _said(cells: Sequence[Kept]) -> list[str]:
+    """What is true of the study."""
     sizes = {_network(settings): found["weights"] for settings, found in cells}
-    parts = [
+    return [
         "All but the paper's setting see meta-batches of one form: more ways and fewer queries than at the test. Where "
         "the ways of a task are 20, the paper's setting has meta-batches of 15 (Section 3.3; Appendix E.3 says 30, and "
         f"so do the counts of Table 7). It has fewer upper steps than the paper ({PAPER_STEPS:,}), and at the test it "
@@ -259,10 +267,7 @@ def _what(cells: Sequence[Kept]) -> str:
         "Its last two convolutions, which the paper calls blocks as the others, have batch normalisation as those have "
         '(`plain`: none). Its dropout "with rate = 0.9" is read as the share that is kept, and a 2x2 pool is added '
         "after each block, of which the paper says nothing.",
-        table(["data", "method", "meta-batch", "upper steps", "T"], rows),
-        *_selection(cells),
     ]
-    return "\n\n".join(parts)
 
 
 def _but() -> str:

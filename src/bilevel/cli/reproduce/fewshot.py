@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,8 @@ from .shared import (
     where_of,
     words,
 )
+
+SLOW = "note: a cell takes hours on a CPU. --quick shows that all of it runs; --minutes ends a sitting, and keeps it."
 
 
 def fewshot(
@@ -52,7 +55,11 @@ def fewshot(
     no_run: NoRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Few-shot learning: Table 3, accuracy against time and the effect of T (Section 3.3, Figures 4(b) and 5(b))."""
+    """Few-shot learning: Table 3, accuracy against time and the effect of T (Section 3.3, Figures 4(b) and 5(b)).
+
+    A cell takes a minute or two on an H200, and hours on a CPU. --quick is for Omniglot and takes none of the options
+    that choose cells.
+    """
     from ...paper import few_shot as study
     from ...paper import few_shot_page, few_shot_runs
 
@@ -69,6 +76,8 @@ def fewshot(
     if quick:
         cells = study.small_cells()
     where, folders, deadline = device_of(device), folders_of(out, page), deadline_in(minutes)
+    if where.type == "cpu" and not (quick or no_run):
+        print(SLOW, file=sys.stderr, flush=True)
     checkpoints = folders[0].path / "checkpoints"
     function = partial(few_shot_runs.run, device=where, folder=checkpoints, deadline=deadline)
     run_filed(

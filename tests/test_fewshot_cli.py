@@ -335,6 +335,19 @@ def test_a_named_set_whose_test_has_classes_that_a_run_has_learnt_from_is_refuse
     assert f"the run has learnt from {', '.join(theirs)}, which cifar-fs has for its test." in told
 
 
+@needs("cifar100")
+def test_a_run_on_a_named_set_knows_its_classes_in_a_folder(tmp_path, capsys):
+    call = ["fewshot", "cifar-fs", "--ways", "2", "--queries", "2", "--meta-batch", "1", "--steps", "1", "--tasks", "2"]
+    assert main([*call, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
+    for name in load_classes("cifar-fs").train.names[:10]:
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (32, 32), (i, i, i)).save(tmp_path / "data" / name / f"{i}.png")
+    capsys.readouterr()
+    assert main(["fewshot", "--evaluate", str(tmp_path / "run"), str(tmp_path / "data"), "--device", "cpu"]) == 1
+    assert "the run has learnt from" in capsys.readouterr().err
+
+
 def test_classes_that_were_learnt_from_are_not_tried_on_when_the_data_have_changed(folder, tmp_path, capsys):
     data = tmp_path / "data"
     shutil.copytree(folder, data)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..data.class_sets import NAMES
 from ..data.folder import some_of
 from ..data.image_classes import ClassSplits, ImageClasses
 from ..errors import DataError
 
 
 def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | None:
-    """How many images each class of each part has; None of a named set, which is always split alike."""
-    return None if data in NAMES else _parts(splits)
+    """How many images each class of each part has; None of Omniglot's thousands, which are always split alike."""
+    return None if data == "omniglot" else _parts(splits)
 
 
 def _parts(splits: ClassSplits) -> dict[str, dict[str, int]]:
@@ -25,14 +24,14 @@ def _parts(splits: ClassSplits) -> dict[str, dict[str, int]]:
 
 def unseen(before: Mapping[str, Any] | None, splits: ClassSplits, data: str, *, other: bool) -> ImageClasses:
     """The classes of data that a run is to be tried on: those of the test, and where a seed alone says which these are,
-    and none is known to the run, all. Refuses classes that it has learnt from; `before` are those of the run, None of a
-    named set, and `other` is whether it was run on other data."""
+    and none is known to the run, all. Refuses classes that it has learnt from; `before` are those of the run, None of
+    Omniglot, and `other` is whether it was run on other data."""
     now = _parts(splits)
     old, new = ({name for part in (parts or {}).values() for name in part} for parts in (before, now))
     if other and splits.drawn and not old & new:
         return splits.joined()
     learnt = [name for name in now["test"] if name in (before or {}).get("train", ())]
-    if learnt and data in NAMES:
+    if learnt and other:
         raise DataError(
             f"the run has learnt from {some_of(learnt)}, which {data} has for its test. Give data without such classes."
         )

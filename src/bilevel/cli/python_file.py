@@ -43,13 +43,13 @@ def network(text: str, option: str, call: str, arguments: Sequence[Any], seed: i
     path, make = load(text, f"{option} must be a kind or a Python file")
     if not callable(make):
         raise OptionError(f"{option} must name a function {call}, as in {path.name}:make.")
+    name = parts(text)[1]
     with seeded(seed):
         try:
             found = make(*arguments)
         except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {told(error)}") from error
+            raise OptionError(f"{name} in {path} could not be run: {told(error)}") from error
     if not isinstance(found, nn.Module):
-        name = parts(text)[1]
         raise OptionError(f"{name} in {path} must return an nn.Module; got {type(found).__name__}.")
     return path, found
 

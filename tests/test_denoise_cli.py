@@ -31,8 +31,9 @@ from bilevel.applications.classifiers import Classifier
 from bilevel.applications.cleaning import Cleaned, Prepared
 from bilevel.augmentation import crop
 from bilevel.cli.denoise_output import _good, summary
+from bilevel.cli.folder import Folder
 from bilevel.cli.main import main
-from bilevel.cli.run_state import folder_of
+from bilevel.cli.run_state import begin, folder_of, resumable
 from bilevel.data import Labelled, load
 from bilevel.data.files import MAT
 from bilevel.errors import ProblemError
@@ -450,10 +451,29 @@ def test_a_finished_run_stays_beside_the_one_that_takes_its_folder(tmp_path, cap
         assert run(source, *words, *QUICK, "--seed", seed, "--out", tmp_path / "r") == 0
     kept, told = tmp_path / "r" / "previous", capsys.readouterr().err
     assert f"the finished run in {tmp_path / 'r'} is now in {kept}.\n" in told
-    assert f"the finished run in {tmp_path / 'r'} is now in {kept}, and the one that was there in {kept}-2.\n" in told
-    for place, seed in ((tmp_path / "r", 3), (kept, 2), (tmp_path / "r" / "previous-2", 1)):
+    assert f"the finished run in {tmp_path / 'r'} is now in {kept}-2.\n" in told
+    for place, seed in ((tmp_path / "r", 3), (kept, 1), (tmp_path / "r" / "previous-2", 2)):
         assert json.loads((place / "result.json").read_text())["seed"] == seed
         assert (place / "model.safetensors").exists()
+
+
+def test_a_run_that_is_refused_leaves_those_before_it_where_they_were(tmp_path):
+    folder, asked = Folder(tmp_path), {"command": "denoise", "seed": 0}
+
+    def result(place: Path) -> str:
+        return json.loads((place / "result.json").read_text())["of"]
+
+    for run_of in ("first", "second"):
+        checkpoint = begin(folder, asked, resume=False, files=("result.json",))
+        with resumable(checkpoint, files=("result.json",)):
+            folder.write_json("result.json", {"of": run_of})
+        checkpoint.rmdir()
+    checkpoint = begin(folder, asked, resume=False, files=("result.json",))
+    assert [result(tmp_path / name) for name in ("previous", "previous-2")] == ["first", "second"]
+    with pytest.raises(OptionError), resumable(checkpoint, files=("result.json",)):
+        raise OptionError("no")
+    assert [result(place) for place in (tmp_path, tmp_path / "previous")] == ["second", "first"]
+    assert not (tmp_path / "previous-2").exists()
 
 
 def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):

@@ -84,9 +84,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
     except FileNotFoundError:
         raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
     except Exception as error:  # safetensors and torch raise several
-        first = (str(error).strip().splitlines() or [""])[-1].strip()
+        why = (str(error).strip().splitlines() or [""])[-1].strip()
         raise DataError(
-            f"{path} does not fit the network: the file is damaged, or the network is not what it was ({first})."
+            f"{path} does not fit the network: the file is damaged, or the network is not what it was ({why})."
         ) from None
 
 

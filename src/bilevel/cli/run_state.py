@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .stopped import Stopped
 
 CHECKPOINT = "checkpoint"
 PREVIOUS = "previous"
-"""Where the files of a finished run go when another one takes its place."""
+"""Where the files of a finished run go when another one takes its place; further ones have a number behind it."""
 
 
 def folder_of(out: Path | None, command: str, data: str) -> Folder:
@@ -79,11 +79,8 @@ def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequenc
         if resume:
             print(f"note: {folder.path} holds no run that was stopped; this one begins anew.", file=sys.stderr)
         elif ended:
-            older = _put_by(folder.path, (*files, "config.json"))
-            further = f", and the one that was there in {older}" if older is not None else ""
-            print(
-                f"note: the finished run in {folder.path} is now in {folder.path / PREVIOUS}{further}.", file=sys.stderr
-            )
+            place = _put_by(folder.path, (*files, "config.json"))
+            print(f"note: the finished run in {folder.path} is now in {place}.", file=sys.stderr)
         for name in files:  # of a run that did not end: a folder holds the files of one
             (folder.path / name).unlink(missing_ok=True)
     write_config(folder, asked)
@@ -115,17 +112,20 @@ def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     return ""
 
 
-def _put_by(folder: Path, files: Sequence[str]) -> Path | None:
-    """Move the files of a run to where the last one is kept; returns where the one that was there is now."""
-    last, older = folder / PREVIOUS, None
-    if last.exists():
-        older = next(path for i in count(2) if not (path := folder / f"{PREVIOUS}-{i}").exists())
-        last.rename(older)
-    last.mkdir()
+def _places(folder: Path) -> Iterator[Path]:
+    """Where runs that were finished in a folder go, the first one first."""
+    yield folder / PREVIOUS
+    yield from (folder / f"{PREVIOUS}-{i}" for i in count(2))
+
+
+def _put_by(folder: Path, files: Sequence[str]) -> Path:
+    """Move the files of a run to the first place that is free; returns it."""
+    place = next(path for path in _places(folder) if not path.exists())
+    place.mkdir()
     for name in files:
         if (folder / name).exists():
-            (folder / name).replace(last / name)
-    return older
+            (folder / name).replace(place / name)
+    return place
 
 
 def _take_back(checkpoint: Path, files: Sequence[str]) -> None:
@@ -133,10 +133,10 @@ def _take_back(checkpoint: Path, files: Sequence[str]) -> None:
     folder = checkpoint.parent
     for name in ("config.json", *files):
         (folder / name).unlink(missing_ok=True)
-    if (folder / PREVIOUS).exists():
-        for file in (folder / PREVIOUS).glob("*"):
+    for place in list(takewhile(Path.exists, _places(folder)))[-1:]:
+        for file in place.glob("*"):
             file.replace(folder / file.name)
-        (folder / PREVIOUS).rmdir()
+        place.rmdir()
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def bounded_below(problem: Callable[..., Problem]) -> Callable[[], Problem]:
 
 
 def prepared() -> Problem:
-    """u scales the inputs, once for both levels."""
+    """u scales the inputs, once for both levels, and is the decay of the lower."""
 
     def prepare(u: Tensor, pair: Any) -> Any:
         (x, y), (a, b) = pair
@@ -115,7 +115,8 @@ def prepared() -> Problem:
         return squares(v, made["upper"]).mean()
 
     def lower(u: Tensor, v: nn.Module, made: Any) -> Tensor:
-        return squares(v, made["lower"]).mean() + 0.05 * sum(p.square().sum() for p in v.parameters())
+        decay = 0.05 * torch.exp(u[3])
+        return squares(v, made["lower"]).mean() + decay * sum(p.square().sum() for p in v.parameters())
 
     return Problem(upper, lower, prepare=prepare)
 
@@ -177,8 +178,10 @@ CASES: dict[str, Case] = {
     "alternating, rows": (Alternating(lower_steps=2), importance, weights, {}),
     "reverse mode": (ReverseMode(lower_steps=2, momentum=0.5), ridge, decays, {}),
     "reverse mode, rows": (ReverseMode(lower_steps=2), importance, weights, {}),
+    "reverse mode, prepare": (ReverseMode(lower_steps=2), prepared, decays, {}),
     "forward mode": (ForwardMode(lower_steps=2, momentum=0.5), ridge, decays, {}),
     "approx grad": (ApproxGrad(lower_steps=2, damping=0.1), ridge, decays, {}),
+    "approx grad, prepare": (ApproxGrad(lower_steps=2, damping=0.1), prepared, decays, {"accumulate": 2}),
     "approx grad, adam, rows": (ApproxGrad(linear_solver="adam", lower_steps=2), importance, weights, {}),
     "approx grad, neumann": (ApproxGrad(linear_solver="neumann", lower_steps=2), ridge, decays, {"accumulate": 2}),
     "value gap": (ValueGap(lower_steps=2, **BOTH), ridge, decays, {}),

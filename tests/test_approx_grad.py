@@ -238,14 +238,16 @@ def test_prepare_gives_the_path_of_the_problem_without(linear_solver, accumulate
         )  # fmt: skip
         if prepared:
             problem = Problem(
-                lambda u, v, made: torch.sum((v - made[1]) ** 2) + made[0].square().sum(),
+                lambda u, v, made: torch.sum((v - made[1]) ** 2) + made[0].square().sum() + 0.3 * u.square().sum(),
                 lambda u, v, made: torch.sum((v - made[0]) ** 2),
                 prepare=lambda u, batches: (torch.tanh(u) * sum(batches), batches[0]),
             )
         else:
             pairs = [(data[0][i % 2], data[1][i % 3]) for i in range(6)]
             problem = Problem(
-                lambda u, v, pair: torch.sum((v - pair[0]) ** 2) + (torch.tanh(u) * sum(pair)).square().sum(),
+                lambda u, v, pair: (
+                    torch.sum((v - pair[0]) ** 2) + (torch.tanh(u) * sum(pair)).square().sum() + 0.3 * u.square().sum()
+                ),
                 lambda u, v, pair: torch.sum((v - torch.tanh(u) * sum(pair)) ** 2),
             )
         solve(problem, method, u, v, data if prepared else (pairs, pairs), max_steps=6, seed=0, accumulate=accumulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ from common import Each, leaf, plain
 from torch import Tensor
 
 from bilevel import (
+    ApproxGrad,
     OptionError,
     Penalty,
     Problem,
+    ReverseMode,
     Rows,
     Run,
     solve,
@@ -85,6 +88,39 @@ def test_upper_step_differentiates_through_prepare():
         ends.append((u.item(), v.item()))
     # The same products in another order.
     assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        plain(lower_steps=3),
+        ApproxGrad(lower_steps=3, warm_up=0.0),
+        ApproxGrad(lower_steps=3, warm_up=0.0, curvature="difference"),
+        ReverseMode(lower_steps=3, warm_up=0.0),
+    ],
+    ids=["penalty", "approx grad", "approx grad, difference", "reverse mode"],
+)
+def test_derivatives_pass_through_prepare_once_per_upper_step(method):
+    """However many products with second derivatives there are: it may be a large network."""
+    passes: list[int] = []
+    marks: list[int] = []
+
+    def prepare(u: Tensor, batches: Any) -> Tensor:
+        features = torch.tanh(u) * sum(batches)
+        if features.requires_grad:
+            features.register_hook(lambda _: passes.append(1))
+        return features
+
+    problem = Problem(
+        lambda u, v, z: torch.sum((v - z**2) ** 2) + 0.1 * torch.sum(u**2),
+        lambda u, v, z: torch.sum((v - z) ** 2 + 0.1 * (v * u) ** 2),
+        prepare=prepare,
+    )
+    solve(
+        problem, method, leaf(0.5), leaf(0.1), ([1.0, 2.0], [0.5]), max_steps=4, seed=0, log_every=1,
+        callbacks=[Each(lambda run: marks.append(len(passes)))],
+    )  # fmt: skip
+    assert [after - before for before, after in itertools.pairwise(marks)] == [1, 1, 1, 1]
 
 
 def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():

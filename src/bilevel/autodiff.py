@@ -204,13 +204,10 @@ class Derivatives(Evaluations):
 
     # -- products for scales and certificates --------------------------------------------------------------------
 
-    def hessian_product(
-        self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool, retain: bool = False
-    ) -> list[Tensor]:
+    def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
         """g_vv d, followed by g_uv d where asked, by the curvature in force.
 
-        `self.tapes` then says which rows of u the last entries belong to. `retain` keeps the graph of what was
-        prepared, for a further product.
+        `self.tapes` then says which rows of u the last entries belong to.
         """
         share = 1.0 / len(batches)
 
@@ -224,7 +221,7 @@ class Derivatives(Evaluations):
                 s = self.gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
                     refuse_once_differentiable(s)
-                return self.gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=retain)
+                return self.gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
 
         return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batches import Pair
+from .batches import Pair, each_tensor
 from .errors import ProblemError
 from .precision import Precision, reduced, widened
 from .prices import Gradients, added
@@ -32,6 +32,8 @@ class Evaluations:
         self.upper_evaluations = 0
         self.tapes: list[list[tuple[Tensor, Tensor]]] = []
         """The rows of u that the last evaluation read, with their leaves"""
+        self.cuts: list[tuple[Tensor, Tensor]] = []
+        """What `prepare` made, each tensor with the leaf that `cut` put in its place"""
 
     # -- what ranks agree on (see `bilevel.parallel`); one process has nothing to agree on ---------------------------
 
@@ -162,15 +164,15 @@ class Evaluations:
             v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, retain: bool = False) -> Gradients:
-        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints. `retain` keeps the graph."""
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
+        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints."""
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
         total: Gradients | None = None
         for batch, _ in batches:
             with self.holding_u(True) as inputs:
                 f = self.upper(batch) * share
                 leaves = self.v.leaves[:count]
-                slopes = self.gradient(f, [*leaves, *inputs()], retain=retain)
+                slopes = self.gradient(f, [*leaves, *inputs()])
                 found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
             total = found if total is None else added(total, found)
         if total is None:
@@ -187,6 +189,7 @@ class Evaluations:
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
         """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
+        self.cuts = []
         if self.problem.prepare is None:
             return list(batches)
         with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
@@ -198,11 +201,40 @@ class Evaluations:
             made = widened(made)
         return [(item, item) for item in made]
 
+    def cut(self, batches: Sequence[Pair]) -> list[Pair]:
+        """The batches with leaves in place of what `prepare` made of u.
+
+        Derivatives in u are then followed by those in these leaves. Where there are several, they are added up, and
+        `pulled` takes the sum through `prepare`, which may be a large network, once.
+        """
+        self.cuts = []
+        leaves: dict[int, Tensor] = {}
+
+        def leaf(made: Tensor) -> Tensor:
+            if not made.requires_grad or self.problem.prepare is None:
+                return made
+            if id(made) not in leaves:
+                leaves[id(made)] = made.detach().requires_grad_()
+                self.cuts.append((made, leaves[id(made)]))
+            return leaves[id(made)]
+
+        return [each_tensor(leaf, pair) for pair in batches]
+
+    def pulled(self, found: list[Tensor]) -> list[Tensor]:
+        """The derivative in u, from those in its leaves and in those of `cut`."""
+        count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
+        self.cuts = []
+        if not made:
+            return found
+        through = self.gradient(made, self.u.leaves, cotangent=found[count:])
+        return summed([found[:count], self.agreed(through)])
+
     def gathered(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        """What was found in `count` leaves of v, the leaves of u and the rows that were read, in this order."""
-        static = len(self.u.leaves) if len(found) > count else 0
+        """What was found in `count` leaves of v, the leaves of u and of `cut`, and the rows that were read, in this
+        order."""
+        static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
         return Gradients(
@@ -220,7 +252,8 @@ class Evaluations:
 
             def inputs() -> list[Tensor]:
                 self.tapes = [rows.tape() for rows in self.u.rows]
-                return [*self.u.leaves, *(leaf for tape in self.tapes for _, leaf in tape)]
+                read = (leaf for tape in self.tapes for _, leaf in tape)
+                return [*self.u.leaves, *(leaf for _, leaf in self.cuts), *read]
 
             try:
                 yield inputs

@@ -65,9 +65,9 @@ class Across(Derivatives):
         return [*self.ranks.mean(found[:count]), *found[count:]]
 
     def agreed_gradients(self, found: Gradients) -> Gradients:
-        count = len(found.v)
-        f, g, *rest = self.ranks.mean([found.f, found.g, *found.v, *found.u])
-        return replace(found, f=f, g=g, v=rest[:count], u=rest[count:])
+        count, leaves = len(found.v), len(self.u.leaves)
+        f, g, *rest = self.ranks.mean([found.f, found.g, *found.v, *found.u[:leaves]])
+        return replace(found, f=f, g=g, v=rest[:count], u=[*rest[count:], *found.u[leaves:]])
 
     def all_rows(self, parts: Parts) -> Parts:
         if not self.u.rows:
@@ -100,8 +100,8 @@ class Across(Derivatives):
             found, f=f, g=g, slope=slope, residual=self.residual(slope), v=rest[count:parts], constraints=rest[parts:]
         )
 
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, retain: bool = False) -> Gradients:
-        return self.agreed_gradients(super().direct(batches, with_v=with_v, retain=retain))
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
+        return self.agreed_gradients(super().direct(batches, with_v=with_v))
 
     def penalised(
         self,
@@ -114,10 +114,8 @@ class Across(Derivatives):
     ) -> Gradients:
         return self.agreed_gradients(super().penalised(batches, prices, with_u=with_u, slope=slope, lam=lam))
 
-    def hessian_product(
-        self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool, retain: bool = False
-    ) -> list[Tensor]:
-        return self.agreed_beside_rows(super().hessian_product(batches, direction, with_u=with_u, retain=retain))
+    def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
+        return self.agreed_beside_rows(super().hessian_product(batches, direction, with_u=with_u))
 
 
 def derivatives(setting: Setting, curvature: Curvature = "auto") -> Derivatives:

@@ -80,7 +80,7 @@ class Sharded(Across):
             grad: Any = self._parameters.get(id(leaf), leaf).grad
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             found.append(torch.zeros_like(leaf, requires_grad=False) if local is None else local.detach())
-        for leaf in (*self._parameters.values(), *self.u.leaves, *leaves):
+        for leaf in (*self._parameters.values(), *self.u.leaves, *(leaf for _, leaf in self.cuts), *leaves):
             leaf.grad = None
         return found
 
@@ -121,8 +121,9 @@ class Sharded(Across):
         return [*found[:count], *self.ranks.mean(found[count:leaves]), *found[leaves:]]
 
     def agreed_gradients(self, found: Gradients) -> Gradients:
-        f, g, *u = self.ranks.mean([found.f, found.g, *found.u])
-        return replace(found, f=f, g=g, u=u)
+        leaves = len(self.u.leaves)
+        f, g, *u = self.ranks.mean([found.f, found.g, *found.u[:leaves]])
+        return replace(found, f=f, g=g, u=[*u, *found.u[leaves:]])
 
     def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
         g, slope = super(Across, self).slope(batches)

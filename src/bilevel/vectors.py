@@ -52,6 +52,11 @@ def spread(price: Tensor, like: Tensor) -> Tensor:
     return price if price.dim() == 0 else price.reshape(-1, *[1] * (like.dim() - 1))
 
 
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """a - b."""
+    return list(torch._foreach_sub(list(a), list(b))) if a else []
+
+
 def summed(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sum of vectors."""
     total = list(lists[0])

@@ -28,7 +28,7 @@ from ..prices import Gradients, Prices, added
 from ..replay import keeping, random_state, set_random_state
 from ..rows import together
 from ..steps import Draw, Steps
-from ..vectors import gradient
+from ..vectors import difference, gradient
 
 LINEAR_SHARE = 0.1
 """The default rate of Adam on q, as a share of the size of an entry of q."""
@@ -112,8 +112,9 @@ class _Run(Steps):
         self.linear.restart()
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        d, batches = self.derivatives, draw[0]
-        direct = d.direct(batches, retain=moving and self.problem.prepare is not None)
+        d = self.derivatives
+        batches = d.cut(draw[0])
+        direct = d.direct(batches)
         if not moving:
             direct.rows = d.all_rows(direct.rows)
             g, slope = d.slope(batches)
@@ -121,8 +122,8 @@ class _Run(Steps):
         curved = self._curved(batches, direct.v, left)
         total = Gradients(
             f=direct.f, g=curved.g, slope=curved.slope, residual=curved.slope, constraints=[],
-            v=[a - b for a, b in zip(direct.v, curved.v, strict=True)],
-            u=[a - b for a, b in zip(direct.u, curved.u, strict=True)],
+            v=difference(direct.v, curved.v),
+            u=d.pulled(difference(direct.u, curved.u)),
             rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
         )  # fmt: skip
         total.rows = d.all_rows(total.rows)

@@ -63,6 +63,7 @@ class _Run(Unrolled):
 
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
         device = self.v.device
+        upper = self.derivatives.cut(upper[0]), upper[1]
         first = len(lower) - self.kept
         trace = []
         for t, (draw, live) in enumerate(zip(lower, self._live(lower, upper), strict=True)):
@@ -96,7 +97,7 @@ class _Run(Unrolled):
         """(f, g, |s|), the point, f_v, f_u and what of f_u belongs to Rows, at v_T."""
         d = self.derivatives
         g, slope = d.slope(detached(draw[0]))
-        direct = d.direct(draw[0], retain=self.problem.prepare is not None)
+        direct = d.direct(draw[0])
         rows = direct.rows or [[] for _ in self.u.rows]
         return [direct.f, g, d.norm(slope)], self._point(), direct.v, direct.u, rows
 
@@ -111,7 +112,7 @@ class _Run(Unrolled):
         parts: Parts = [[] for _ in self.u.rows]
         ends = [*q, *p]
         for pair in draw[0]:  # one by one: each reads rows of its own
-            found = d.hessian_product([pair], pull, with_u=True, retain=self.problem.prepare is not None)
+            found = d.hessian_product([pair], pull, with_u=True)
             ends = [x - share * y for x, y in zip(ends, found, strict=False)]
             rest = iter(found[len(ends) :])
             for part, tape in zip(parts, d.tapes, strict=True):
@@ -127,7 +128,7 @@ class _Run(Unrolled):
         with torch.no_grad():
             for mine, new in zip(self.adjoint, total, strict=True):
                 mine.copy_(new)
-        rows = d.all_rows(rows)
+        p, rows = d.pulled(p), d.all_rows(rows)
         self.upper.step(p, rows, left)
         moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
         # What the adjoint leaves of f_v is the slope of the Lagrangian in v.

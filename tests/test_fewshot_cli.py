@@ -420,6 +420,13 @@ def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(fo
     page = (tmp_path / "run" / "report.html").read_text()
     assert " _$12 &lt;b&gt; 種類</text>" in page
     assert all(f">pattern {c:02d}</text>" in page for c in range(8, 11))
+    order = re.findall(r"queries at most\. In order: ([^<]*)\.<", page)
+    assert order
+    assert all(len(set(names.split(", "))) == 3 for names in order)
+    classes = load_classes(str(tmp_path / "parts")).test
+    assert [classes.name_of(i) for i in range(len(classes.images))] == [
+        name for name, count in zip(classes.names, classes.counts, strict=True) for _ in range(count)
+    ]
 
 
 def test_too_many_ways_in_training_and_weights_that_are_not_finite_are_told(folder, tmp_path, capsys):

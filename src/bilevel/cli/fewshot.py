@@ -127,7 +127,9 @@ def command(
         Path | None,
         typer.Option(help="A folder with train.csv, val.csv and test.csv that name the classes of each part."),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=2, help="Tasks of the evaluation.")] = 600,
+    tasks: Annotated[
+        int, typer.Option(min=2, help="Tasks of the evaluation. With --evaluate as many as the run had by default.")
+    ] = 600,
     evaluate: Annotated[
         Path | None, typer.Option(help="The folder of a finished run: evaluate it again, or embed with it.")
     ] = None,

@@ -162,9 +162,10 @@ def _report(run: Trained) -> Report:
         shown.setdefault(task, "One of the worst tasks")
     for task, which in shown.items():
         title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
+        names = ", ".join(run.test.classes.name_of(int(image)) for image in found.index[task][:, 0])
         note = (
             "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong; a field shows "
-            f"{FIELD**2} queries at most."
+            f"{FIELD**2} queries at most. In order: {names}."
         )
         cards.append(Card(title, _task(found, run.test, task, title), note=note))
     cards.append(_plane(run.network, run.test.classes))

@@ -56,6 +56,10 @@ class ImageClasses:
         """Where each class begins."""
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]).tolist() if self.counts else []
 
+    def name_of(self, image: int) -> str:
+        """The name of the class that the image of this number is of."""
+        return self.names[int(np.searchsorted(np.cumsum(self.counts), image, side="right"))]
+
     def select(self, classes: Sequence[int]) -> ImageClasses:
         """These classes, in this order."""
         firsts = self.firsts

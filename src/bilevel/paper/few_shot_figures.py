@@ -13,7 +13,7 @@ from .few_shot import LOWER_STEPS, METHODS
 from .figures import STYLE, legend_above, new_figure, save_figure
 from .filed import Kept
 
-COLORS = dict(zip(METHODS, ("#1f77b4", "#7f7f7f", "#17becf", "#ff7f0e", "#d62728", "#9467bd", "#2ca02c"), strict=True))
+COLORS = dict(zip(METHODS, ("#1f77b4", "#7f7f7f", "#17becf", "#ff7f0e", "#9467bd", "#2ca02c"), strict=True))
 
 
 @matplotlib.rc_context(STYLE)

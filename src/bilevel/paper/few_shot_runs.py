@@ -74,7 +74,7 @@ def method(settings: Settings) -> Method:
             return Penalty.algorithm_2(
                 lower_steps=lower_steps, gamma=0.01, epsilon=0.01, lam=0.01, nu=0.0001, upper_rate=1e-3, lower_rate=1e-3
             )
-        case "approx-grad" | "same-seconds":
+        case "approx-grad":
             return ApproxGrad(
                 lower_steps=lower_steps, linear_steps=lower_steps, damping=DAMPING, upper_optimizer=adam,
                 lower_optimizer=partial(torch.optim.SGD, lr=settings.get("lower_rate", APPROX_RATE)),

@@ -40,9 +40,7 @@ def fewshot(
     dataset: Annotated[str | None, typer.Option(help="omniglot, cifar-fs, with commas. By default both.")] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
-            help="penalty, prototypes, cosines, approx-grad, same-seconds, paper, rmd, with commas. By default all."
-        ),
+        typer.Option(help="penalty, prototypes, cosines, approx-grad, paper, rmd, with commas. By default all."),
     ] = None,
     backbones: Annotated[str | None, typer.Option(help="conv4, resnet, with commas. By default both.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each place of the table.")] = 1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -121,6 +123,46 @@ def test_derivatives_pass_through_prepare_once_per_upper_step(method):
         callbacks=[Each(lambda run: marks.append(len(passes)))],
     )  # fmt: skip
     assert [after - before for before, after in itertools.pairwise(marks)] == [1, 1, 1, 1]
+
+
+@dataclass
+class Made:
+    features: Tensor
+    target: float
+
+
+@pytest.mark.parametrize("method", [ApproxGrad, ReverseMode])
+@pytest.mark.parametrize("kind", [Made, lambda *parts: dict(zip(("features", "target"), parts, strict=True))])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_derivative_through_prepare_is_the_closed_form_whatever_it_returns(method, kind, accumulate):
+    """g = |v - sin u|^2 / 2 has v = sin u, and f = |v - 1|^2 / 2 + 3 sin u + u^2 the derivative
+    (sin u - 1) cos u + 3 cos u + 2 u."""
+
+    def of(made: Any, name: str) -> Any:
+        return made[name] if isinstance(made, dict) else getattr(made, name)
+
+    problem = Problem(
+        lambda u, v, made: torch.sum(0.5 * (v - of(made, "target")) ** 2 + 3 * of(made, "features") + u**2),
+        lambda u, v, made: 0.5 * torch.sum((v - of(made, "features")) ** 2),
+        prepare=lambda u, _: kind(torch.sin(u), 1.0),
+    )
+    u, v = leaf(0.5), leaf(0.2)
+    rates = {"upper_optimizer": partial(torch.optim.SGD, lr=0.1), "decay": "constant", "warm_up": 0.0}
+    own = {"lower_rate": 1.0} if method is ReverseMode else {"lower_optimizer": partial(torch.optim.SGD, lr=1.0)}
+    chosen = method(lower_steps=2, **rates, **own)
+    solve(problem, chosen, u, v, ([1.0, 2.0], [0.5]), max_steps=1, seed=0, accumulate=accumulate)
+    expected = (math.sin(0.5) - 1) * math.cos(0.5) + 3 * math.cos(0.5) + 2 * 0.5
+    assert u.item() == pytest.approx(0.5 - 0.1 * expected, abs=1e-12)
+
+
+def test_the_warm_up_records_the_gradient_in_u_where_prepare_hands_a_leaf_on():
+    """|f_u| of f = 3 u + z^2 with z = u = 0.5, which goes through what was prepared, too."""
+    problem = Problem(
+        lambda u, v, z: torch.sum(3 * u + z**2), lambda u, v, z: torch.sum((v - z) ** 2), prepare=lambda u, _: u
+    )
+    method = ApproxGrad(lower_steps=1, warm_up=0.5)
+    solution = solve(problem, method, leaf(0.5), leaf(0.0), ([1.0], [1.0]), max_steps=2, seed=0, log_every=1)
+    assert solution.history["grad_u"][0] == pytest.approx(4.0)
 
 
 def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():

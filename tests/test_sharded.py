@@ -144,6 +144,69 @@ def divided() -> dict[str, Any]:
     return found
 
 
+SGD = partial(torch.optim.SGD, lr=0.1)
+PREPARED = {
+    "conjugate gradients": ApproxGrad(
+        lower_steps=2, curvature="difference", damping=0.1, warm_up=0.3, lower_optimizer=SGD, upper_optimizer=SGD
+    ),
+    "reverse mode": ReverseMode(lower_steps=2, lower_rate=0.1, momentum=0.5, warm_up=0.3, upper_optimizer=SGD),
+}
+"""Methods that differentiate through `prepare` more than once in an upper step."""
+
+
+def run_prepared(method: Any, *, sharded: bool) -> list[float]:
+    """u makes the features that v classifies, and bounds what v says of them, too; ranks have shares of two sizes."""
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 4, generator=draw, dtype=torch.float64)
+    y = (x.sum(1) > 0).long() + (x[:, 0] > 0.5).long()
+    parts = [(x[a:b], y[a:b]) for a, b in ((0, 7), (7, 15), (15, 26), (26, 40))]
+
+    def prepare(u: Tensor, pair: Any) -> Any:
+        return [(torch.tanh(x @ u), y) for x, y in pair]
+
+    def above(u: Tensor, v: nn.Module, made: Any) -> Tensor:
+        return cross_entropy(v(made[0][0]), made[0][1]) + 0.1 * u.square().sum()
+
+    def below(u: Tensor, v: nn.Module, made: Any) -> Tensor:
+        said = v(made[1][0])
+        return cross_entropy(said, made[1][1]) + 0.05 * u.square().sum() * said.square().mean()
+
+    torch.manual_seed(1)
+    v = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    u = torch.randn(4, 4, dtype=torch.float64).requires_grad_()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(v)
+    problem = Problem(above, below, prepare=prepare)
+    solve(problem, method, u, v, (parts[:2], parts[2:]), max_steps=6, seed=3, hypergradient=False)
+    return u.detach().reshape(-1).tolist()
+
+
+def prepared_on_ranks() -> dict[str, list[list[float]]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # what sharding and several shapes of batches have to say
+    found = {name: [run_prepared(m, sharded=each) for each in (True, False)] for name, m in PREPARED.items()}
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_what_is_prepared_is_each_ranks_own_until_u_is_reached(name, request):
+    ranks = request.getfixturevalue("prepared_ends")
+    alone = run_prepared(PREPARED[name], sharded=False)
+    for rank in ranks:
+        for found in rank[name]:
+            assert found == pytest.approx(alone, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def prepared_ends() -> list[Any]:
+    return on_ranks(2, prepared_on_ranks)
+
+
 class Stop(Callback):
     def log(self, run: Run) -> bool:
         return run.step >= 3

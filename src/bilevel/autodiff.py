@@ -221,7 +221,9 @@ class Derivatives(Evaluations):
                 s = self.gradient(self.lower(batch), self.v.leaves, keep_graph=True)
                 if not self._proved:
                     refuse_once_differentiable(s)
-                return self.gradient(s, [*self.v.leaves, *inputs()], cotangent=list(direction))
+                return self.gradient(
+                    s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=self.problem.prepare is not None
+                )
 
         return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 

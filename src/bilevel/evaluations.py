@@ -172,7 +172,7 @@ class Evaluations:
             with self.holding_u(True) as inputs:
                 f = self.upper(batch) * share
                 leaves = self.v.leaves[:count]
-                slopes = self.gradient(f, [*leaves, *inputs()])
+                slopes = self.gradient(f, [*leaves, *inputs()], retain=self.problem.prepare is not None)
                 found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
             total = found if total is None else added(total, found)
         if total is None:
@@ -205,13 +205,15 @@ class Evaluations:
         """The batches with leaves in place of what `prepare` made of u.
 
         Derivatives in u are then followed by those in these leaves. Where there are several, they are added up, and
-        `pulled` takes the sum through `prepare`, which may be a large network, once.
+        `pulled` takes the sum through `prepare`, which may be a large network, once. What `prepare` made that is no
+        tensor of a tuple, list or dict stays as it is, and is passed through each time.
         """
-        self.cuts = []
+        if self.problem.prepare is None:
+            return list(batches)
         leaves: dict[int, Tensor] = {}
 
         def leaf(made: Tensor) -> Tensor:
-            if not made.requires_grad or self.problem.prepare is None:
+            if not made.requires_grad:
                 return made
             if id(made) not in leaves:
                 leaves[id(made)] = made.detach().requires_grad_()

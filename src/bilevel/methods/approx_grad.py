@@ -113,7 +113,7 @@ class _Run(Steps):
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
-        batches = d.cut(draw[0])
+        batches = d.cut(draw[0]) if moving else draw[0]
         direct = d.direct(batches)
         if not moving:
             direct.rows = d.all_rows(direct.rows)

@@ -33,7 +33,7 @@ from .few_shot import (
 from .few_shot_compared import choices
 from .few_shot_findings import NETWORKS, findings
 from .few_shot_runs import DAMPING
-from .few_shot_shown import apart, longest, shorter_times, timed
+from .few_shot_shown import apart, longest, timed
 from .filed import Kept
 from .markdown import table
 
@@ -44,7 +44,6 @@ QUICK = (
     "and their numbers are no results."
 )
 OLDER = " An older run, the paper's setting, has 15 measurements on 200 tasks."
-SHORTER = " Some, those of Omniglot with 5 shots among them, are of runs of half the length, which read higher."
 WHERE_NONE = "On CIFAR-FS, but for the paper's setting, the upper rate is 0.002 and the scale 10 where none is named:"
 AGAIN_QUICK = "`bilevel reproduce fewshot --quick`; without `--quick` it is the study, for a GPU."
 AGAIN = """```bash
@@ -80,7 +79,7 @@ def write(kept: Sequence[Kept], folder: Path) -> dict[str, Any]:
         *_tables(cells),
         *([bad] if (bad := diverged(_named(mine), "run")) else []),
         *([CUT] if any(f.get("partial") for _, f in [*cells, *chosen(mine, part=EFFECT)]) else []),
-        *([] if quick else _curves(cells, folder, shorter=shorter_times(chosen(kept, part=TIME)))),
+        *([] if quick else _curves(cells, folder)),
         *([] if quick else _effect(chosen(mine, part=EFFECT), folder)),
         *choices(chosen(mine, part=CHOICES), chosen(mine, part=TABLE)),
         "## What was run",
@@ -170,7 +169,7 @@ def _named(cells: Sequence[Kept]) -> list[Kept]:
     return [({**s, "run": f"{s['dataset']}, {s['ways']}-way {s['shots']}-shot, {s['method']}"}, f) for s, f in cells]
 
 
-def _curves(cells: Sequence[Kept], folder: Path, *, shorter: bool) -> list[str]:
+def _curves(cells: Sequence[Kept], folder: Path) -> list[str]:
     some = [pair for pair in cells if pair[0]["seed"] == 0 and pair[1].get("curve")]
     ours = {_tasks(settings) for settings, _ in some if settings["method"] == "penalty"}
     some = sorted((pair for pair in some if _tasks(pair[0]) in ours), key=lambda pair: _tasks(pair[0]))
@@ -181,9 +180,7 @@ def _curves(cells: Sequence[Kept], folder: Path, *, shorter: bool) -> list[str]:
         "## Accuracy against time (Figure 4(b))",
         "Tasks of unseen classes, 200 at each point; seconds are those of training alone: steps times that of a short "
         "run by itself. Where there is none, they are the run's own, if it shared the GPU with no other. The tables "
-        "above have more tasks, and of the residual network the step that was kept, which need not be the last."
-        + SHORTER
-        * shorter,
+        "above have more tasks, and of the residual network the step that was kept, which need not be the last.",
         "![Accuracy against seconds](few-shot-speed.png)",
         _speed_table(some),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cells import Found, Settings
-from .few_shot import KIND, MEETS, TIME_STEPS, table_settings, timed_as, trained_for
+from .few_shot import KIND, MEETS, table_settings, timed_as, trained_for
 from .filed import Kept
 
 
@@ -38,12 +38,6 @@ def timed(cells: Sequence[Kept], times: Sequence[Kept]) -> list[Kept]:
             found = {**found, "ms_per_step": ms, "seconds": seconds, "curve": curve}
         out.append((settings, found))
     return out
-
-
-def shorter_times(times: Sequence[Kept]) -> bool:
-    """Whether the time of any kind of step was taken in shorter runs alone."""
-    taken = {timed_as(settings) for settings, _ in times}
-    return taken != {timed_as(settings) for settings, _ in times if int(settings["steps"]) >= TIME_STEPS}
 
 
 def longest(cells: Sequence[Kept]) -> list[Kept]:

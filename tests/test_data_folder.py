@@ -56,8 +56,8 @@ def test_other_sizes_are_cut_to_64_from_the_middle(tmp_path: Path) -> None:
     middle = data.x[data.keys.index("cat/a.png")]
     assert float(middle[:, :, 2:-2].min()) == 1
     assert data.notes == (
-        "11 of 11 images were resized, and cut at the middle, to 64x64 pixels. They are of 2 sizes, such as 9x7 and "
-        "300x100 (cat/a.png).",
+        "11 of 11 images were resized, and cut at the middle where needed, to 64x64 pixels. They are of 2 sizes, such "
+        "as 9x7 and 300x100 (cat/a.png).",
     )
     assert load(classes(tmp_path / "large", size=(80, 80))).x.shape == (10, 3, 64, 64)
 

@@ -165,6 +165,18 @@ def test_the_warm_up_records_the_gradient_in_u_where_prepare_hands_a_leaf_on():
     assert solution.history["grad_u"][0] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize(("given", "passes"), [({}, 1), ({"gamma": None}, 2), ({"upper_optimizer": None}, 2)])
+def test_one_episode_is_looked_at_before_the_first_step_where_nothing_is_chosen_by_it(given, passes):
+    """An episode may be a pass of a large network; here there are two."""
+    episodes = Episodes()
+    before: list[int] = []
+    solve(
+        episodes.problem, plain(**given), leaf(0.5), leaf(0.0), ([1.0, 2.0], [0.5]), max_steps=1, seed=0,
+        callbacks=[Each(lambda run: before.append(episodes.calls.count("prepare")))],
+    )  # fmt: skip
+    assert before[0] == 1 + passes, "the first is the trial of the user's functions"
+
+
 def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():
     """With u held by a rate of zero and one episode, every upper step then repeats the first one bit for bit."""
     momentum, still = partial(torch.optim.Adam, lr=0.05), partial(torch.optim.SGD, lr=0.0)

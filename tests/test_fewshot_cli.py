@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from bilevel.applications.few_shot import embed
 from bilevel.cli import bar, fewshot, fewshot_again
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
+from bilevel.data import class_sets
 from bilevel.data.class_sets import load_classes
 from bilevel.models import few_shot_cnn
 
@@ -44,6 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+SAME = "All tasks are of the same 2 classes, for there are no more: the interval is that of their images."
+
+
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [
         "fewshot", str(folder), "--ways", "2", "--shots", "1", "--queries", "3", "--meta-batch", "2", "--steps", "8",
@@ -59,6 +65,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert {
+        "learning from 64 images of 8 classes, 16x16: 8 steps of 16 images each",
         "learning: 1 of 8 steps",
         "evaluating: 0 of 16 images",
         "evaluating class means: 0 of 16 images",
@@ -127,7 +134,7 @@ def test_a_run_is_used_from_any_folder_on_other_tasks_and_embeds_without_its_dat
     assert "2-way 1-shot" in result["message"]
     assert "Embedded 96 images" in result["message"]
     assert "does not decode: pattern 00/0.png" in result["notes"][0]
-    assert len(result["notes"]) == 1
+    assert result["notes"][1:] == [SAME]
     with np.load("run/embeddings.npz") as kept:
         first = kept["features"]
     network = few_shot_cnn()
@@ -212,6 +219,7 @@ def test_a_users_network_is_taken_and_checked(folder, tmp_path, capsys):
     assert main(again) == 2
     assert f"must say where the run's network is now; there is no file {file}." in capsys.readouterr().err
     assert main([*again, "--backbone", f"{tmp_path / 'moved.py'}:make"]) == 0
+    capsys.readouterr()
     (tmp_path / "moved.py").write_text(file_text := (tmp_path / "moved.py").read_text().replace(", 7)", ", 8)"))
     assert main([*again, "--backbone", f"{tmp_path / 'moved.py'}:make"]) == 1
     told = capsys.readouterr().err
@@ -290,14 +298,16 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
     assert main([*call, str(tmp_path / "there")]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["accuracy"] == first["accuracy"]
-    assert again["notes"] == [f"The run was trained on {tmp_path / 'here'}."]
+    assert again["notes"] == [f"The run was trained on {tmp_path / 'here'}.", SAME]
+    assert "on classes that were not seen" in again["message"]
     for c in range(8):
         (tmp_path / "large" / str(c)).mkdir(parents=True)
         for i in range(8):
             Image.new("L", (32, 32), 30 * c).save(tmp_path / "large" / str(c) / f"{i}.png")
-    assert main([*call, str(tmp_path / "large")]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "the shape that the run was trained on, 1x16x16; they are 1x32x32." in told
+    assert main([*call, str(tmp_path / "large")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["notes"][1] == "64 of 64 images were resized, and cut at the middle where needed, to 16x16 pixels."
+    assert "on classes of large" in told["message"], "which the run does not know"
     assert main([*call, str(tmp_path / "there"), "--embed", str(tmp_path / "large" / "0")]) == 2
     assert "DATA must be left out with --evaluate and --embed" in capsys.readouterr().err
 
@@ -360,12 +370,72 @@ def test_classes_that_were_learnt_from_are_not_tried_on_when_the_data_have_chang
     found = load_classes(data, seed=0)
     call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu"]
     assert set(found.test.names) & set(before["train"]), "other names, another split"
-    assert main(call) == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"is split by class otherwise than when the run began (without {gone}), and the run has learnt from" in told
-    (tmp_path / gone).rename(data / gone)
     assert main(call) == 0
     assert f"evaluation: {tmp_path / 'run' / 'evaluation.json'}" in capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+
+    def accuracy() -> float:
+        return json.loads((tmp_path / "run" / "evaluation.json").read_text())["accuracy"]
+
+    assert accuracy() == result["accuracy"], "on the classes that the run was tried on"
+    (tmp_path / gone).rename(data / gone)
+    shutil.copytree(data / gone, data / "another")
+    assert set(load_classes(data, seed=0).test.names) != set(before["test"]), "a class more, another split"
+    assert main(call) == 0
+    assert accuracy() == result["accuracy"]
+    tried = min(before["test"])
+    (data / tried / "7.png").unlink()
+    capsys.readouterr()
+    assert main([*call, "--json"]) == 0
+    words = f"The classes are those of the run; {tried} has other numbers of images than then."
+    assert words in json.loads(capsys.readouterr().out)["notes"]
+    (data / tried).rename(tmp_path / tried)
+    assert main(call) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"(without {tried} and with another): classes that the run was tried on are not there" in told
+
+
+def test_drawings_are_read_as_omniglots_by_a_run_on_omniglot(tmp_path, monkeypatch, capsys):
+    rng, home = np.random.default_rng(0), tmp_path / "data" / "omniglot"
+    home.mkdir(parents=True)
+
+    def drawing() -> bytes:
+        """Black on white, 105x105, as published."""
+        pixels = np.kron(rng.integers(0, 2, (5, 5)), np.ones((21, 21))).astype(bool)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    for part, names in (("images_background", "abcdefgh"), ("images_evaluation", "ijklmnop")):
+        with zipfile.ZipFile(home / f"{part}.zip", "w") as archive:
+            for name in names:
+                for i in range(4):
+                    archive.writestr(f"{part}/alphabet/{name}/{i}.png", drawing())
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    small = ["--ways", "2", "--queries", "2", "--meta-batch", "2", "--steps", "2", "--tasks", "4", "--device", "cpu"]
+    run = str(tmp_path / "run")
+    assert main(["fewshot", "omniglot", *small, "--out", run]) == 0
+    for c in range(4):
+        (tmp_path / "mine" / str(c)).mkdir(parents=True)
+        for i in range(3):
+            (tmp_path / "mine" / str(c) / f"{i}.png").write_bytes(drawing())
+    seen, evaluate = [], fewshot_again.adapt_and_evaluate
+    monkeypatch.setattr(
+        fewshot_again, "adapt_and_evaluate", lambda n, test, **b: seen.append(test.classes) or evaluate(n, test, **b)
+    )
+    again = ["fewshot", "--evaluate", run, "--device", "cpu"]
+    assert main([*again, str(tmp_path / "mine")]) == 0
+    files = sorted((tmp_path / "mine").rglob("*.png"))
+    assert len(seen[0].names) == 4
+    pixels = {seen[0].images[i, 0].numpy().tobytes() for i in range(12)}
+    assert pixels == {class_sets.ink(file).tobytes() for file in files}
+    capsys.readouterr()
+    assert main([*again, "--embed", str(tmp_path / "mine")]) == 0
+    network = few_shot_cnn()
+    network.load_state_dict({name: torch.from_numpy(x) for name, x in load_file(f"{run}/{WEIGHTS}").items()})
+    with np.load(f"{run}/embeddings.npz") as kept:
+        own = embed(network, torch.from_numpy(class_sets.ink(files[0]))[None, None])[0].numpy()
+        assert np.allclose(kept["features"][kept["files"].tolist().index("0/0.png")], own, atol=1e-5)
 
 
 def test_a_stopped_run_does_not_go_on_with_data_that_have_changed(folder, tmp_path, capsys, monkeypatch):
@@ -419,7 +489,10 @@ def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(fo
     assert main(arguments(tmp_path / "parts", tmp_path / "run", "--ways", "3", "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["classes"], result["validation_accuracy"]) == ([6, 2, 4], None)
-    assert result["notes"] == ["No accuracy on meta-validation classes: there are 2, fewer than the ways of a task."]
+    assert result["notes"] == [
+        "No accuracy on meta-validation classes: there are 2, fewer than the ways of a task. The "
+        "step that is kept is the last."
+    ]
     page = (tmp_path / "run" / "report.html").read_text()
     assert " _$12 &lt;b&gt; 種類</text>" in page
     assert all(f">pattern {c:02d}</text>" in page for c in range(8, 11))

@@ -48,6 +48,8 @@ class Steps(ABC):
     """Whether a step takes second derivatives."""
     like_v: tuple[str, ...] = ("lower",)
     """Where in the state each tensor of v has one of its shape: shards where v is sharded (see `bilevel.gathering`)."""
+    scale_batches = SCALE_BATCHES
+    """How many batches the scales are measured on."""
     lower: Descent
     upper: Descent
     engines: Engines
@@ -109,7 +111,7 @@ class Steps(ABC):
         return measured
 
     def _sample(self) -> list[Pair]:
-        upper, lower, _ = self.setting.sources.sample(SCALE_BATCHES)
+        upper, lower, _ = self.setting.sources.sample(self.scale_batches)
         count = max(len(upper), len(lower))
         return list(itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count))
 

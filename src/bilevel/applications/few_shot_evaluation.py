@@ -44,10 +44,13 @@ class Evaluation:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95% interval of the mean; not a number where there is one task alone."""
-        if len(self.accuracies) < 2:
+        """Half the width of the 95% interval of the mean (Student's t); not a number where there is one task alone."""
+        count = len(self.accuracies)
+        if count < 2:
             return math.nan
-        return 1.96 * float(self.accuracies.double().std()) / math.sqrt(len(self.accuracies))
+        from scipy import stats  # it takes a second, which every command would wait for
+
+        return float(stats.t.ppf(0.975, count - 1)) * float(self.accuracies.double().std()) / math.sqrt(count)
 
 
 def adapt(

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..data.image_classes import ImageClasses
 from ..errors import OptionError
 from ..options import in_range
+from ..wording import agreeing
 
 EPISODES = 100
 """Meta-batches of a pass, each pass from a seed of its own; they could go on without end."""
@@ -46,7 +47,8 @@ class TaskSampler:
             name = classes.names[classes.counts.index(min(few))]
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "
-                f"{len(few)} of {len(classes.counts)} classes have fewer, {name!r} the least, {min(few)}. Ask for "
+                f"{len(few)} of {len(classes.counts)} classes {agreeing(len(few), 'has', 'have')} fewer, {name!r} the "
+                f"least, {min(few)}. Ask for "
                 "fewer of them, or give more images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries

@@ -34,12 +34,12 @@ from ..options import in_range
 from ..solution import Status
 from . import python_file
 from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
-from .bar import RunBar, stage
+from .bar import RunBar, stage, waiting
 from .device import device_of
 from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
 from .fewshot_asked import lasting, load, network_of, samplers_of
 from .fewshot_classes import classes_of, refuse_changed_classes
-from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, summary, write
+from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, same_classes, summary, write
 from .folder import Folder
 from .given import given, refuse
 from .run_state import CHECKPOINT, begin, finished, folder_of, kept, resumable
@@ -125,7 +125,9 @@ def command(
     ] = None,
     lists: Annotated[
         Path | None,
-        typer.Option(help="A folder with train.csv, val.csv and test.csv that name the classes of each part."),
+        typer.Option(
+            help="A folder, or a zip file, with train.csv, val.csv and test.csv, whose column label has the classes."
+        ),
     ] = None,
     tasks: Annotated[
         int, typer.Option(min=2, help="Tasks of the evaluation. With --evaluate as many as the run had by default.")
@@ -134,7 +136,10 @@ def command(
         Path | None, typer.Option(help="The folder of a finished run: evaluate it again, or embed with it.")
     ] = None,
     images: Annotated[
-        Path | None, typer.Option("--embed", help="A folder of new images: write their embeddings.")
+        Path | None,
+        typer.Option(
+            "--embed", help="A folder of new images: write their embeddings, by the run of --evaluate or by a new one."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run.", show_default="runs/fewshot-DATA")] = None,
     device: DeviceOption = "auto",
@@ -181,7 +186,8 @@ def command(
         "scale": plan.scale if scale is None else scale,
         "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
     }  # fmt: skip
-    splits = load(asked)
+    with waiting("reading images"):
+        splits = load(asked)
     asked["classes"] = classes_of(splits, data)
     net = network_of(network, splits.train.shape, where, seed)
     try:
@@ -198,6 +204,7 @@ def command(
     if resume and (folder.path / CHECKPOINT).exists():
         refuse_changed_classes(kept(folder, "config.json").get("classes"), asked["classes"], data)
     checkpoint = begin(folder, asked, resume, FILES)
+    print(_begins(splits, samplers[0], steps), file=sys.stderr, flush=True)
     with resumable(checkpoint):
         result = _run(folder, checkpoint, net, splits, samplers, asked, where)
     shutil.rmtree(checkpoint, ignore_errors=True)
@@ -258,7 +265,11 @@ def _run(
     rows = watch.rows if watch is not None else []
     notes, held = list(splits.notes), len(splits.validation.names) if splits.validation is not None else 0
     if valid is None:
-        notes.append(f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task.")
+        notes.append(
+            f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The step that "
+            "is kept is the last."
+        )
+    notes += same_classes(test)
     if solution.status is Status.DIVERGED:
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
@@ -283,6 +294,16 @@ def _run(
     ]  # fmt: skip
     write(folder, Trained(net, solution, rows, found, test, result, settings))
     return result
+
+
+def _begins(splits: ClassSplits, train: TaskSampler, steps: int) -> str:
+    """What is begun: the first step may take long, and what comes before it."""
+    _, height, width = splits.train.shape
+    images = train.tasks * train.ways * (train.shots + train.queries)
+    return (
+        f"learning from {len(splits.train.images):,} images of {len(splits.train.names):,} classes, {width}x{height}: "
+        f"{steps:,} steps of {images:,} images each"
+    )
 
 
 def _changed(colour: bool, erase: bool) -> str:

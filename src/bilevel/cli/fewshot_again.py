@@ -12,13 +12,23 @@ from torch import nn
 
 from ..applications.few_shot import TaskSampler, adapt_and_evaluate
 from ..applications.few_shot_classifier import SCALE
-from ..data.class_sets import NAMES
+from ..data.class_sets import NAMES, read_like
 from ..errors import DataError, OptionError
 from . import python_file
 from .bar import stage
 from .fewshot_asked import load, network_of
 from .fewshot_classes import unseen
-from .fewshot_output import EMBEDDINGS, WEIGHTS, Images, load_weights, show, summary, write_embeddings
+from .fewshot_output import (
+    EMBEDDINGS,
+    UNSEEN,
+    WEIGHTS,
+    Images,
+    load_weights,
+    same_classes,
+    show,
+    summary,
+    write_embeddings,
+)
 from .folder import Folder
 from .run_state import kept
 from .telling import tell
@@ -36,9 +46,11 @@ def evaluate_again(
             f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
             "from where they are now."
         )
+    read = read_like(made["shape"], characters=asked["data"] == "omniglot")
     asked |= {} if data is None else {"data": data}
-    splits = load(asked)  # by the seed of the run: another splits the classes otherwise
-    classes = unseen(asked.get("classes"), splits, asked["data"], other=other)
+    splits = load(asked, read)  # by the seed of the run: another splits the classes otherwise
+    classes, changed = unseen(asked.get("classes"), splits, asked["data"], other=other)
+    strange = other and not set(classes.names) <= (asked.get("classes") or {}).get("test", {}).keys()
     if list(splits.train.shape) != made["shape"]:
         now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
         raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
@@ -54,10 +66,11 @@ def evaluate_again(
     result = summary(
         asked,
         found,
+        on=f"on classes of {splits.name}" if strange else UNSEEN,
         command="fewshot --evaluate",
         data=splits.name,
         seconds=round(time.perf_counter() - began, 2),
-        notes=[*notes, *splits.notes],
+        notes=[*notes, *splits.notes, *changed, *same_classes(test)],
     )
     folder.write_json("evaluation.json", result)
     tell(result, show, json=json, evaluation=folder.path / "evaluation.json")

@@ -12,6 +12,7 @@ from torch import nn
 from ..applications.few_shot import TaskSampler, backbone
 from ..applications.few_shot_classifier import BACKBONES
 from ..data.class_sets import NAMES, load_classes
+from ..data.folder import Reader
 from ..data.image_classes import ClassSplits
 from ..errors import OptionError
 from ..options import did_you_mean
@@ -27,8 +28,8 @@ def lasting(data: str) -> str:
     return str(Path(data).resolve()) if data not in NAMES and Path(data).is_dir() else data
 
 
-def load(asked: Mapping[str, Any]) -> ClassSplits:
-    splits = load_classes(asked["data"], lists=asked["lists"], seed=asked["seed"])
+def load(asked: Mapping[str, Any], read: Reader | None = None) -> ClassSplits:
+    splits = load_classes(asked["data"], lists=asked["lists"], seed=asked["seed"], read=read)
     turned = asked["rotations"] if asked["rotations"] is not None else asked["data"] == "omniglot"
     return splits.rotated() if turned else splits
 
@@ -45,7 +46,7 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
     if asked["ways"] > (tried if asked["train_ways"] else min(learnt, tried)):
         raise OptionError(
             f"--ways must be at most the number of classes of each part: there are {learnt} to learn from and {tried} "
-            f"for the test; got {asked['ways']}. Give more classes (of a folder, about five times the ways), or ask "
+            f"for the test; got {asked['ways']}. Give more classes (of a folder, six times the ways), or ask "
             "for fewer ways."
         )
     most = min(splits.train.counts) - queries

@@ -8,6 +8,7 @@ from typing import Any
 from ..data.folder import some_of
 from ..data.image_classes import ClassSplits, ImageClasses
 from ..errors import DataError
+from ..wording import agreeing
 
 
 def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | None:
@@ -22,25 +23,36 @@ def _parts(splits: ClassSplits) -> dict[str, dict[str, int]]:
     }  # fmt: skip
 
 
-def unseen(before: Mapping[str, Any] | None, splits: ClassSplits, data: str, *, other: bool) -> ImageClasses:
-    """The classes of data that a run is to be tried on: those of the test, and where a seed alone says which these are,
-    and none is known to the run, all. Refuses classes that it has learnt from; `before` are those of the run, None of
-    Omniglot, and `other` is whether it was run on other data."""
+def unseen(
+    before: Mapping[str, Any] | None, splits: ClassSplits, data: str, *, other: bool
+) -> tuple[ImageClasses, list[str]]:
+    """The classes of data that a run is to be tried on, with notes.
+
+    Those that it was tried on before, where they are there, whatever was added; of data that the run does not know a
+    class of, all, if a seed alone would say which are for the test; else those of their test. Refuses classes that it
+    has learnt from. `before` are the classes of the run, None of Omniglot; `other` is whether it was run on other data.
+    """
     now = _parts(splits)
     old, new = ({name for part in (parts or {}).values() for name in part} for parts in (before, now))
     if other and splits.drawn and not old & new:
-        return splits.joined()
+        return splits.joined(), []
+    tried = (before or {}).get("test", {})
+    if tried and tried.keys() <= new and (splits.drawn or not other):
+        found = splits.joined().named(list(tried))
+        changed = [name for name, count in zip(found.names, found.counts, strict=True) if count != tried[name]]
+        were = f"{some_of(changed)} {agreeing(len(changed), 'has', 'have')} other numbers of images than then"
+        return found, [f"The classes are those of the run; {were}."] * bool(changed)
+    if before and not other:
+        raise DataError(
+            f"{data} is not as it was when the run began{_others(before, now)}: classes that the run was tried on are "
+            "not there. Bring them back."
+        )
     learnt = [name for name in now["test"] if name in (before or {}).get("train", ())]
-    if learnt and other:
+    if learnt:
         raise DataError(
             f"the run has learnt from {some_of(learnt)}, which {data} has for its test. Give data without such classes."
         )
-    if learnt and before:
-        raise DataError(
-            f"{data} is split by class otherwise than when the run began{_others(before, now)}, and the run has learnt "
-            f"from {some_of(learnt)}, which would be tried on. Bring back the classes that were there."
-        )
-    return splits.test
+    return splits.test, []
 
 
 def refuse_changed_classes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, data: str) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..applications.few_shot import Evaluation, TaskSampler, embed
-from ..data.class_sets import ink
-from ..data.folder import SUFFIXES, read_pixels
+from ..data.class_sets import read_like
+from ..data.folder import SUFFIXES
 from ..data.image_classes import ImageClasses
 from ..errors import DataError, OptionError
 from ..report import Card, Report, Table, render
@@ -34,10 +34,13 @@ FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", 
 SHOWN_TASKS, SHOWN_CLASSES, SHOWN_IMAGES = 3, 10, 15
 
 
-def summary(asked: Mapping[str, Any], found: Evaluation, **more: Any) -> dict[str, Any]:
-    """The result of an evaluation as it is written and printed."""
+UNSEEN = "on classes that were not seen"
+
+
+def summary(asked: Mapping[str, Any], found: Evaluation, on: str = UNSEEN, **more: Any) -> dict[str, Any]:
+    """The result of an evaluation `on` some classes as it is written and printed."""
     message = (
-        f"{asked['ways']}-way {asked['shots']}-shot on classes that were not seen: "
+        f"{asked['ways']}-way {asked['shots']}-shot {on}: "
         f"{100 * found.accuracy:.2f}% ± {100 * found.interval:.2f} (95% interval, {len(found.accuracies):,} tasks)."
     )
     return {
@@ -45,6 +48,15 @@ def summary(asked: Mapping[str, Any], found: Evaluation, **more: Any) -> dict[st
         "interval": found.interval, "tasks": len(found.accuracies), "ways": asked["ways"], "shots": asked["shots"],
         "queries": asked["queries"], **more,
     }  # fmt: skip
+
+
+def same_classes(test: TaskSampler) -> list[str]:
+    """What is to be said of an interval over tasks where all have the same classes."""
+    if test.ways < len(test.classes.names):
+        return []
+    return [
+        f"All tasks are of the same {test.ways} classes, for there are no more: the interval is that of their images."
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,14 +125,12 @@ def write_embeddings(
 ) -> dict[str, Any]:
     """Embed images; writes an .npz file with `features` and `files`. Characters are made as the set's were."""
     channels, height, width = shape
+    read = read_like(shape, characters=omniglot)
     found, names, broken, fitted = [], [], [], 0
     for file in images.files:
         name = file.relative_to(images.folder).as_posix()
         try:
-            if omniglot:
-                pixels, changed = ink(file), False
-            else:
-                pixels, changed = read_pixels(file, (width, height), "L" if channels == 1 else "RGB")
+            pixels, changed = read(file)
         except Exception:  # decoders raise anything on a broken file
             broken.append(name)
             continue

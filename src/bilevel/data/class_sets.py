@@ -11,6 +11,8 @@ import json
 import os
 import warnings
 import zipfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from ..errors import DataError, OptionError
 from ..options import did_you_mean, in_range
 from .files import sheet
-from .folder import load_folder
+from .folder import Reader, load_folder, read_pixels
 from .image_classes import ClassSplits, ImageClasses, split_classes
 
 OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
@@ -41,18 +43,24 @@ PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "tes
 
 
 def load_classes(
-    source: str | Path, *, lists: str | Path | None = None, validation: int = 100, seed: int = 0
+    source: str | Path,
+    *,
+    lists: str | Path | None = None,
+    validation: int = 100,
+    seed: int = 0,
+    read: Reader | None = None,
 ) -> ClassSplits:
     """Read images by class, split by class.
 
     `source` is `omniglot` (1,200 characters of 1,623 to learn from, `validation` of them for meta-validation),
     `cifar-fs`, `mini-imagenet`, a folder in mini-ImageNet's form, or a folder of class folders. The latter is split by
     `seed`, unless it has the folders train, val and test, or `lists` names a folder or zip file with train.csv, val.csv
-    and test.csv, whose column `label` has the classes.
+    and test.csv, whose column `label` has the classes. `read` is how an image of class folders is read, `read_like` for
+    example; by default all come to one size.
     """
     in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
     if lists is not None and source in ("omniglot", "cifar-fs"):
-        raise DataError(f"{source} has a split of its own; leave the lists out.")
+        raise DataError(f"{source} has a split of its own; leave the lists (--lists) out.")
     if source == "omniglot":
         return _omniglot(_folder(source), validation)
     if source == "cifar-fs":
@@ -67,7 +75,16 @@ def load_classes(
         )
     if all((root / name).is_file() for name in LISTS):
         return _mini_imagenet(root, lists)
-    return _class_folders(root, lists, seed)
+    return _class_folders(root, lists, seed, read)
+
+
+def read_like(shape: Sequence[int], *, characters: bool) -> Reader:
+    """How images are read that are to be like those of this shape (channels, height, width), or, where these are
+    `characters`, like Omniglot's."""
+    channels, height, width = shape
+    if characters:
+        return lambda file: (ink(file), False)
+    return partial(read_pixels, size=(width, height), mode="L" if channels == 1 else "RGB")
 
 
 def found_in(name: str) -> Path | None:
@@ -107,7 +124,9 @@ def _omniglot(folder: Path, validation: int) -> ClassSplits:
                         pixels.append(ink(png))
                     names.append("/".join(member.split("/")[-3:-1]))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise DataError(f"{folder / file} cannot be read ({error}).") from None
+            raise DataError(
+                f"{folder / file} cannot be read ({error}): a download that broke off, or another file."
+            ) from None
     known = sorted(set(names))
     numbers = {name: i for i, name in enumerate(known)}
     classes = ImageClasses.of(
@@ -202,14 +221,14 @@ def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _class_folders(root: Path, lists: str | Path | None, seed: int) -> ClassSplits:
+def _class_folders(root: Path, lists: str | Path | None, seed: int, read: Reader | None) -> ClassSplits:
     given = {part: next((root / n for n in names if _holds_folders(root / n)), None) for part, names in PARTS.items()}
     train, validation, test = given["train"], given["validation"], given["test"]
     if train is not None and test is not None:
         if lists is not None:
             raise OptionError(f"lists must be left out: {root} has folders for the parts already.")
-        first, third = _classes_of(train), _classes_of(test)
-        held = (None, ()) if validation is None else _classes_of(validation)
+        first, third = _classes_of(train, read), _classes_of(test, read)
+        held = (None, ()) if validation is None else _classes_of(validation, read)
         return ClassSplits(root.resolve().name, first[0], held[0], third[0], (*first[1], *held[1], *third[1]))
     if there := [folder.name for folder in (train, validation, test) if folder is not None]:
         missing = " and ".join(name for name, folder in (("train", train), ("test", test)) if folder is None)
@@ -217,7 +236,7 @@ def _class_folders(root: Path, lists: str | Path | None, seed: int) -> ClassSpli
             f"{root} has class folders in {' and '.join(there)}, and none in {missing}. Give both, or class folders "
             "alone, which are split by --seed."
         )
-    classes, notes = _classes_of(root)
+    classes, notes = _classes_of(root, read)
     name = root.resolve().name
     if lists is None:
         return split_classes(name, classes, seed, notes)
@@ -230,8 +249,8 @@ def _holds_folders(folder: Path) -> bool:
     return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
 
 
-def _classes_of(folder: Path) -> tuple[ImageClasses, tuple[str, ...]]:
-    data = load_folder(folder, {})
+def _classes_of(folder: Path, read: Reader | None) -> tuple[ImageClasses, tuple[str, ...]]:
+    data = load_folder(folder, {}, read)
     return ImageClasses.of(_bytes(data.x), data.y, data.classes), data.notes
 
 

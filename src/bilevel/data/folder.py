@@ -11,8 +11,9 @@ more than 64 million pixels, is left out, with a note that names it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 SIDE = 64
 MOST_PIXELS = 2**26
 """Of an image: a file of a few bytes can claim any number, and is decoded whole."""
+Reader = Callable[[Path], tuple[np.ndarray, bool]]
+"""An image file as bytes (height, width[, 3]), and whether its size was changed."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
 
 
@@ -40,8 +43,9 @@ class Listing:
     empty: list[str] = field(default_factory=list)
 
 
-def load_folder(root: Path, further: dict[str, Path]) -> Labelled:
-    """The folder as `Labelled`; `further` names the folders of the trusted and the test part."""
+def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None) -> Labelled:
+    """The folder as `Labelled`; `further` names the folders of the trusted and the test part. `read` is how an image is
+    read where that is known, so that all come to one size."""
     parts = listings(root)
     for part, folder in further.items():
         if part in parts:
@@ -51,8 +55,11 @@ def load_folder(root: Path, further: dict[str, Path]) -> Labelled:
     classes = tuple(sorted({name for name, _ in main.images}))
     if len(classes) < 2:
         raise DataError(f"{root}: at least 2 classes are needed; the only class folder with images is {classes[0]!r}.")
-    size, mode, why = _common([file for _, file in main.images])
-    x, kept, notes = _decode(main.images, size, mode, root, why)
+    why = ""
+    if read is None:
+        size, mode, why = _common([file for _, file in main.images])
+        read = partial(read_pixels, size=size, mode=mode)
+    x, kept, notes = _decode(main.images, read, root, why)
     lost = set(classes) - {name for name, _ in kept}
     if lost:
         raise DataError(f"{root}: no image of the class {min(lost)!r} can be decoded.")
@@ -63,7 +70,7 @@ def load_folder(root: Path, further: dict[str, Path]) -> Labelled:
     pairs: dict[str, Pair] = {}
     for part, listing in parts.items():
         where = further.get(part, root / part)
-        x_part, kept_part, notes_part = _decode(listing.images, size, mode, where)
+        x_part, kept_part, notes_part = _decode(listing.images, read, where)
         notes += [f"{part}: {note}" for note in notes_part if note not in notes]
         pairs[part] = x_part, indices([name for name, _ in kept_part], classes, str(where))
     return Labelled(
@@ -144,13 +151,13 @@ def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str, str]:
 
 
 def _decode(
-    images: Sequence[tuple[str, Path]], size: tuple[int, int], mode: str, root: Path, why: str = ""
+    images: Sequence[tuple[str, Path]], read: Reader, root: Path, why: str = ""
 ) -> tuple[Tensor, list[tuple[str, Path]], list[str]]:
     """The pixels in [0, 1], the images they are of, and notes."""
     pixels, kept, broken, resized = [], [], [], 0
     for name, file in images:
         try:
-            found, fitted = read_pixels(file, size, mode)
+            found, fitted = read(file)
         except Exception:  # decoders raise anything on a broken file
             broken.append(file.relative_to(root).as_posix())
             continue
@@ -165,11 +172,11 @@ def _decode(
         notes.append(f"Left out {lost}: {some_of(broken)}.")
     if resized:
         notes.append(
-            f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle, to "
-            f"{size[0]}x{size[1]} pixels.{why}"
+            f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle where "
+            f"needed, to {pixels[0].shape[1]}x{pixels[0].shape[0]} pixels.{why}"
         )
     stack = torch.from_numpy(np.stack(pixels)).float().div_(255)
-    return (stack[:, None] if mode == "L" else stack.permute(0, 3, 1, 2).contiguous()), kept, notes
+    return (stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2).contiguous()), kept, notes
 
 
 def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:

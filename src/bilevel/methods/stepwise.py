@@ -51,6 +51,9 @@ class Stepwise(Steps):
             shared=options.lower_batches == "shared", warm_up=options.warm_up or 0.0,
             falling=options.decay == "linear",
         )  # fmt: skip
+        asked = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
+        if setting.problem.start_lower is not None and all(option is not None for option in asked):
+            self.scale_batches = 1  # nothing is chosen by the scales, and an episode may be a pass of a large network
         self._start()
         self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
         self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)

@@ -178,8 +178,8 @@ def _taken(backbone: str) -> str:
         f"{varied} were better than that by a later comparison, after which no table was run"
         for (network, _), varied in BETTER_APART.items() if network == backbone
     ]  # fmt: skip
-    after = " after runs of the table's length (below)" * any(network == backbone for network, _ in ALSO_RUN)
-    return f"Taken{after}: {'; '.join(said)}."
+    after = ", where there are any after runs of the table's length (below)"
+    return f"Taken{after * any(network == backbone for network, _ in ALSO_RUN)}: {'; '.join(said)}."
 
 
 def _missing(names: Iterable[str], some: Sequence[Kept]) -> list[str]:

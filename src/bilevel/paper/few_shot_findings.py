@@ -20,8 +20,8 @@ NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 
 
 def findings(cells: Sequence[Kept]) -> list[str]:
-    """Sentences on all places that have cells."""
-    found = []
+    """Sentences on all places that have cells, what they come to first."""
+    found = _aims(cells) + _without_lower_problem(cells)
     for (dataset, ways, shots), wanted in WANTED.items():
         place = chosen(cells, dataset=dataset, ways=ways, shots=shots)
         mine = chosen(place, method="penalty")
@@ -43,8 +43,6 @@ def findings(cells: Sequence[Kept]) -> list[str]:
                     f"CIFAR-FS, {ways}-way {shots}-shot, {NETWORKS[backbone]}: Penalty ({mine[0][0]['steps']:,} steps) "
                     f"has {percent(mine).mean:.2f}{_over(mine)}. {' '.join(filter(None, told))}"
                 )
-    found += _aims(cells)
-    found += _without_lower_problem(cells)
     found += _last_steps(cells)
     if any(AT_MOST in text for text in found):
         found.append(

@@ -178,9 +178,10 @@ def _curves(cells: Sequence[Kept], folder: Path) -> list[str]:
     few_shot_figures.curves(some, folder / "few-shot-speed.png")
     return [
         "## Accuracy against time (Figure 4(b))",
-        "Tasks of unseen classes, 200 at each point; seconds are those of training alone: steps times that of a short "
-        "run by itself. Where there is none, they are the run's own, if it shared the GPU with no other. The tables "
-        "above have more tasks, and of the residual network the step that was kept, which need not be the last.",
+        "The figure has 200 tasks of unseen classes at each point; the accuracies of the table below are those of the "
+        "tables above, with more tasks and, of the residual network, at the step that was kept, which need not be the "
+        "last. Seconds are those of training alone: steps times that of a short run by itself. Where there is none, "
+        "they are the run's own, if it shared the GPU with no other.",
         "![Accuracy against seconds](few-shot-speed.png)",
         _speed_table(some),
     ]

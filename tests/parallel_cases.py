@@ -185,6 +185,7 @@ CASES: dict[str, Case] = {
     "approx grad, adam, rows": (ApproxGrad(linear_solver="adam", lower_steps=2), importance, weights, {}),
     "approx grad, neumann": (ApproxGrad(linear_solver="neumann", lower_steps=2), ridge, decays, {"accumulate": 2}),
     "value gap": (ValueGap(lower_steps=2, **BOTH), ridge, decays, {}),
+    "value gap, prepare": (ValueGap(lower_steps=2, **BOTH), prepared, decays, {}),
     "value gap, rows": (ValueGap(lower_steps=2, **BOTH), importance, weights, {}),
     "value function": (ValueFunction(lower_steps=2), ridge, decays, {}),
     "value function, rows": (ValueFunction(lower_steps=2), importance, weights, {}),

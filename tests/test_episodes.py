@@ -21,6 +21,8 @@ from bilevel import (
     ReverseMode,
     Rows,
     Run,
+    ValueFunction,
+    ValueGap,
     solve,
 )
 
@@ -99,8 +101,10 @@ def test_upper_step_differentiates_through_prepare():
         ApproxGrad(lower_steps=3, warm_up=0.0),
         ApproxGrad(lower_steps=3, warm_up=0.0, curvature="difference"),
         ReverseMode(lower_steps=3, warm_up=0.0),
+        ValueGap(lower_steps=3, warm_up=0.0),
+        ValueFunction(lower_steps=3, warm_up=0.0),
     ],
-    ids=["penalty", "approx grad", "approx grad, difference", "reverse mode"],
+    ids=["penalty", "approx grad", "approx grad, difference", "reverse mode", "value gap", "value function"],
 )
 def test_derivatives_pass_through_prepare_once_per_upper_step(method):
     """However many products with second derivatives there are: it may be a large network."""

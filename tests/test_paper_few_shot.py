@@ -457,7 +457,7 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     assert f"| Penalty, ours | decay {selected['decay']:g}, erased squares, upper rate" in text
     assert "overfit 64 classes" in text
     assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
-    taken = "Taken, where there are any after runs of the table's length (below): Penalty, ours: scale 20, decay 4; "
+    taken = "Taken (by runs of the table's length, below, where there are any): Penalty, ours: scale 20, decay 4; "
     assert f"{taken}ProtoNet: distances / 32." in text
     assert "measured 5 times in a run, for every method.\n" in text
     others = {**selected, "decay": 0.1}

@@ -146,17 +146,17 @@ class ValueSteps(Steps):
             direct = d.direct(batches, with_v=False)
             direct.rows = d.all_rows(direct.rows)
             return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
-        shared = self.problem.prepare is not None
-        below = self._lower_slopes(batches, retain=shared)
+        batches = d.cut(batches)
+        below = self._lower_slopes(batches)
         with self._at_w():
-            above = self._lower_slopes(batches, retain=shared)
+            above = self._lower_slopes(batches)
             direct = d.direct(batches)
         residual = d.residual(self._regularised(below.v))
         p = self._priced(self._gap(above.g, below.g, residual))
         total = Gradients(
             f=direct.f, g=below.g, slope=below.v, residual=residual, constraints=[],
             v=self._pull(direct.v, above.v, residual, p),
-            u=[f + spread(p, f) * (a - b) for f, a, b in zip(direct.u, above.u, below.u, strict=True)],
+            u=d.pulled([f + spread(p, f) * (a - b) for f, a, b in zip(direct.u, above.u, below.u, strict=True)]),
             rows=together(
                 direct.rows,
                 [[(i, p * x) for i, x in pairs] for pairs in above.rows],
@@ -174,14 +174,14 @@ class ValueSteps(Steps):
                 w.copy_(leaf + nearer * (w - leaf))
         return record
 
-    def _lower_slopes(self, batches: list[Pair], *, retain: bool) -> Gradients:
+    def _lower_slopes(self, batches: list[Pair]) -> Gradients:
         """g, grad_v g and grad_u g over the batches, at the present v."""
         d, count, share = self.derivatives, len(self.v.leaves), 1.0 / len(batches)
         parts = []
         for _, batch in batches:
             with d.holding_u(True) as inputs:
                 g = d.lower(batch) * share
-                found = d.gradient(g, [*self.v.leaves, *inputs()], retain=retain)
+                found = d.gradient(g, [*self.v.leaves, *inputs()], retain=self.problem.prepare is not None)
                 parts.append(d.gathered(torch.zeros_like(g), g, [], [], found, 1.0, count))
         return d.agreed_gradients(reduce(added, parts))
 

@@ -178,7 +178,7 @@ def _taken(backbone: str) -> str:
         f"{varied} were better than that by a later comparison, after which no table was run"
         for (network, _), varied in BETTER_APART.items() if network == backbone
     ]  # fmt: skip
-    after = ", where there are any after runs of the table's length (below)"
+    after = " (by runs of the table's length, below, where there are any)"
     return f"Taken{after * any(network == backbone for network, _ in ALSO_RUN)}: {'; '.join(said)}."
 
 

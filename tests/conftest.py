@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 from bilevel import Problem
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind & in a shell, and in all that is started here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BESIDE = Path(__file__).parents[2] / "shared" / "data"
 if BESIDE.is_dir():

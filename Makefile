@@ -1,7 +1,8 @@
 # `make help` lists the commands. All of them can be run again at any time.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := pyproject.toml constraints.txt
+RUNTIME := .[apps,tables] studies
+SOURCES := pyproject.toml studies/pyproject.toml constraints.txt
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test dev clean
 
@@ -17,7 +18,7 @@ define install
 		{ echo "Python 3.11 or later is needed; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@[ -e .venv ] || { mkdir .venv && touch .venv/.unfinished && $(PYTHON) -m venv .venv; }
 	@trap 'exit 130' INT TERM; touch .venv/.unfinished; \
-		$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '$(1)' || \
+		$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(foreach part,$(1),-e '$(part)') || \
 		{ code=$$?; [ $$code -gt 128 ] || rm -f .venv/.unfinished; exit $$code; }
 	@rm -f .venv/.unfinished
 	@touch $@
@@ -30,7 +31,7 @@ setup: .venv/.ready ## Make .venv with the pinned dependencies and the `bilevel`
 
 .venv/.ready: $(SOURCES)
 	@echo "Installing into .venv (torch is large: minutes the first time) ..."
-	$(call install,.[tables])
+	$(call install,$(RUNTIME))
 
 .venv/.ready-dev: $(SOURCES) | .venv/.ready
 	@echo "Installing the development tools into .venv ..."
@@ -43,6 +44,7 @@ test: setup .venv/.ready-dev ## Lint, types and tests (the slow ones: .venv/bin/
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 dev: setup .venv/.ready-dev ## Add the development tools to .venv.

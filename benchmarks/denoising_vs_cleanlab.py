@@ -51,9 +51,14 @@ TRUSTED = 0
 """In place of the steps of the folds' networks: one network trained on the trusted examples alone, with all steps."""
 DEFAULT = "prune_by_noise_rate"
 FILTERS = (
-    DEFAULT, "confident_learning", "predicted_neq_given", "both", "prune_by_class", "low_self_confidence",
+    DEFAULT,
+    "confident_learning",
+    "predicted_neq_given",
+    "both",
+    "prune_by_class",
+    "low_self_confidence",
     "low_normalized_margin",
-)  # fmt: skip
+)
 """All that cleanlab has."""
 SCORES = ("self_confidence", "normalized_margin")
 
@@ -121,9 +126,14 @@ def make_task(name: str, noise: str, seed: int) -> Task:
         torch.manual_seed(seed)
         first = network(name)
     return Task(
-        x=inputs(name, data.x), y=y, wrong=y != data.y, trusted=(inputs(name, data.trusted[0]), data.trusted[1]),
-        test=(inputs(name, test[0][at]), test[1][at]), first=first, seed=seed,
-    )  # fmt: skip
+        x=inputs(name, data.x),
+        y=y,
+        wrong=y != data.y,
+        trusted=(inputs(name, data.trusted[0]), data.trusted[1]),
+        test=(inputs(name, test[0][at]), test[1][at]),
+        first=first,
+        seed=seed,
+    )
 
 
 def inputs(name: str, x: Tensor) -> Tensor:
@@ -135,19 +145,26 @@ def network(name: str) -> nn.Module:
     """The MLPs that `bilevel denoise` takes, and for CIFAR-10 a CNN that is quick on one core: 38,906 weights."""
     from torch import nn
 
-    from bilevel.models import mlp
+    from bilevel.applications.networks import mlp
 
     if name != "cifar10":
         return mlp(64, (128,)) if name == "digits" else mlp()
     return nn.Sequential(
-        nn.Conv2d(3, 16, 4, stride=4), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 4, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Accuracy, and minus the cross-entropy: pairs of them are compared to choose."""
-    from bilevel.training import probabilities
+    from bilevel.applications.training import probabilities
 
     found = probabilities(model, x)
     right = found.gather(1, y[:, None]).clamp_min(1e-12).log().mean()
@@ -187,7 +204,7 @@ class Cleanlab:
         """The network on these of the noisy examples, and the trusted ones but for `out`."""
         import torch
 
-        from bilevel.training import fit
+        from bilevel.applications.training import fit
 
         task, model = self.task, self.task.network()
         kept = torch.ones(len(task.trusted[1]), dtype=torch.bool)
@@ -213,7 +230,7 @@ class Cleanlab:
     def _folds(self, source: int) -> Any:
         import torch
 
-        from bilevel.training import probabilities
+        from bilevel.applications.training import probabilities
 
         task = self.task
         if source == TRUSTED:
@@ -291,8 +308,8 @@ def auc(wrong: Tensor, quality: Any) -> float:
 
 def measure(name: str, noise: str, seed: int) -> dict[str, Any]:
     """All columns for one task, one after the other."""
-    from bilevel.applications.denoising import denoise
-    from bilevel.training import fit
+    from bilevel.applications.denoising.denoise import denoise
+    from bilevel.applications.training import fit
 
     task = make_task(name, noise, seed)
     model = task.network()
@@ -303,32 +320,41 @@ def measure(name: str, noise: str, seed: int) -> dict[str, Any]:
     steps, rate = ours.settings["final_steps"], ours.settings["rate"]
     value: dict[str, Any] = {
         OURS: {
-            "auc": auc(task.wrong, ours.quality.numpy()), "auc_importance": auc(task.wrong, ours.importance.numpy()),
-            "f1": f1(task.wrong, ours.suspect.numpy()), "f1_importance": f1(task.wrong, ours.importance.numpy() < 0.5),
-            "accuracy": task.accuracy(ours.model), "noise_rate": ours.noise_rate, "seconds": seconds,
+            "auc": auc(task.wrong, ours.quality.numpy()),
+            "auc_importance": auc(task.wrong, ours.importance.numpy()),
+            "f1": f1(task.wrong, ours.suspect.numpy()),
+            "f1_importance": f1(task.wrong, ours.importance.numpy() < 0.5),
+            "accuracy": task.accuracy(ours.model),
+            "noise_rate": ours.noise_rate,
+            "seconds": seconds,
             "settings": ours.settings,
         },
-    }  # fmt: skip
+    }
 
     theirs = Cleanlab(task, steps, ours.settings["batch"], rate, TURNS[name])
     clock = theirs.clock
     theirs.out_of_sample(steps)
     final = clock.run("same/final", lambda: theirs.train(theirs.kept(steps, DEFAULT), steps))
     value[SAME] = {
-        "aucs": theirs.aucs(steps), "f1": f1(task.wrong, theirs.issues(steps, DEFAULT)),
-        "accuracy": task.accuracy(final), "seconds": clock.sum("same/", f"folds/{steps}/"),
-    }  # fmt: skip
+        "aucs": theirs.aucs(steps),
+        "f1": f1(task.wrong, theirs.issues(steps, DEFAULT)),
+        "accuracy": task.accuracy(final),
+        "seconds": clock.sum("same/", f"folds/{steps}/"),
+    }
 
     chosen = clock.run("chosen/source", theirs.choose_source)
     theirs.out_of_sample(chosen)
     final_steps = clock.run("chosen/final steps", theirs.choose_final, chosen)
     final = clock.run("last/final", lambda: theirs.train(theirs.kept(chosen, DEFAULT), final_steps))
     value[CHOSEN] = {
-        "aucs": theirs.aucs(chosen), "f1": f1(task.wrong, theirs.issues(chosen, DEFAULT)),
-        "accuracy": task.accuracy(final), "seconds": clock.sum("chosen/", "last/", f"folds/{chosen}/"),
+        "aucs": theirs.aucs(chosen),
+        "f1": f1(task.wrong, theirs.issues(chosen, DEFAULT)),
+        "accuracy": task.accuracy(final),
+        "seconds": clock.sum("chosen/", "last/", f"folds/{chosen}/"),
         "seconds_without_choosing": clock.sum("last/", f"folds/{chosen}/"),
-        "source": chosen, "final_steps": final_steps,
-    }  # fmt: skip
+        "source": chosen,
+        "final_steps": final_steps,
+    }
 
     sources = (*theirs.tried, TRUSTED)
     called = {n: f"{n} steps" if n else "trusted only" for n in sources}
@@ -535,7 +561,8 @@ on one thread. Cells are the mean (least to most) of the seeds.
   (other seeds), none on CIFAR-10.
 - **cleanlab**: probabilities of every noisy example by 5-fold cross-validation, stratified by label. The trusted
   examples are in the training part of every fold, with their right labels. Networks are trained by
-  `bilevel.training.fit` with the steps, batches and learning rate of a round of ours. The suspects are those of
+  `bilevel.applications.training.fit` with the steps, batches and learning rate of a round of ours. The suspects are
+  those of
   `find_label_issues` with its default filter, `prune_by_noise_rate`; the ranking is by `get_label_quality_scores`, by
   self_confidence or normalized_margin, whichever has the larger mean AUC by the truth. The final training is on what is
   left and on the trusted examples, as a round of ours.

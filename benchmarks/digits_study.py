@@ -30,7 +30,8 @@ from sklearn.model_selection import train_test_split
 from store import Store
 from torch import Tensor, nn
 
-from bilevel import Penalty, Problem, Rows, batch_scales, solve
+from bilevel import Penalty, Problem, Rows, solve
+from bilevel.measures import batch_scales
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "minibatch.md"
@@ -118,9 +119,15 @@ def split(seed: int, noise: float = 0.4, trusted: int = 100) -> dict[str, Tensor
     wrong[rng.permutation(len(y))[: round(noise * len(y))]] = True
     labels = np.where(wrong, (y + rng.integers(1, 10, len(y))) % 10, y)
     parts = {
-        "x_trusted": x_trusted, "y_trusted": y_trusted, "x": x, "y": labels, "truth": y, "clean": ~wrong,
-        "x_test": x_test, "y_test": y_test,
-    }  # fmt: skip
+        "x_trusted": x_trusted,
+        "y_trusted": y_trusted,
+        "x": x,
+        "y": labels,
+        "truth": y,
+        "clean": ~wrong,
+        "x_test": x_test,
+        "y_test": y_test,
+    }
     return {key: torch.as_tensor(value) for key, value in parts.items()}
 
 
@@ -195,20 +202,29 @@ def digits(
     share = options.get("gamma_share", batch_scales.GAMMA_SHARE)
     with mock.patch.object(batch_scales, "GAMMA_SHARE", share):
         solution = solve(
-            problem, penalty(options), u, v, sources, max_steps=steps, seed=seeds[0], hypergradient=False,
+            problem,
+            penalty(options),
+            u,
+            v,
+            sources,
+            max_steps=steps,
+            seed=seeds[0],
+            hypergradient=False,
             precision=options.get("precision"),
-        )  # fmt: skip
+        )
     seconds = (time.process_time() - started) / len(seeds)
     with torch.no_grad():
         right = stacked(v, data["x_test"]).argmax(2) == data["y_test"]
     scores = u.values.reshape(len(seeds), count).numpy()
     return [
         {
-            "auc": float(roc_auc_score(part["clean"].numpy(), score)), "accuracy": float(good.double().mean()),
-            "seconds": seconds, "status": solution.status.name,
+            "auc": float(roc_auc_score(part["clean"].numpy(), score)),
+            "accuracy": float(good.double().mean()),
+            "seconds": seconds,
+            "status": solution.status.name,
         }
         for part, score, good in zip(parts, scores, right, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def trained(
@@ -386,10 +402,16 @@ def page(store: Store, seeds: Sequence[int], held: Sequence[int]) -> dict[str, l
         before = of(store, f"previous/{kind}", held)
         plain, alone, truth = (of(store, f"reference/{labels}/{kind}", held) for labels in ("y", "y_trusted", "truth"))
         cells = [
-            cell(runs, "auc", ".3f"), cell(runs, "accuracy", ".1f"), f"{np.mean([r['seconds'] for r in runs]):.1f}",
-            cell(before, "auc", ".3f"), cell(before, "accuracy", ".1f"), cell(plain, "accuracy", ".1f"),
-            cell(plain, "stopped", ".1f"), cell(alone, "accuracy", ".1f"), cell(truth, "accuracy", ".1f"),
-        ]  # fmt: skip
+            cell(runs, "auc", ".3f"),
+            cell(runs, "accuracy", ".1f"),
+            f"{np.mean([r['seconds'] for r in runs]):.1f}",
+            cell(before, "auc", ".3f"),
+            cell(before, "accuracy", ".1f"),
+            cell(plain, "accuracy", ".1f"),
+            cell(plain, "stopped", ".1f"),
+            cell(alone, "accuracy", ".1f"),
+            cell(truth, "accuracy", ".1f"),
+        ]
         target.append(f"| {kind} | " + " | ".join(cells) + " |")
     squares = [
         "| cotangent | ridge: gain missed | ridge: error of u | groups: gain missed | groups: error of a weight | "

@@ -33,22 +33,26 @@ from step import Store, cpu_capability, table, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bilevel import Penalty, Problem, Rows, models, weighted_mean
-from bilevel.check import variables
-from bilevel.distributed import Ranks
-from bilevel.method import Setting, State
-from bilevel.ownership import share_out
-from bilevel.shares import Sharing
-from bilevel.sources import Sources
+from bilevel import Penalty, Problem, Rows, weighted_mean
+from bilevel.applications import networks as models
+from bilevel.batches.rank_shares import Sharing
+from bilevel.batches.sources import Sources
+from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.shared_rows import share_out
+from bilevel.measures.problem_check import variables
+from bilevel.methods.base import Setting, State
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "docs" / "results" / "distributed.json"
 OWNED = ", owned rows"
 """After a model: each rank has its own importances alone (docs/distributed.md)."""
 MODELS = {
-    "linear": (models.linear, 400), "mlp": (models.mlp, 400), "cnn": (models.mnist_cnn, 64),
-    f"linear{OWNED}": (models.linear, 400), f"mlp{OWNED}": (models.mlp, 400),
-}  # fmt: skip
+    "linear": (models.linear, 400),
+    "mlp": (models.mlp, 400),
+    "cnn": (models.mnist_cnn, 64),
+    f"linear{OWNED}": (models.linear, 400),
+    f"mlp{OWNED}": (models.mlp, 400),
+}
 """The builder, and the size of each of the two batches."""
 SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578, f"linear{OWNED}": 7_850, f"mlp{OWNED}": 238_510}
 LOWER_STEPS = 2
@@ -72,17 +76,30 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
     draw = torch.Generator().manual_seed(1)
     shape = (1, 28, 28)
     batches = [
-        (torch.rand(size, *shape, generator=draw), torch.randint(10, (size,), generator=draw),
-         torch.randint(10_000, (size,), generator=draw))
+        (
+            torch.rand(size, *shape, generator=draw),
+            torch.randint(10, (size,), generator=draw),
+            torch.randint(10_000, (size,), generator=draw),
+        )
         for _ in range(4)
-    ]  # fmt: skip
+    ]
     first, second = variables(Problem(upper, lower), u, v)
     share_out(first.rows, ranks)
     sharing = None if ranks is None else Sharing(ranks.rank, ranks.size)
     setting = Setting(
-        Problem(upper, lower), first, second, Sources((batches, batches), 0, second.device, sharing), 10**6, None, 1,
-        torch.Generator().manual_seed(0), None, "eager", 0, ranks,
-    )  # fmt: skip
+        Problem(upper, lower),
+        first,
+        second,
+        Sources((batches, batches), 0, second.device, sharing),
+        10**6,
+        None,
+        1,
+        torch.Generator().manual_seed(0),
+        None,
+        "eager",
+        0,
+        ranks,
+    )
     return Penalty(lower_steps=LOWER_STEPS, warm_up=0.0).init(setting)
 
 
@@ -123,19 +140,29 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
         ranks.mean([weights])
     reduce = (time.perf_counter() - began) / 20
     if rank == 0:
-        answer.put({
-            "alone_ms": 1e3 * statistics.median(one[0] for one, *_ in found),
-            "both_ms": 1e3 * statistics.median(two[0] for _, two, *_ in found),
-            "faster": statistics.median(one[0] / two[0] for one, two, *_ in found),
-            "range": [min(one[0] / two[0] for one, two, *_ in found), max(one[0] / two[0] for one, two, *_ in found)],
-            "less_cpu": statistics.median(one[1] / worked for one, _, worked, *_ in found),
-            "cpu_ms": [
-                1e3 * statistics.median(times)
-                for times in zip(*((one[1], part, worked) for one, _, worked, _, part in found), strict=True)
-            ],
-            "bytes": found[-1][3], "mean_ms": 1e3 * reduce, "rounds": rounds, "steps": count,
-            "load": os.getloadavg()[0], "torch": torch.__version__.split("+")[0], "cpu": cpu_capability(),
-        })  # fmt: skip
+        answer.put(
+            {
+                "alone_ms": 1e3 * statistics.median(one[0] for one, *_ in found),
+                "both_ms": 1e3 * statistics.median(two[0] for _, two, *_ in found),
+                "faster": statistics.median(one[0] / two[0] for one, two, *_ in found),
+                "range": [
+                    min(one[0] / two[0] for one, two, *_ in found),
+                    max(one[0] / two[0] for one, two, *_ in found),
+                ],
+                "less_cpu": statistics.median(one[1] / worked for one, _, worked, *_ in found),
+                "cpu_ms": [
+                    1e3 * statistics.median(times)
+                    for times in zip(*((one[1], part, worked) for one, _, worked, _, part in found), strict=True)
+                ],
+                "bytes": found[-1][3],
+                "mean_ms": 1e3 * reduce,
+                "rounds": rounds,
+                "steps": count,
+                "load": os.getloadavg()[0],
+                "torch": torch.__version__.split("+")[0],
+                "cpu": cpu_capability(),
+            }
+        )
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
@@ -152,16 +179,36 @@ def lines(store: Store) -> list[str]:
     if not found:
         return []
     head = [
-        "model", "weights", "batches", "one, ms", "two, ms", "faster", "range over rounds", "less CPU",
-        "CPU ms: one, on halves, two", "bytes a step", "one mean of v, ms", "load",
-    ]  # fmt: skip
+        "model",
+        "weights",
+        "batches",
+        "one, ms",
+        "two, ms",
+        "faster",
+        "range over rounds",
+        "less CPU",
+        "CPU ms: one, on halves, two",
+        "bytes a step",
+        "one mean of v, ms",
+        "load",
+    ]
     rows = [
-        [name, f"{SIZES[name]:,}", str(MODELS[name][1]), f"{x['alone_ms']:.1f}", f"{x['both_ms']:.1f}",
-         f"{x['faster']:.2f}", f"{x['range'][0]:.2f} to {x['range'][1]:.2f}", f"{x['less_cpu']:.2f}",
-         ", ".join(f"{ms:.1f}" for ms in x["cpu_ms"]),
-         f"{x['bytes']:,.0f}", f"{x['mean_ms']:.2f}", f"{x['load']:.1f}"]
+        [
+            name,
+            f"{SIZES[name]:,}",
+            str(MODELS[name][1]),
+            f"{x['alone_ms']:.1f}",
+            f"{x['both_ms']:.1f}",
+            f"{x['faster']:.2f}",
+            f"{x['range'][0]:.2f} to {x['range'][1]:.2f}",
+            f"{x['less_cpu']:.2f}",
+            ", ".join(f"{ms:.1f}" for ms in x["cpu_ms"]),
+            f"{x['bytes']:,.0f}",
+            f"{x['mean_ms']:.2f}",
+            f"{x['load']:.1f}",
+        ]
         for name, x in found.items()
-    ]  # fmt: skip
+    ]
     one, versions = next(iter(found.values())), ", ".join(sorted({x["torch"] for x in found.values()}))
     where = f"torch {versions}, gloo, two processes of one thread ({one['cpu']}), T = {LOWER_STEPS}, eager."
     return [where, "", *table(head, rows)]

@@ -263,16 +263,22 @@ def table(store: Store, model: str, trusted: int) -> tuple[list[str], dict[str, 
     for method, (choice, runs) in found.items():
         to = [[seconds_to(r, at) for r in runs] for at in (0.9, level)]
         cells = [
-            named(method, choice), spread([r["accuracy"] for r in runs], ".1f", 100),
-            spread([r["f1"] for r in runs], ".3f"), spread([r["auc"] for r in runs], ".3f"), reached(to[0]),
-            reached(to[1]), f"{mean(runs, 'steps'):.0f}",
-        ]  # fmt: skip
+            named(method, choice),
+            spread([r["accuracy"] for r in runs], ".1f", 100),
+            spread([r["f1"] for r in runs], ".3f"),
+            spread([r["auc"] for r in runs], ".3f"),
+            reached(to[0]),
+            reached(to[1]),
+            f"{mean(runs, 'steps'):.0f}",
+        ]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
         summary["methods"][method] = {
             "upper_rate_and_lower_steps": choice,
             **{n: [r[n] for r in runs] for n in ("accuracy", "f1", "auc", "steps", "seconds")},
-            "seconds_to_f1_090": to[0], "seconds_to_best_peer_f1": to[1], "commit": runs[0].get("commit"),
-        }  # fmt: skip
+            "seconds_to_f1_090": to[0],
+            "seconds_to_best_peer_f1": to[1],
+            "commit": runs[0].get("commit"),
+        }
     for name in REFERENCES:
         runs = [store.results.get(key(name, model, trusted, seed, None)) for seed in SEEDS]
         good = [r for r in runs if r is not None]
@@ -331,10 +337,16 @@ def write() -> None:
     tables = {(t, m): table(store, m, t) for t in (500, 5000) for m in ("mlp", "linear")}
     versions = sorted({v["torch"] for v in store.results.values() if "torch" in v})
     commits = sorted({v["commit"] for v in store.results.values() if "commit" in v})
-    parts = [INTRODUCTION.format(
-        cores=os.cpu_count(), torch=", ".join(versions) or TORCH, commits=", ".join(commits) or "none yet",
-        rates=", ".join(f"{r:g}" for r in RATES), mlp=BUDGET["mlp"], linear=BUDGET["linear"],
-    )]  # fmt: skip
+    parts = [
+        INTRODUCTION.format(
+            cores=os.cpu_count(),
+            torch=", ".join(versions) or TORCH,
+            commits=", ".join(commits) or "none yet",
+            rates=", ".join(f"{r:g}" for r in RATES),
+            mlp=BUDGET["mlp"],
+            linear=BUDGET["linear"],
+        )
+    ]
     parts += ["<!-- findings -->\n" + by_hand + "<!-- end -->"]
     for (trusted, model), (lines, _) in tables.items():
         title = {"mlp": "MLP 784-300-10", "linear": "Linear 784-10"}[model]
@@ -347,10 +359,18 @@ def write() -> None:
         )
     parts.append(PEERS)
     PAGE.write_text("\n\n".join(part.strip("\n") for part in parts) + "\n")
-    SUMMARY.write_text(json.dumps({
-        "torch": versions, "commits": commits, "tables": {f"{m}/{t}": s for (t, m), (_, s) in tables.items()},
-        "memory": {k: v for k, v in store.results.items() if k.startswith("memory/")},
-    }, indent=1) + "\n")  # fmt: skip
+    SUMMARY.write_text(
+        json.dumps(
+            {
+                "torch": versions,
+                "commits": commits,
+                "tables": {f"{m}/{t}": s for (t, m), (_, s) in tables.items()},
+                "memory": {k: v for k, v in store.results.items() if k.startswith("memory/")},
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def shown(options: dict[str, Any]) -> str:

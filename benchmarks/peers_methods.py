@@ -89,9 +89,11 @@ def read_mnist(folder: Path) -> tuple[np.ndarray, ...]:
             return np.frombuffer(file.read(), np.uint8, offset=offset)
 
     return (
-        read("train-images-idx3-ubyte", 16).reshape(-1, 784), read("train-labels-idx1-ubyte", 8),
-        read("t10k-images-idx3-ubyte", 16).reshape(-1, 784), read("t10k-labels-idx1-ubyte", 8),
-    )  # fmt: skip
+        read("train-images-idx3-ubyte", 16).reshape(-1, 784),
+        read("train-labels-idx1-ubyte", 8),
+        read("t10k-images-idx3-ubyte", 16).reshape(-1, 784),
+        read("t10k-labels-idx1-ubyte", 8),
+    )
 
 
 def make_task(mnist: tuple[np.ndarray, ...], model: str, trusted: int, seed: int, noise: float = 0.5) -> Task:
@@ -105,9 +107,18 @@ def make_task(mnist: tuple[np.ndarray, ...], model: str, trusted: int, seed: int
     image: Callable[[np.ndarray], Tensor] = lambda a: torch.as_tensor(a.astype("float32") / 255)  # noqa: E731
     label: Callable[[np.ndarray], Tensor] = lambda a: torch.as_tensor(a.astype("int64"))  # noqa: E731
     return Task(
-        model, seed, image(x[noisy]), label(labels), torch.as_tensor(wrong), image(x[kept]), label(y[kept]),
-        image(x[held]), label(y[held]), image(x_test), label(y_test),
-    )  # fmt: skip
+        model,
+        seed,
+        image(x[noisy]),
+        label(labels),
+        torch.as_tensor(wrong),
+        image(x[kept]),
+        label(y[kept]),
+        image(x[held]),
+        label(y[held]),
+        image(x_test),
+        label(y_test),
+    )
 
 
 def weighted(logits: Tensor, y: Tensor, u: Tensor) -> Tensor:
@@ -215,9 +226,18 @@ def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
         u, v = Rows(len(task.x)), task.network()
         callbacks = [Look(u) if callback is None else callback]
         solve(
-            Problem(upper, lower), method, u, v, (task.trusted(), task.noisy()), max_steps=steps, seed=task.seed,
-            log_every=every, hypergradient=False, callbacks=callbacks, **engine,
-        )  # fmt: skip
+            Problem(upper, lower),
+            method,
+            u,
+            v,
+            (task.trusted(), task.noisy()),
+            max_steps=steps,
+            seed=task.seed,
+            log_every=every,
+            hypergradient=False,
+            callbacks=callbacks,
+            **engine,
+        )
         return u
 
     if watch.most_steps is not None:
@@ -348,13 +368,19 @@ def betty(task: Task, setting: Setting, watch: Watch, *, kind: str, **config: An
 
     importance, model = Importance(), task.network()
     upper = Upper(
-        "outer", Config(retain_graph=True), importance, torch.optim.Adam(importance.parameters(), lr=setting.upper),
+        "outer",
+        Config(retain_graph=True),
+        importance,
+        torch.optim.Adam(importance.parameters(), lr=setting.upper),
         train_data_loader=task.trusted(),
-    )  # fmt: skip
+    )
     lower = Lower(
-        "inner", Config(type=kind, unroll_steps=setting.steps, **config), model,
-        torch.optim.Adam(model.parameters(), lr=setting.lower), train_data_loader=task.noisy(),
-    )  # fmt: skip
+        "inner",
+        Config(type=kind, unroll_steps=setting.steps, **config),
+        model,
+        torch.optim.Adam(model.parameters(), lr=setting.lower),
+        train_data_loader=task.noisy(),
+    )
     watch.start()
     engine = Engine(
         [upper, lower], EngineConfig(strategy="default"), {"u2l": {upper: [lower]}, "l2u": {lower: [upper]}}
@@ -395,18 +421,37 @@ def boat(task: Task, setting: Setting, watch: Watch, *, kind: str) -> Tensor:
     )
     sgd = setting.options.get("sgd", 0.1)
     config = {
-        "fo_op": None if unrolled else kind, "gm_op": ["NGD"] if unrolled else None,
-        "na_op": ["RAD"] if unrolled else None, "lower_level_model": model, "upper_level_model": importance,
-        "lower_level_var": list(model.parameters()), "upper_level_var": list(importance.parameters()),
-        "lower_level_opt": inner, "upper_level_opt": outer, "lower_iters": setting.steps, "device": "cpu",
-        "fo_ol_batch_input": False, "accumulate_grad": False, "copy_last_param": True, "return_grad": False,
-        "loss_log_path": os.devnull, "RGT": {"truncate_iter": 0}, "GDA": {"alpha_init": 0.0, "alpha_decay": 0.9},
-        "FOA": {}, "PTT": {"truncate_iter": 0},
-        "PGDO": {"y_hat_lr": sgd, "gamma_init": 0.2, "gamma_max": 0.2, "gamma_argmax_step": 1, "update_y_ahead": False,
-                 "penalty": "difference"},
+        "fo_op": None if unrolled else kind,
+        "gm_op": ["NGD"] if unrolled else None,
+        "na_op": ["RAD"] if unrolled else None,
+        "lower_level_model": model,
+        "upper_level_model": importance,
+        "lower_level_var": list(model.parameters()),
+        "upper_level_var": list(importance.parameters()),
+        "lower_level_opt": inner,
+        "upper_level_opt": outer,
+        "lower_iters": setting.steps,
+        "device": "cpu",
+        "fo_ol_batch_input": False,
+        "accumulate_grad": False,
+        "copy_last_param": True,
+        "return_grad": False,
+        "loss_log_path": os.devnull,
+        "RGT": {"truncate_iter": 0},
+        "GDA": {"alpha_init": 0.0, "alpha_decay": 0.9},
+        "FOA": {},
+        "PTT": {"truncate_iter": 0},
+        "PGDO": {
+            "y_hat_lr": sgd,
+            "gamma_init": 0.2,
+            "gamma_max": 0.2,
+            "gamma_argmax_step": 1,
+            "update_y_ahead": False,
+            "penalty": "difference",
+        },
         "VFO": {"y_hat_lr": sgd, "eta": 0.5, "u1": 0.1},
         "MESO": {"eta": sgd, "gamma_1": 0.1, "c0": 0.5, "y_hat_lr": sgd},
-    }  # fmt: skip
+    }
     losses = {f"{a}_level_loss": {"function": f"{LOSSES}.{a}", "params": {}} for a in ("lower", "upper")}
     problem = Problem(config, losses).build_ll_solver().build_ul_solver()
     # It rewrites a file with all losses so far at every iteration, which would cost more than the method.
@@ -478,16 +523,25 @@ def measure(task: Task, method: str, setting: Setting, budget: float) -> dict[st
     seconds = watch.curve[-1][0]
     finite = bool(torch.isfinite(u).all())
     found = final_training(task, torch.sigmoid(u) if finite else torch.full_like(u, 0.5))
-    return found | detected(u, task) | {
-        "seconds": seconds, "steps": watch.steps, "finite": finite, "curve": watch.curve,
-    }  # fmt: skip
+    return (
+        found
+        | detected(u, task)
+        | {
+            "seconds": seconds,
+            "steps": watch.steps,
+            "finite": finite,
+            "curve": watch.curve,
+        }
+    )
 
 
 def references(names: Sequence[str], task: Task) -> Iterator[tuple[str, dict[str, float]]]:
     ones = torch.ones(len(task.x))
     runs = {
-        "trusted only": (None, True), "plain": (ones, True), "clean labels known": ((~task.wrong).float(), True),
-    }  # fmt: skip
+        "trusted only": (None, True),
+        "plain": (ones, True),
+        "clean labels known": ((~task.wrong).float(), True),
+    }
     for name in names:
         importance, trusted = runs[name]
         yield name, final_training(task, importance, trusted)

@@ -30,7 +30,7 @@ from store import Store
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bilevel.applications.poisoning_goals import Goal
+    from bilevel.applications.poisoning.goals import Goal
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "art-env"
@@ -53,8 +53,12 @@ ART_SETTINGS = {
 TRIALS = {"ART, gradient matching, 1 trial": 1, "ART, gradient matching, 8 trials": 8}
 """Eight are the toolbox's default."""
 METHODS = (
-    "bilevel, Penalty", *reversed(TRIALS), "bilevel, feature collision", *ART_SETTINGS, "unmoved",
-)  # fmt: skip
+    "bilevel, Penalty",
+    *reversed(TRIALS),
+    "bilevel, feature collision",
+    *ART_SETTINGS,
+    "unmoved",
+)
 VICTIMS = (0, 1, 2)
 """First weights of the victims, by seed; the attacks know those of 0."""
 
@@ -74,7 +78,7 @@ class Task:
         import torch
         from torch import nn
 
-        from bilevel.applications.victims import Recipe, trained
+        from bilevel.applications.poisoning.victims import Recipe, trained
         from bilevel.data import load
 
         data = load("mnist")
@@ -88,8 +92,8 @@ class Task:
         self.body = nn.Sequential(*layers).requires_grad_(False)
 
     def first(self, seed: int) -> nn.Module:
-        from bilevel import models
-        from bilevel.replay import seeded
+        from bilevel._util.random_state import seeded
+        from bilevel.applications import networks as models
 
         with seeded(seed):
             return models.mlp(784, (100,), 10)
@@ -98,7 +102,7 @@ class Task:
         """(row of the test set, wanted class, goal) of the k-th target that all clean victims have right."""
         import torch
 
-        from bilevel.applications.poisoning_goals import clean_label
+        from bilevel.applications.poisoning.goals import clean_label
 
         x, y = self.test
         with torch.no_grad():
@@ -109,7 +113,7 @@ class Task:
 
     def flips(self, points: Tensor, goal: Goal, row: int, wanted: int) -> list[bool]:
         """Whether victims trained from scratch give the target the wanted class, for each first weights."""
-        from bilevel.applications.poisoning import evaluate
+        from bilevel.applications.poisoning.attack import evaluate
 
         one = (self.test[0][row : row + 1], self.test[1][row : row + 1])
         pair = (points, goal.labels)
@@ -121,9 +125,10 @@ class Task:
 
 def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
     """The points of a method, not yet brought into the bound where it has none."""
-    from bilevel.applications.bounds import Bound
-    from bilevel.applications.feature_collision import collide
-    from bilevel.applications.poisoning import attack
+    from bilevel_studies.poisoning.feature_collision import collide
+
+    from bilevel.applications.poisoning.attack import attack
+    from bilevel.applications.poisoning.bounds import Bound
 
     bound = Bound(epsilon, "linf")
     if method == "bilevel, Penalty":
@@ -142,7 +147,7 @@ def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
 
 def settled(points: Tensor, goal: Goal, epsilon: float) -> Tensor:
     """The points in the pixel box and the bound."""
-    from bilevel.applications.bounds import Bound, Within
+    from bilevel.applications.poisoning.bounds import Bound, Within
 
     return Within(goal.base, 0.0, 1.0, Bound(epsilon, "linf")).settled(points.to(goal.base))
 
@@ -155,9 +160,13 @@ def _classifier(task: Task) -> Any:
     from torch import nn
 
     return PyTorchClassifier(
-        copy.deepcopy(task.clean[0]), loss=nn.CrossEntropyLoss(), input_shape=(1, 28, 28), nb_classes=10,
-        clip_values=(0.0, 1.0), device_type="cpu",
-    )  # fmt: skip
+        copy.deepcopy(task.clean[0]),
+        loss=nn.CrossEntropyLoss(),
+        input_shape=(1, 28, 28),
+        nb_classes=10,
+        clip_values=(0.0, 1.0),
+        device_type="cpu",
+    )
 
 
 def gradient_matching(task: Task, goal: Goal, epsilon: float, trials: int) -> Tensor:
@@ -225,8 +234,12 @@ def _one(task: Task, method: str, epsilon: float, row: int, wanted: int, goal: G
     apart = float(((task.body(points) - task.body(goal.x)) ** 2).sum(1).mean())
     flips = task.flips(points, goal, row, wanted)
     return {
-        "flips": flips, "seconds": round(seconds, 2), "clock": "CPU", "apart": apart, "commit": commit(ROOT / "src"),
-    }  # fmt: skip
+        "flips": flips,
+        "seconds": round(seconds, 2),
+        "clock": "CPU",
+        "apart": apart,
+        "commit": commit(ROOT / "src"),
+    }
 
 
 def _named(points: int, epsilon: float) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from bilevel_studies.quadratics import quadratic
 
 from bilevel import Penalty, solve
-from bilevel.applications.quadratics import quadratic
-from bilevel.workers import Where, each
+from bilevel._util.parallel_map import Where, each
 
 STEPS = 3000
 
@@ -40,14 +40,16 @@ def main() -> None:
     options = parser.parse_args()
     command = f"python benchmarks/quadratics.py --seeds {' '.join(map(str, options.seeds))}"
     lines = [
-        "# Random quadratics with the defaults", "",
+        "# Random quadratics with the defaults",
+        "",
         f"Written by `{command}`.",
         "`src/bilevel/applications/quadratics.py` states the family of problems and their solution.",
         f"`Penalty()`, no option, at most {STEPS:,} steps, float64. The seeds were not used for choosing constants.",
-        "Evaluations are of the lower objective, those of the start and of the end check among them.", "",
+        "Evaluations are of the lower objective, those of the start and of the end check among them.",
+        "",
         "| seed | error < 1e-3 | error < 1e-6 | worst error | median steps | most steps | evaluations | endings |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    ]
     for seed in options.seeds:
         began = time.perf_counter()
         cases = [(seed, i) for i in range(options.count)]

@@ -22,18 +22,23 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from bilevel_studies.filed import FiledStore  # noqa: E402
 
-from bilevel.cells import Cell, Found, Settings, run_cells  # noqa: E402
-from bilevel.paper.filed import FiledStore  # noqa: E402
-from bilevel.whole import write_whole  # noqa: E402
-from bilevel.workers import ONCE  # noqa: E402
+from bilevel._util.atomic_files import write_whole  # noqa: E402
+from bilevel._util.parallel_map import ONCE  # noqa: E402
+from bilevel.running.run_many import Cell, Found, Settings, run_cells  # noqa: E402
 
 READERS = {
-    "npz": ".npz files", "csv": ".csv tables", "parquet": ".parquet tables", "images": "images in a folder",
-    "decisions": "decisions applied to a table", "checkpoint": "checkpoints",
-    "state": "checkpoints with a right digest and a wrong content", "config": "config.json and result.json of a run",
+    "npz": ".npz files",
+    "csv": ".csv tables",
+    "parquet": ".parquet tables",
+    "images": "images in a folder",
+    "decisions": "decisions applied to a table",
+    "checkpoint": "checkpoints",
+    "state": "checkpoints with a right digest and a wrong content",
+    "config": "config.json and result.json of a run",
     "numbers": ".csv tables of numbers to predict",
-}  # fmt: skip
+}
 WORDS = {
     "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
@@ -51,9 +56,15 @@ WORDS = {
 def cells(soak: float) -> list[Cell]:
     """Every fault at its full count; the quick ones first."""
     some = [
-        ("pages", 0, 0), ("read-only", 0, 0), ("harmed", 2000, 1), ("kills of solve", 50, 1), ("kills", 50, 1),
-        ("full", 0, 0), ("values", 300, 1), ("kills of a rank", 50, 1),
-    ]  # fmt: skip
+        ("pages", 0, 0),
+        ("read-only", 0, 0),
+        ("harmed", 2000, 1),
+        ("kills of solve", 50, 1),
+        ("kills", 50, 1),
+        ("full", 0, 0),
+        ("values", 300, 1),
+        ("kills of a rank", 50, 1),
+    ]
     found = [Cell({"fault": name, "count": count, "seed": seed}, 100 - i) for i, (name, count, seed) in enumerate(some)]
     found += [Cell({"fault": f"fuzz {name}", "count": 10_000, "seed": 1}, 50 - i) for i, name in enumerate(READERS)]
     return [*found, Cell({"fault": "soak", "count": soak, "seed": 0}, 0)] if soak else found
@@ -113,16 +124,19 @@ def _time(kept: list[tuple[Settings, Found]]) -> str:
 def page(kept: list[tuple[Settings, Found]]) -> str:
     by_name = {settings["fault"]: (settings, found) for settings, found in kept}
     lines = [
-        "# Faults tried and survived", "",
+        "# Faults tried and survived",
+        "",
         "Written by `python benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing twice. "
         f"To repeat all of it, in {_time(kept)}, beside this page: `python benchmarks/reliability.py --page "
         "runs/reliability/page.md`; one fault alone: `--only pages`. The tests in `tests/faults` run a few of each "
         "fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
-        "says holds.", "",
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}.", "",
-        "| fault | tried | survived | besides |", "| --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "says holds.",
+        "",
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
+        "",
+        "| fault | tried | survived | besides |",
+        "| --- | --- | --- | --- |",
+    ]
     names = [*WORDS, *(f"fuzz {name}" for name in READERS)]
     for name in names:
         if name in by_name:
@@ -134,12 +148,14 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
     if "soak" in by_name:
         found = by_name["soak"][1]
         lines += [
-            "", "## Soak", "",
+            "",
+            "## Soak",
+            "",
             "`bilevel denoise digits` again and again in one process (`python tests/faults/soak.py`): "
             f"{found['rounds']:,} rounds in {found['minutes']:g} minutes; memory {100 * found['growth']:+.2f}% from "
             f"the first quarter of the rounds to the last, at {found['memory MiB']:g} MiB; {found['handles left']} "
             f"file handles and {found['processes left']} processes left.",
-        ]  # fmt: skip
+        ]
     missing = [name for name in [*names, "soak"] if name not in by_name]
     if missing:
         lines += ["", f"Not run yet: {', '.join(missing)}."]
@@ -147,10 +163,12 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
     if failed:
         lines += ["", "## Not survived", "", *(f"- {name}: `{text}`" for name, text in failed)]
     lines += [
-        "", "## What is not covered", "",
+        "",
+        "## What is not covered",
+        "",
         "A power cut is not tried: files are brought to the disk (`fsync`) before they take their names. Fuzzing "
         "changes good files byte by byte; it is no proof. Memory is the peak of the process that reads.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

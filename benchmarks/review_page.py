@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bilevel_studies.denoising.speed import load
+from bilevel_studies.markdown import table
 from playwright.sync_api import Page, sync_playwright
 
-from bilevel.paper.denoising_speed import load
-from bilevel.paper.markdown import table
-from bilevel.report import Table
-from bilevel.report.review import MOST, Review, Suspect, render_review
-from bilevel.whole import write_whole
+from bilevel._util.atomic_files import write_whole
+from bilevel.report.page import Table
+from bilevel.report.review_page import MOST, Review, Suspect, render_review
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 COUNTS = (100, MOST)
@@ -60,14 +60,21 @@ def example(count: int) -> Review:
     """Suspects of ten classes with noise for pictures, which no format makes smaller."""
     draw = np.random.default_rng(0)
     return Review(
-        run=f"{count} suspects", title="Labels of noise", outcome="Measured.", good=True,
+        run=f"{count} suspects",
+        title="Labels of noise",
+        outcome="Measured.",
+        good=True,
         accuracy=Table("How well", ["Trained on", "Accuracy"], [["all", "70"]]),
         classes=[f"class {c}" for c in range(10)],
-        history={"step": [1, 2], "upper": [2.0, 1.0], "lower": [2.0, 1.0]}, importance=draw.random(4 * count),
+        history={"step": [1, 2], "upper": [2.0, 1.0], "lower": [2.0, 1.0]},
+        importance=draw.random(4 * count),
         suspects=[Suspect(i, f"{i}.png", i % 10, (i + 1) % 10, 0.4 * i / count, 0.9) for i in range(count)],
-        pictures=draw.integers(0, 256, (count, 28, 28), dtype=np.uint8), fields=None, command="bilevel denoise",
-        settings=[("Seed", "0")], notes=[],
-    )  # fmt: skip
+        pictures=draw.integers(0, 256, (count, 28, 28), dtype=np.uint8),
+        fields=None,
+        command="bilevel denoise",
+        settings=[("Seed", "0")],
+        notes=[],
+    )
 
 
 def measured(page: Page, path: Path) -> dict[str, list[float]]:

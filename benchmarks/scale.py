@@ -38,7 +38,8 @@ import torch
 from step import Store, lower, penalty, started, surroundings, table, upper, write
 from torch import Tensor, nn
 
-from bilevel import Problem, Rows, models, solve
+from bilevel import Problem, Rows, solve
+from bilevel.applications import networks as models
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "scale.json"
@@ -75,13 +76,17 @@ class Encoder(nn.Module):
         self.read = nn.Linear(28, width)
         self.place = nn.Parameter(torch.zeros(28, width))
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({
-                "before": nn.LayerNorm(width), "mix": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
-                "after": nn.LayerNorm(width),
-                "think": nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
-            })
+            nn.ModuleDict(
+                {
+                    "before": nn.LayerNorm(width),
+                    "mix": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "after": nn.LayerNorm(width),
+                    "think": nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+                }
+            )
             for _ in range(depth)
-        )  # fmt: skip
+        )
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,25 +269,39 @@ def pages(store: Store, device: str) -> list[str]:
         if len(good) > 1:
             span = f"{good[0][0]:,.0f} to {good[-1][0]:,.0f}"
             half = good[len(good) // 2 - 1 :] if len(good) > 3 else good
-            fits.append([
-                name, span, exponent([(s, r["seconds"]) for s, r in good]),
-                exponent([(s, r["seconds"]) for s, r in half]),
-                exponent([(s, r["bytes"]) for s, r in good if r["bytes"] > MODEST]),
-                exponent([(s, r["bytes"]) for s, r in half if r["bytes"] > MODEST]),
-            ])  # fmt: skip
+            fits.append(
+                [
+                    name,
+                    span,
+                    exponent([(s, r["seconds"]) for s, r in good]),
+                    exponent([(s, r["seconds"]) for s, r in half]),
+                    exponent([(s, r["bytes"]) for s, r in good if r["bytes"] > MODEST]),
+                    exponent([(s, r["bytes"]) for s, r in half if r["bytes"] > MODEST]),
+                ]
+            )
         for size, r in found:
             if "failed" in r:
                 rows.append([name, f"{size:,.0f}", "", "", "", "", r["failed"], ""])
             else:
-                rows.append([
-                    name, f"{size:,.0f}", f"{r['weights']:,}", f"{r['rows']:,}", str(r["T"]), str(r["batch"]),
-                    f"{1e3 * r['seconds']:,.1f}", f"{r['bytes'] / 2**20:,.0f}",
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        name,
+                        f"{size:,.0f}",
+                        f"{r['weights']:,}",
+                        f"{r['rows']:,}",
+                        str(r["T"]),
+                        str(r["batch"]),
+                        f"{1e3 * r['seconds']:,.1f}",
+                        f"{r['bytes'] / 2**20:,.0f}",
+                    ]
+                )
     lines = [
-        store.results.get(f"surroundings/{device}", ""), "",
-        *table(["grows", "from, to", "time", "time, upper half", "memory", "memory, upper half"], fits), "",
+        store.results.get(f"surroundings/{device}", ""),
+        "",
+        *table(["grows", "from, to", "time", "time, upper half", "memory", "memory, upper half"], fits),
+        "",
         *table(["grows", "size", "V", "N", "T", "batch", "ms an iteration", "MiB"], rows),
-    ]  # fmt: skip
+    ]
     return lines + list(_largest_lines(results, device))
 
 

@@ -35,15 +35,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows, models
-from bilevel.autodiff import Derivatives
-from bilevel.check import variables
-from bilevel.method import Setting, State
-from bilevel.precision import reduced
-from bilevel.prices import Gradients, Prices
-from bilevel.problem import Variable
-from bilevel.rows import RowAdam
-from bilevel.sources import Sources
+from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows
+from bilevel.applications import networks as models
+from bilevel.batches.sources import Sources
+from bilevel.derivatives.mixed_precision import reduced
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.measures.problem_check import variables
+from bilevel.methods.base import Setting, State
+from bilevel.optim.row_adam import RowAdam
+from bilevel.problem.variables import Variable
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -80,10 +81,17 @@ def started(
     """The state of a run, as `solve` makes it."""
     upper_variable, lower_variable = variables(problem, u, v)
     given = {
-        "problem": problem, "u": upper_variable, "v": lower_variable,
-        "sources": Sources(data, 0, lower_variable.device), "max_steps": 10**6, "tolerance": None, "accumulate": 1,
-        "generator": torch.Generator().manual_seed(0), "engine": engine, "precision": precision,
-    }  # fmt: skip
+        "problem": problem,
+        "u": upper_variable,
+        "v": lower_variable,
+        "sources": Sources(data, 0, lower_variable.device),
+        "max_steps": 10**6,
+        "tolerance": None,
+        "accumulate": 1,
+        "generator": torch.Generator().manual_seed(0),
+        "engine": engine,
+        "precision": precision,
+    }
     known = {field.name for field in dataclasses.fields(Setting)}
     return method.init(Setting(**{name: value for name, value in given.items() if name in known}))
 
@@ -316,9 +324,11 @@ def measure(
     }
     return {
         "ms": {name: 1e3 * statistics.median(values) for name, values in times.items()},
-        "ratio": ratios, "rounds": rounds, "notes": notes,
+        "ratio": ratios,
+        "rounds": rounds,
+        "notes": notes,
         "first_seconds": {name: value for name, value in first.items() if name in runs},
-    }  # fmt: skip
+    }
 
 
 def profile(work: Work, lower_steps: int, engines: Sequence[str]) -> dict[str, Any]:
@@ -352,9 +362,12 @@ def profile(work: Work, lower_steps: int, engines: Sequence[str]) -> dict[str, A
         total = sum(sum(values) for values in busy.values())
         top = sorted(busy.items(), key=lambda item: -sum(item[1]))[:10]
         found[name] = {
-            "kernels": len(kernels), "kernel_ms": total, "wall_ms": 1e3 * wall, "gap_ms": 1e3 * wall - total,
+            "kernels": len(kernels),
+            "kernel_ms": total,
+            "wall_ms": 1e3 * wall,
+            "gap_ms": 1e3 * wall - total,
             "top": [{"name": n[:100], "calls": len(t), "ms": sum(t)} for n, t in top],
-        }  # fmt: skip
+        }
     return found
 
 
@@ -447,9 +460,11 @@ def turned(name: str, device: torch.device, precision: str, steps: int) -> dict[
         if float(a.norm()) > SMALL * whole
     ]
     return {
-        "cosine_v": cosine(full.v, low.v), "cosine_u": cosine(rows(full), rows(low)),
-        "cosine_slope": cosine(full.slope, low.slope), "worst_tensor": max(errors),
-    }  # fmt: skip
+        "cosine_v": cosine(full.v, low.v),
+        "cosine_u": cosine(rows(full), rows(low)),
+        "cosine_slope": cosine(full.slope, low.slope),
+        "worst_tensor": max(errors),
+    }
 
 
 # -- results and the page ----------------------------------------------------------------------------------------------
@@ -552,10 +567,17 @@ def profile_lines(store: Store) -> list[str]:
     for key, value in store.found("profile/").items():
         floor = value.get("floor", {}).get("kernel_ms")
         rows = [
-            [name, str(p["kernels"]), f"{p['kernel_ms']:.2f}", f"{p['wall_ms']:.2f}", f"{p['gap_ms']:.2f}",
-             f"{p['kernel_ms'] / floor:.2f}" if floor else ""]
-            for name, p in value.items() if "kernels" in p
-        ]  # fmt: skip
+            [
+                name,
+                str(p["kernels"]),
+                f"{p['kernel_ms']:.2f}",
+                f"{p['wall_ms']:.2f}",
+                f"{p['gap_ms']:.2f}",
+                f"{p['kernel_ms'] / floor:.2f}" if floor else "",
+            ]
+            for name, p in value.items()
+            if "kernels" in p
+        ]
         head = ["", "kernels", "kernel ms", "wall ms", "gaps ms", "kernel time of the floor's"]
         lines += ["", f"{key.replace('/', ', ')}:", "", *table(head, rows)]
         shown = [name for name in value if "kernels" in value[name]]
@@ -570,11 +592,18 @@ def precision_lines(store: Store) -> list[str]:
     rows = []
     for key, value in store.found("precision/").items():
         device, precision, name, steps = key.split("/")
-        rows.append(((list(NETWORKS).index(name), device, precision, int(steps)), [
-            name, "at the start" if steps == "0" else f"after {steps} steps", f"{precision}, {device}",
-            *(f"{value[column]:.4f}" for column in ("cosine_v", "cosine_u", "cosine_slope")),
-            f"{100 * value['worst_tensor']:.1f}%",
-        ]))  # fmt: skip
+        rows.append(
+            (
+                (list(NETWORKS).index(name), device, precision, int(steps)),
+                [
+                    name,
+                    "at the start" if steps == "0" else f"after {steps} steps",
+                    f"{precision}, {device}",
+                    *(f"{value[column]:.4f}" for column in ("cosine_v", "cosine_u", "cosine_slope")),
+                    f"{100 * value['worst_tensor']:.1f}%",
+                ],
+            )
+        )
     head = ["network", "weights", "precision", "cosine in v", "cosine in u", "cosine of grad_v g", "worst tensor"]
     return table(head, [row for _, row in sorted(rows)]) if rows else []
 
@@ -628,9 +657,11 @@ def main() -> None:
         else:
             measure_all(store, given, device, engines, modes)
     sections = {
-        "step:cpu": step_lines(store, "cpu"), "step:cuda": step_lines(store, "cuda"),
-        "profile": profile_lines(store), "precision": precision_lines(store),
-    }  # fmt: skip
+        "step:cpu": step_lines(store, "cpu"),
+        "step:cuda": step_lines(store, "cuda"),
+        "profile": profile_lines(store),
+        "precision": precision_lines(store),
+    }
     print("\n\n".join("\n".join(lines) for lines in sections.values() if lines))
     if given.out == RESULTS:
         write(sections)

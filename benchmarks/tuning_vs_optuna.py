@@ -38,9 +38,13 @@ def setup() -> None:
 
 
 def best_of(
-    objective: Callable[[Any], float], seed: int, *, seconds: float | None = None, trials: int | None = None,
+    objective: Callable[[Any], float],
+    seed: int,
+    *,
+    seconds: float | None = None,
+    trials: int | None = None,
     kept: Path | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Optuna's study with TPE, until the CPU seconds or the trials are spent.
 
     Its trials go to the file `kept`, and a study that was stopped goes on from there, with draws of its own.
@@ -72,12 +76,12 @@ def best_of(
 def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
     """Penalties of logistic regression in the budget of `bilevel reproduce tuning`."""
     import torch
+    from bilevel_studies.tuning.data import problem
+    from bilevel_studies.tuning.study import BUDGETS, OURS, load_late_modules
 
-    from bilevel.applications.caution import loss_of
-    from bilevel.applications.folded_model import FoldedModel
-    from bilevel.applications.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
-    from bilevel.paper.tuning import BUDGETS, OURS, load_late_modules
-    from bilevel.paper.tuning_data import problem
+    from bilevel.applications.tuning.caution import loss_of
+    from bilevel.applications.tuning.folded_linear_model import FoldedModel
+    from bilevel.applications.tuning.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
 
     load_late_modules()
     rows, test = problem(dataset, seed)
@@ -97,9 +101,10 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
             return unit * torch.tensor(values, dtype=torch.float64).expand(d)
 
         study = best_of(
-            lambda trial: held_out_loss(rows, chosen(lambda n, a, b: trial.suggest_float(n, a, b, log=True))), seed,
+            lambda trial: held_out_loss(rows, chosen(lambda n, a, b: trial.suggest_float(n, a, b, log=True))),
+            seed,
             seconds=BUDGETS[dataset],
-        )  # fmt: skip
+        )
         alpha, trials = chosen(lambda n, a, b: study.best_params[n]), len(study.trials)
     seconds = time.process_time() - began
     test_loss = loss_of(test, *trained(rows.select(rows.fold < 0), alpha))
@@ -109,12 +114,12 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
 def network(way: str, seed: int) -> dict[str, Any]:
     """The network of `bilevel reproduce tuning`: Optuna has 50 trials, each a training, on the same knobs."""
     import torch
+    from bilevel_studies.tuning.study import NETWORK_RATE, NETWORK_STEPS, network_knobs, network_task, tempered
     from torch.nn.functional import cross_entropy
 
-    from bilevel.applications.tuning import train_with, tune
-    from bilevel.applications.tuning_loss import TrainingLoss
-    from bilevel.paper.tuning import NETWORK_RATE, NETWORK_STEPS, network_knobs, network_task, tempered
-    from bilevel.training import accuracy
+    from bilevel.applications.training import accuracy
+    from bilevel.applications.tuning.losses import TrainingLoss
+    from bilevel.applications.tuning.tune import train_with, tune
 
     model, train, valid, test = network_task(seed)
     hyper, began = network_knobs(), time.process_time()
@@ -210,9 +215,10 @@ def verdicts(results: dict[str, Any]) -> list[str]:
             pairs = [
                 (ours, theirs)
                 for seed in range(SEEDS)
-                if (ours := results.get(f"{key}/bilevel/{seed}")) and (theirs := results.get(f"{key}/{way}/{seed}"))
+                if (ours := results.get(f"{key}/bilevel/{seed}"))
+                and (theirs := results.get(f"{key}/{way}/{seed}"))
                 and column in theirs
-            ]  # fmt: skip
+            ]
             if pairs:
                 won = sum(sign * (ours[column] - theirs[column]) < 0 for ours, theirs in pairs)
                 ours_took, took = (_range([pair[i]["seconds"] for pair in pairs]) for i in (0, 1))

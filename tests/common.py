@@ -47,9 +47,17 @@ def two_minimisers() -> Problem:
 def plain(**options: Any) -> Penalty:
     """The step-wise mode with nothing that moves by itself: fixed prices, fixed rates, no warm-up, u and v in turn."""
     fixed: dict[str, Any] = {
-        "mode": "stochastic", "lower_steps": 2, "joint": False, "gamma": 1.0, "lam": 0.5, "advances": 0, "warm_up": 0.0,
-        "decay": "constant", "lower_optimizer": SGD, "upper_optimizer": SGD,
-    }  # fmt: skip
+        "mode": "stochastic",
+        "lower_steps": 2,
+        "joint": False,
+        "gamma": 1.0,
+        "lam": 0.5,
+        "advances": 0,
+        "warm_up": 0.0,
+        "decay": "constant",
+        "lower_optimizer": SGD,
+        "upper_optimizer": SGD,
+    }
     return Penalty(**(fixed | options))
 
 

@@ -97,9 +97,10 @@ def bounded_below(problem: Callable[..., Problem]) -> Callable[[], Problem]:
 
     def made() -> Problem:
         return replace(
-            problem(), lower_inequalities=[least, lambda u, v, batch: next(v.parameters()).sum() - 0.1],
+            problem(),
+            lower_inequalities=[least, lambda u, v, batch: next(v.parameters()).sum() - 0.1],
             lower_equalities=[lambda u, v, batch: list(v.parameters())[-1].sum() - 0.05],
-        )  # fmt: skip
+        )
 
     return made
 
@@ -161,8 +162,12 @@ CASES: dict[str, Case] = {
     "penalty": (Penalty(), ridge, decays, {}),
     "penalty, steps on v": (STEPWISE, ridge, decays, {}),
     "penalty, tolerance": (
-        Penalty.algorithm_2(lower_steps=2, gamma=1.0, lam=1.0, epsilon=0.5, smoothing=0.5, upper_rate=0.02,
-                            lower_rate=0.02), ridge, decays, {},
+        Penalty.algorithm_2(
+            lower_steps=2, gamma=1.0, lam=1.0, epsilon=0.5, smoothing=0.5, upper_rate=0.02, lower_rate=0.02
+        ),
+        ridge,
+        decays,
+        {},
     ),
     "penalty, running": (Penalty(cotangent="running", lower_steps=1, **BOTH), ridge, decays, {}),
     "penalty, other": (Penalty(cotangent="other", lower_steps=1, **BOTH), ridge, decays, {}),
@@ -192,14 +197,17 @@ CASES: dict[str, Case] = {
     "penalty, owned": (Penalty(lower_steps=1), importance, owned, {}),
     "penalty, owned, box": (Penalty(lower_steps=1, warm_up=0.0), shifts, vectors, {}),
     "penalty, owned, difference": (
-        Penalty(curvature="difference", lower_steps=1, **BOTH), shifts, vectors, {"accumulate": 2},
+        Penalty(curvature="difference", lower_steps=1, **BOTH),
+        shifts,
+        vectors,
+        {"accumulate": 2},
     ),
     "alternating, owned": (Alternating(lower_steps=2, warm_up=0.0), shifts, vectors, {}),
     "reverse mode, owned": (ReverseMode(lower_steps=2), shifts, vectors, {}),
     "approx grad, owned": (ApproxGrad(lower_steps=2, damping=0.1), importance, owned, {}),
     "value gap, owned": (ValueGap(lower_steps=2, **BOTH), shifts, vectors, {}),
     "value function, owned": (ValueFunction(lower_steps=2), importance, owned, {}),
-}  # fmt: skip
+}
 
 
 def numbers(solution: Solution) -> dict[str, Any]:
@@ -221,16 +229,33 @@ def solved(name: str, **more: Any) -> Solution:
     method, problem, start, options = CASES[name]
     u = start()
     return solve(
-        problem(), method, u, network(), data(rows=isinstance(u, Rows)), max_steps=STEPS, seed=7, log_every=4,
-        hypergradient=False, **(options | more),
-    )  # fmt: skip
+        problem(),
+        method,
+        u,
+        network(),
+        data(rows=isinstance(u, Rows)),
+        max_steps=STEPS,
+        seed=7,
+        log_every=4,
+        hypergradient=False,
+        **(options | more),
+    )
 
 
 FEW = [
-    "penalty, constraints", "penalty, rows", "alternating", "reverse mode, rows", "forward mode",
-    "approx grad", "value gap, rows", "value function", "penalty, owned", "penalty, owned, box", "value gap, owned",
+    "penalty, constraints",
+    "penalty, rows",
+    "alternating",
+    "reverse mode, rows",
+    "forward mode",
+    "approx grad",
+    "value gap, rows",
+    "value function",
+    "penalty, owned",
+    "penalty, owned, box",
+    "value gap, owned",
     "reverse mode, owned",
-]  # fmt: skip
+]
 """One of each method."""
 
 

@@ -8,11 +8,8 @@ import re
 import numpy as np
 from PIL import Image
 
-from bilevel.report import Table
-from bilevel.report.review import (
-    Review,
-    Suspect,
-)
+from bilevel.report.page import Table
+from bilevel.report.review_page import Review, Suspect
 
 COMMAND = "bilevel denoise --apply decisions.csv data --out cleaned"
 NASTY = [

@@ -19,9 +19,9 @@ from test_sync import classify
 from torch import Tensor
 
 from bilevel import BilevelWarning, Box, OptionError, Problem, Solution, solve
-from bilevel.linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann
+from bilevel._util.tensor_lists import dot
 from bilevel.methods.approx_grad import ApproxGrad
-from bilevel.vectors import dot
+from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 STILL, ONE = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=1.0)
@@ -32,10 +32,13 @@ CASES = [
     Case(
         f"{name}{' with data' * data}",
         ApproxGrad(linear_solver=name, lower_steps=3, lower_optimizer=ADAM, upper_optimizer=ADAM),  # type: ignore[arg-type]
-        data, 200, 0.005 if data else 1e-3,
+        data,
+        200,
+        0.005 if data else 1e-3,
     )
-    for name in SOLVERS for data in (False, True)
-]  # fmt: skip
+    for name in SOLVERS
+    for data in (False, True)
+]
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 
 
@@ -206,9 +209,13 @@ def test_evaluations_are_the_stated_ones(quadratic, linear_solver, warm_start, o
     )
     counter = Counter(quadratic.problem)
     solution = run_case(
-        quadratic, Case("", method, True, 6, 0.0), problem=counter.problem, callbacks=[counter], log_every=1,
+        quadratic,
+        Case("", method, True, 6, 0.0),
+        problem=counter.problem,
+        callbacks=[counter],
+        log_every=1,
         accumulate=accumulate,
-    )  # fmt: skip
+    )
     products = {"cg": 4 + warm_start, "neumann": 5 + warm_start, "adam": 7}[linear_solver]
     plain = 5 * accumulate
     assert counter.each_step("lower") == [plain] * 3 + [plain + products * each_product] * 3
@@ -233,9 +240,13 @@ def test_prepare_gives_the_path_of_the_problem_without(linear_solver, accumulate
     for prepared in (True, False):
         u, v = leaf(0.5), leaf(0.0)
         method = ApproxGrad(
-            linear_solver=linear_solver, warm_up=0.0, lower_optimizer=ADAM, upper_optimizer=ADAM,
-            lower_batches="shared", linear_rate=0.1 if linear_solver == "adam" else None,
-        )  # fmt: skip
+            linear_solver=linear_solver,
+            warm_up=0.0,
+            lower_optimizer=ADAM,
+            upper_optimizer=ADAM,
+            lower_batches="shared",
+            linear_rate=0.1 if linear_solver == "adam" else None,
+        )
         if prepared:
             problem = Problem(
                 lambda u, v, made: torch.sum((v - made[1]) ** 2) + made[0].square().sum() + 0.3 * u.square().sum(),
@@ -263,13 +274,19 @@ def test_every_episode_starts_q_afresh(linear_solver):
 
     def adjoints(start_lower: bool) -> list[float]:
         problem = Problem(
-            lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 4) + torch.sum(v**2),
+            lambda u, v, _: torch.sum((v - 1) ** 2),
+            lambda u, v, _: torch.sum((v - u) ** 4) + torch.sum(v**2),
             start_lower=(lambda v, _: v.fill_(0.1)) if start_lower else None,
-        )  # fmt: skip
+        )
         method = ApproxGrad(
-            linear_solver=linear_solver, linear_steps=1, lower_steps=2, warm_up=0.0, decay="constant",
-            lower_optimizer=ADAM, upper_optimizer=STILL,
-        )  # fmt: skip
+            linear_solver=linear_solver,
+            linear_steps=1,
+            lower_steps=2,
+            warm_up=0.0,
+            decay="constant",
+            lower_optimizer=ADAM,
+            upper_optimizer=STILL,
+        )
         solution = solve(problem, method, leaf(0.5, 0.3), leaf(0.1, 0.1), max_steps=6, seed=0)
         return solution.history["grad_u"]
 
@@ -293,9 +310,13 @@ def test_trials_take_the_path_of_separate_runs(linear_solver):
 
     slow = partial(torch.optim.SGD, lr=0.01)
     method = ApproxGrad(
-        linear_solver=linear_solver, linear_steps=3, warm_up=0.0, lower_optimizer=slow, upper_optimizer=slow,
+        linear_solver=linear_solver,
+        linear_steps=3,
+        warm_up=0.0,
+        lower_optimizer=slow,
+        upper_optimizer=slow,
         linear_rate=0.05 if linear_solver == "adam" else None,
-    )  # fmt: skip
+    )
     u, v = starts.clone().requires_grad_(), (2 * starts).requires_grad_()
     solve(problem(bends, 3), method, u, v, max_steps=12, seed=0, hypergradient=False)
     for i in range(3):
@@ -330,11 +351,19 @@ def test_engine_takes_the_path_of_eager(engine, device, linear_solver):  # noqa:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("linear_solver", "gmres"), ("linear_steps", 0), ("linear_steps", 1.5), ("linear_rate", -1.0),
-        ("linear_rate", 0.0), ("warm_start", "no"),
-        ("damping", -0.1), ("damping", float("nan")), ("curvature", "gram"), ("lower_steps", 0), ("lower_optimizer", 1),
+        ("linear_solver", "gmres"),
+        ("linear_steps", 0),
+        ("linear_steps", 1.5),
+        ("linear_rate", -1.0),
+        ("linear_rate", 0.0),
+        ("warm_start", "no"),
+        ("damping", -0.1),
+        ("damping", float("nan")),
+        ("curvature", "gram"),
+        ("lower_steps", 0),
+        ("lower_optimizer", 1),
     ],
-)  # fmt: skip
+)
 def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
     with pytest.raises(OptionError, match=name) as caught:
         ApproxGrad(**{name: value})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bilevel.augmentation import MARGIN, crop, crop_and_flip, crop_flip_and_erase
+from bilevel.applications.augmentation import MARGIN, crop, crop_and_flip, crop_flip_and_erase
 
 
 def image() -> torch.Tensor:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bilevel import Ball, BilevelWarning, Box, Penalty, Problem, ProblemError, Rows, Simplex, solve
-from bilevel.autodiff import Derivatives
-from bilevel.prices import Gradients, Prices
-from bilevel.problem import Variable
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.problem.variables import Variable
 
 P, Q = 5, 4
 """Sizes of u and of v, all their tensors together."""
@@ -81,9 +81,16 @@ class Case:
 
 
 def case(
-    seed: int, *, count: int = 1, equalities: bool = False, inequalities: bool = False, multipliers: bool = True,
-    projection: Any = None, v_kind: str = "tensor", dtype: torch.dtype = torch.float64,
-) -> Case:  # fmt: skip
+    seed: int,
+    *,
+    count: int = 1,
+    equalities: bool = False,
+    inequalities: bool = False,
+    multipliers: bool = True,
+    projection: Any = None,
+    v_kind: str = "tensor",
+    dtype: torch.dtype = torch.float64,
+) -> Case:
     """tanh networks and log-sum-exp of u (some rows of it, repeated) and v, different in every batch."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -120,9 +127,12 @@ def case(
         return (normal(3, 6 + Q) / 2, normal(4, 3) / 2, normal(Q).abs()), rows()
 
     problem = Problem(
-        upper, lower, equalities=[equality, scalar] if equalities else [],
-        inequalities=[inequality, scalar] if inequalities else [], project_lower=projection,
-    )  # fmt: skip
+        upper,
+        lower,
+        equalities=[equality, scalar] if equalities else [],
+        inequalities=[inequality, scalar] if inequalities else [],
+        project_lower=projection,
+    )
     v = normal(Q) / 2
     pieces = [v] if v_kind == "tensor" else [v[:2], v[2:]]
     shapes = [(2,), ()] * equalities + [(3, 2), ()] * inequalities
@@ -131,9 +141,11 @@ def case(
     first = 2 if equalities else 0
     mu = mu[:first] + [m.abs() for m in mu[first:]]
     prices = Prices(
-        gamma=normal().abs() + 0.3, nu=[on * normal(*piece.shape) for piece in pieces],
-        gamma_h=[normal().abs() + 0.3 for _ in shapes], mu=mu,
-    )  # fmt: skip
+        gamma=normal().abs() + 0.3,
+        nu=[on * normal(*piece.shape) for piece in pieces],
+        gamma_h=[normal().abs() + 0.3 for _ in shapes],
+        mu=mu,
+    )
     return Case(problem, [(batch(), batch()) for _ in range(count)], prices, normal(P) / 2, v)
 
 
@@ -601,9 +613,12 @@ def test_objectives_are_evaluated_as_often_as_stated(curvature, count, lower, up
         return function
 
     problem = Problem(
-        counted("upper"), counted("lower"), equalities=c.problem.equalities, inequalities=c.problem.inequalities,
+        counted("upper"),
+        counted("lower"),
+        equalities=c.problem.equalities,
+        inequalities=c.problem.inequalities,
         project_lower=c.problem.project_lower,
-    )  # fmt: skip
+    )
     u, v = make("tensor", c.u), make("tensor", c.v)
     d = Derivatives(problem, Variable(u, "u"), Variable(v, "v", problem.project_lower), curvature)
     d.penalised(c.batches, c.prices, with_u=with_u)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bilevel.cli import bar
-from bilevel.cli.bar import LINES, Bar, stage
+from bilevel.cli import progress as bar
 from bilevel.cli.main import main
+from bilevel.cli.progress import LINES, Bar, stage
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """The seconds that lines go by."""
     now = [0.0]
-    monkeypatch.setattr("bilevel.cli.bar.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bilevel.cli.progress.time.monotonic", lambda: now[0])
     LINES.begin()
     yield now
     monkeypatch.undo()

@@ -33,8 +33,8 @@ from bilevel import (
     TensorBoard,
     solve,
 )
-from bilevel.callbacks import ENDING
-from bilevel.solution import COLUMNS
+from bilevel.results import COLUMNS
+from bilevel.running.callbacks import ENDING
 
 # -- logs and callbacks ------------------------------------------------------------------------------------------------
 
@@ -93,9 +93,15 @@ def test_run_that_ends_by_itself_at_the_step_where_a_callback_stops_it_has_its_o
     assert straight.status is Status.CONVERGED
     u, v = quadratic.start()
     solution = solve(
-        quadratic.problem, Penalty(), u, v, max_steps=100, log_every=1, seed=0,
+        quadratic.problem,
+        Penalty(),
+        u,
+        v,
+        max_steps=100,
+        log_every=1,
+        seed=0,
         callbacks=[Each(lambda run: run.step == straight.steps)],
-    )  # fmt: skip
+    )
     assert solution.status is Status.CONVERGED
     assert solution.certificate.lower_minimiser is True
 
@@ -153,9 +159,19 @@ def test_csv_file_holds_the_history_also_after_a_resume(quadratic, tmp_path, log
     def run(*more: Callback, resume: bool) -> Any:
         u, v = quadratic.start()
         return solve(
-            quadratic.problem, Penalty(lower_steps=1), u, v, quadratic.data(), max_steps=20, seed=0, every=3,
-            log_every=log_every, callbacks=[CSVHistory(path), *more], checkpoint=tmp_path / "state", resume=resume,
-        )  # fmt: skip
+            quadratic.problem,
+            Penalty(lower_steps=1),
+            u,
+            v,
+            quadratic.data(),
+            max_steps=20,
+            seed=0,
+            every=3,
+            log_every=log_every,
+            callbacks=[CSVHistory(path), *more],
+            checkpoint=tmp_path / "state",
+            resume=resume,
+        )
 
     half = run(Each(lambda run: run.step >= 10), resume=False)
     assert 10 <= half.steps < 20
@@ -177,9 +193,18 @@ def test_rows_written_after_the_last_checkpoint_are_in_the_file_once(quadratic, 
     def run(*more: Callback, resume: bool) -> Any:
         u, v = quadratic.start()
         return solve(
-            quadratic.problem, plain(), u, v, max_steps=12, seed=0, every=5, log_every=1, checkpoint=tmp_path / "state",
-            callbacks=[CSVHistory(tmp_path / "h.csv"), *more], resume=resume,
-        )  # fmt: skip
+            quadratic.problem,
+            plain(),
+            u,
+            v,
+            max_steps=12,
+            seed=0,
+            every=5,
+            log_every=1,
+            checkpoint=tmp_path / "state",
+            callbacks=[CSVHistory(tmp_path / "h.csv"), *more],
+            resume=resume,
+        )
 
     with pytest.raises(RuntimeError, match="killed"):
         run(Die(), resume=False)
@@ -224,9 +249,15 @@ def test_progress_shows_the_values_and_the_speed(quadratic, capfd, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     u, v = quadratic.start()
     solve(
-        quadratic.problem, plain(gamma=2.5), u, v, max_steps=5, log_every=1,
-        callbacks=[Progress("the label", force=True)], seed=0,
-    )  # fmt: skip
+        quadratic.problem,
+        plain(gamma=2.5),
+        u,
+        v,
+        max_steps=5,
+        log_every=1,
+        callbacks=[Progress("the label", force=True)],
+        seed=0,
+    )
     out, err = capfd.readouterr()
     assert out == ""
     for words in ("the label", "steps/s", "f ", "|grad_v g| ", "gamma 2.5", "5/5"):
@@ -240,9 +271,16 @@ def test_progress_says_that_the_first_step_is_compiled(quadratic, capfd, monkeyp
     for engine in ("compile", "eager"):
         u, v = quadratic.start()
         solve(
-            quadratic.problem, plain(), u, v, max_steps=5, log_every=1, callbacks=[Progress(force=True)], seed=0,
+            quadratic.problem,
+            plain(),
+            u,
+            v,
+            max_steps=5,
+            log_every=1,
+            callbacks=[Progress(force=True)],
+            seed=0,
             engine=engine,
-        )  # fmt: skip
+        )
         assert ("compiling the first step" in capfd.readouterr().err) == (engine == "compile")
 
 
@@ -269,9 +307,20 @@ def long_run(folder: str, steps: int, *callbacks: Callback, resume: bool) -> Any
     draws = torch.randn(12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     data = (DataLoader(list(draws[:4]), 2, shuffle=True), DataLoader(list(draws[4:]), 2, shuffle=True))
     return solve(
-        Problem(long_upper, long_lower), Penalty(lower_steps=1), leaf(0.0, 0.0), leaf(0.0, 0.0), data, max_steps=steps,
-        log_every=7, seed=0, checkpoint=folder, every=10**6, callbacks=callbacks, resume=resume, hypergradient=False,
-    )  # fmt: skip
+        Problem(long_upper, long_lower),
+        Penalty(lower_steps=1),
+        leaf(0.0, 0.0),
+        leaf(0.0, 0.0),
+        data,
+        max_steps=steps,
+        log_every=7,
+        seed=0,
+        checkpoint=folder,
+        every=10**6,
+        callbacks=callbacks,
+        resume=resume,
+        hypergradient=False,
+    )
 
 
 LONG = 300
@@ -293,8 +342,11 @@ def test_interrupt_saves_the_state_and_returns_what_there_is_and_the_run_can_go_
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, str(tmp_path / "killed")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step") and int(line.split()[1]) >= 20:
@@ -382,7 +434,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_that_comes_too_late_to_stop_a_run_is_told_of(quadratic, monkeypatch):
-    module = sys.modules["bilevel.loop"]
+    module = sys.modules["bilevel.running.loop"]
     plain_certify = module.certify
 
     def late(*arguments, **options):

@@ -10,10 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import bilevel
-from bilevel import (
-    Problem,
-    Rows,
-)
+from bilevel import Problem, Rows
 
 
 def network() -> nn.Module:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bilevel import Callback, CheckpointError, Penalty, Problem, Rows, Status, solve
-from bilevel import checkpoint as store
+from bilevel.running import checkpoints as store
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16]
 
@@ -74,8 +74,11 @@ def _sorted(tree: Any) -> Any:
 
 
 STATE = {
-    "x": torch.arange(6.0).reshape(2, 3), "n": 3, "text": "abc", "list": [torch.ones(2), None, {"deep": torch.zeros(0)}]
-}  # fmt: skip
+    "x": torch.arange(6.0).reshape(2, 3),
+    "n": 3,
+    "text": "abc",
+    "list": [torch.ones(2), None, {"deep": torch.zeros(0)}],
+}
 
 
 def test_loaded_tensors_lie_in_memory_as_torch_allocates_them(tmp_path):
@@ -237,9 +240,16 @@ METHOD = Penalty(mode="stochastic", lower_steps=1)
 
 def run(folder: Path, **changes: Any) -> Any:
     given: dict[str, Any] = {
-        "problem": Problem(upper, lower), "method": METHOD, "u": point(), "v": point(), "max_steps": 4, "seed": 1,
-        "checkpoint": folder, "resume": True, "hypergradient": False,
-    }  # fmt: skip
+        "problem": Problem(upper, lower),
+        "method": METHOD,
+        "u": point(),
+        "v": point(),
+        "max_steps": 4,
+        "seed": 1,
+        "checkpoint": folder,
+        "resume": True,
+        "hypergradient": False,
+    }
     return solve(**(given | changes))
 
 

@@ -16,8 +16,8 @@ from common import needs
 from PIL import Image
 
 from bilevel import DataError, OptionError
+from bilevel.data.class_images import ImageClasses, split_classes
 from bilevel.data.class_sets import load_classes
-from bilevel.data.image_classes import ImageClasses, split_classes
 
 
 def draw(path: Path, shade: int, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> None:

@@ -9,14 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.classical import case as module
+from bilevel_studies.classical import cases, judge, run, study
+from bilevel_studies.classical.case import Case, named, resolved
+from bilevel_studies.classical.papers import PAPERS
 
 from bilevel import Penalty
-from bilevel.applications.classical import case as module
-from bilevel.applications.classical import cases, judge, run
-from bilevel.applications.classical.case import Case, named, resolved
-from bilevel.applications.classical.papers import PAPERS
 from bilevel.cli.main import main
-from bilevel.paper import classical as study
 
 ALL = cases()
 DIGITS = 2e-3

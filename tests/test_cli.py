@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bilevel_studies import demo
 
 from bilevel import OptionError, __version__
-from bilevel.applications import synthetic
-from bilevel.cli import demo
+from bilevel.applications.comparison import synthetic_problems as synthetic
 from bilevel.cli.folder import Folder, to_json
 from bilevel.cli.main import main
 from bilevel.cli.naming import by_option
@@ -213,8 +213,8 @@ def test_ctrl_c_during_a_run_ends_the_demo_and_the_run_is_not_counted(tmp_path, 
 
 def test_ctrl_c_that_no_command_handles_ends_with_its_exit_code_too():
     slow = (
-        "import signal, sys; import bilevel.doctor; from bilevel.cli import main\n"
-        "bilevel.doctor.parts = lambda _: signal.raise_signal(signal.SIGINT); sys.exit(main.main(['doctor']))"
+        "import signal, sys; import bilevel.cli.diagnosis; from bilevel.cli import main\n"
+        "bilevel.cli.diagnosis.parts = lambda _: signal.raise_signal(signal.SIGINT); sys.exit(main.main(['doctor']))"
     )
     ended = subprocess.run([sys.executable, "-c", slow], capture_output=True, text=True, env=os.environ, timeout=120)
     assert (ended.returncode, ended.stderr.strip()) == (130, "bilevel: Stopped by Ctrl-C.")
@@ -231,8 +231,11 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "demo", "--starts", "50", "--out", str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     assert process.stderr.readline() == "run\n"
     assert process.stderr.readline() == "run\n"
     process.send_signal(signal.SIGINT)

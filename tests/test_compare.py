@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.cost import cost
 from rich.console import Console
 
 from bilevel import Penalty, Problem
-from bilevel.applications.comparison import (
+from bilevel.applications.comparison.compare import (
     METHODS,
     Budget,
     Start,
@@ -24,11 +25,10 @@ from bilevel.applications.comparison import (
     paced,
     synthetic,
 )
-from bilevel.applications.synthetic import examples, nth
+from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.cli import compare as command
 from bilevel.cli import compare_output
 from bilevel.cli.main import main
-from bilevel.cost import cost
 
 FILE = """
 import torch
@@ -177,14 +177,28 @@ def test_a_second_run_takes_what_is_finished_and_a_changed_file_is_run_again(fil
 
 def test_ctrl_c_keeps_finished_methods_and_a_rerun_goes_on(tmp_path, capsys):
     process = subprocess.Popen(
-        [sys.executable, "-c",
-         "import sys; from bilevel.cli import compare as c, main\n"
-         "def told(*a, whole=c.compare, **k):\n"
-         "    print('method', file=sys.stderr, flush=True); return whole(*a, **k)\n"
-         "c.compare = told; sys.exit(main.main(sys.argv[1:]))",
-         "compare", "sum", "--methods", "penalty,alternating", "--steps", "15000", "--out", str(tmp_path), "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import sys; from bilevel.cli import compare as c, main\n"
+            "def told(*a, whole=c.compare, **k):\n"
+            "    print('method', file=sys.stderr, flush=True); return whole(*a, **k)\n"
+            "c.compare = told; sys.exit(main.main(sys.argv[1:]))",
+            "compare",
+            "sum",
+            "--methods",
+            "penalty,alternating",
+            "--steps",
+            "15000",
+            "--out",
+            str(tmp_path),
+            "--json",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert process.stderr.readline() == "method\n"
     assert process.stderr.readline() == "method\n"
     process.send_signal(signal.SIGINT)
@@ -267,10 +281,18 @@ def chosen(monkeypatch, capsys, tmp_path, *arguments):
 
 @pytest.mark.parametrize(
     ("name", "upper", "lower"),
-    [("approx-grad", 0.3, 0.2), ("alternating:lower_rate=0.5", 0.3, 0.5), ("value-gap:upper_rate=0.1", 0.1, 0.2),
-     ("algorithm-2", 0.3, 0.2), ("algorithm-1:upper_rate=1", 1.0, 0.2), ("penalty:mode=stochastic", 0.3, 0.2),
-     ("reverse-mode", 0.3, 0.2), ("forward-mode:lower_rate=0.4", 0.3, 0.4), ("penalty", None, None)],
-)  # fmt: skip
+    [
+        ("approx-grad", 0.3, 0.2),
+        ("alternating:lower_rate=0.5", 0.3, 0.5),
+        ("value-gap:upper_rate=0.1", 0.1, 0.2),
+        ("algorithm-2", 0.3, 0.2),
+        ("algorithm-1:upper_rate=1", 1.0, 0.2),
+        ("penalty:mode=stochastic", 0.3, 0.2),
+        ("reverse-mode", 0.3, 0.2),
+        ("forward-mode:lower_rate=0.4", 0.3, 0.4),
+        ("penalty", None, None),
+    ],
+)
 def test_rates_are_those_of_the_method_or_else_of_the_command(name, upper, lower, monkeypatch, capsys, tmp_path):
     rates = ("--upper-rate", 0.3, "--lower-rate", 0.2)
     method = chosen(monkeypatch, capsys, tmp_path, "sum", "--methods", name, *rates)
@@ -371,7 +393,7 @@ def _folded(cells):
 
 
 def test_ctrl_c_after_the_last_step_of_a_method_is_not_forgotten(monkeypatch):
-    module = sys.modules["bilevel.loop"]
+    module = sys.modules["bilevel.running.loop"]
     plain = module.certify
 
     def interrupted(*arguments, **options):

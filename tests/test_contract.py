@@ -33,14 +33,19 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel.autodiff import Derivatives
-from bilevel.replay import seeded
-from bilevel.solution import COLUMNS
+from bilevel._util.random_state import seeded
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.results import COLUMNS
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 PRESET: dict[str, Any] = {
-    "lower_steps": 3, "gamma": 3.0, "epsilon": 0.03, "upper_rate": 0.02, "lower_rate": 0.02, "decay": "linear",
-}  # fmt: skip
+    "lower_steps": 3,
+    "gamma": 3.0,
+    "epsilon": 0.03,
+    "upper_rate": 0.02,
+    "lower_rate": 0.02,
+    "decay": "linear",
+}
 MOVING: dict[str, Any] = {"lower_steps": 3, "lower_optimizer": ADAM, "upper_optimizer": ADAM}
 
 
@@ -302,9 +307,13 @@ def test_settings_cost_their_stated_number_of_evaluations(
     quadratic, options, accumulate, lower_cost, upper_cost, lower_steps, batches
 ):
     method = Penalty(
-        mode="stochastic", lower_steps=lower_steps, warm_up=0.5, gamma=1.0, lower_batches=batches,
+        mode="stochastic",
+        lower_steps=lower_steps,
+        warm_up=0.5,
+        gamma=1.0,
+        lower_batches=batches,
         **({"curvature": "exact"} | options),
-    )  # fmt: skip
+    )
     lower, upper, recorded = counts(quadratic, Case("", method, True, STEPS, 0.0), accumulate=accumulate)
     warm, count = STEPS // 2, lower_steps + 1  # the warm-up is of first order: one evaluation for each batch
     assert lower == [accumulate * count] * warm + [lower_cost * count] * (STEPS - warm)
@@ -332,9 +341,12 @@ def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypa
         log = start
 
     solution = run(
-        quadratic, replace(CASES[0], method=Penalty(curvature="exact")), problem=counter.problem,
-        callbacks=[counter, Note()], log_every=1,
-    )  # fmt: skip
+        quadratic,
+        replace(CASES[0], method=Penalty(curvature="exact")),
+        problem=counter.problem,
+        callbacks=[counter, Note()],
+        log_every=1,
+    )
     assert solution.status is Status.CONVERGED
     steps = [b - a for a, b in pairwise(noted)][:-1]  # the last step holds the end check
     assert len(steps) > 5
@@ -403,9 +415,17 @@ def test_divergence_is_reported_within_log_every_steps_and_the_last_finite_state
     problem = Problem(**(both | {which: bomb(both[which], case.calls[which == "lower"], value)}))
     watch = Watch(u, v)
     solution = solve(
-        problem, case.method, u, v, quadratic.data() if case.data else None,
-        max_steps=30, log_every=4, callbacks=[watch], seed=0, hypergradient=False,
-    )  # fmt: skip
+        problem,
+        case.method,
+        u,
+        v,
+        quadratic.data() if case.data else None,
+        max_steps=30,
+        log_every=4,
+        callbacks=[watch],
+        seed=0,
+        hypergradient=False,
+    )
     check_divergence(solution, watch, 4)
     assert any(name in solution.message for name in ("upper", "lower", "grad_u", "grad_v", "residual"))
 
@@ -416,9 +436,7 @@ def test_learning_rate_that_is_too_large_diverges_and_is_named(quadratic, log_ev
     watch = Watch(u, v)
     sgd = partial(torch.optim.SGD, lr=1e3)
     method = Penalty(mode="stochastic", lower_steps=2, warm_up=0.0, lower_optimizer=sgd, upper_optimizer=sgd)
-    solution = solve(
-        quadratic.problem, method, u, v, max_steps=200, log_every=log_every, callbacks=[watch], seed=0
-    )  # fmt: skip
+    solution = solve(quadratic.problem, method, u, v, max_steps=200, log_every=log_every, callbacks=[watch], seed=0)
     step = check_divergence(solution, watch, log_every)
     assert step < 100
     assert len(solution.history) >= solution.steps
@@ -430,14 +448,36 @@ def test_learning_rate_that_is_too_large_diverges_and_is_named(quadratic, log_ev
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("mode", "batch"), ("curvature", "fisher"), ("curvature", None), ("decay", "cosine"), ("lower_batches", "own"),
-        ("cotangent", "mean"), ("lower_steps", -1), ("lower_steps", 1.5), ("lower_steps", True), ("lower_steps", "5"),
-        ("advance_every", 0), ("memory", 0), ("inner_steps", -1), ("advances", -1), ("gamma", -1.0),
-        ("gamma", math.nan), ("gamma_h", -1.0), ("lam", -1.0), ("epsilon", -1e-3), ("rate_power", -1),
-        ("gamma_factor", 0.9), ("lam_factor", 1.1), ("epsilon_factor", 1.1), ("warm_up", 1.0), ("warm_up", -0.1),
-        ("smoothing", 1.0), ("upper_optimizer", "adam"), ("lower_optimizer", 0.1),
+        ("mode", "batch"),
+        ("curvature", "fisher"),
+        ("curvature", None),
+        ("decay", "cosine"),
+        ("lower_batches", "own"),
+        ("cotangent", "mean"),
+        ("lower_steps", -1),
+        ("lower_steps", 1.5),
+        ("lower_steps", True),
+        ("lower_steps", "5"),
+        ("advance_every", 0),
+        ("memory", 0),
+        ("inner_steps", -1),
+        ("advances", -1),
+        ("gamma", -1.0),
+        ("gamma", math.nan),
+        ("gamma_h", -1.0),
+        ("lam", -1.0),
+        ("epsilon", -1e-3),
+        ("rate_power", -1),
+        ("gamma_factor", 0.9),
+        ("lam_factor", 1.1),
+        ("epsilon_factor", 1.1),
+        ("warm_up", 1.0),
+        ("warm_up", -0.1),
+        ("smoothing", 1.0),
+        ("upper_optimizer", "adam"),
+        ("lower_optimizer", 0.1),
     ],
-)  # fmt: skip
+)
 def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
     with pytest.raises(OptionError) as caught:
         Penalty(**{name: value})
@@ -461,11 +501,23 @@ def test_presets_refuse_bad_options_too(preset):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_steps", 0), ("max_steps", 2.5), ("tolerance", 0.0), ("tolerance", -1.0), ("tolerance", math.nan),
-        ("every", 0), ("log_every", 0), ("accumulate", 0), ("engine", "graph"), ("precision", "bf16"), ("starts", 0),
-        ("seed", -1), ("seed", 1.5), ("resume", True), ("every", 5),
+        ("max_steps", 0),
+        ("max_steps", 2.5),
+        ("tolerance", 0.0),
+        ("tolerance", -1.0),
+        ("tolerance", math.nan),
+        ("every", 0),
+        ("log_every", 0),
+        ("accumulate", 0),
+        ("engine", "graph"),
+        ("precision", "bf16"),
+        ("starts", 0),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("resume", True),
+        ("every", 5),
     ],
-)  # fmt: skip
+)
 def test_solve_refuses_bad_arguments_with_their_name(quadratic, case, name, value):
     u, v = quadratic.start()
     options = {"max_steps": 1} | {name: value}

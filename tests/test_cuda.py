@@ -20,7 +20,7 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel.applications.tuned_table import tune_table
+from bilevel.applications.tuning.tune_table import tune_table
 from bilevel.data import Labelled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from test_distributed import assert_alike
 
 from bilevel import Rows, solve
-from bilevel.distributed import Ranks
+from bilevel.distributed.process_group import Ranks
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NAMES = [
@@ -39,9 +39,17 @@ def solved_on(device: str) -> dict[str, Any]:
         else:
             u = u.detach().to(device).requires_grad_()
         solution = solve(
-            problem(), method, u, network().to(device), data(rows=isinstance(u, Rows)), max_steps=STEPS, seed=7,
-            log_every=4, hypergradient=False, **options,
-        )  # fmt: skip
+            problem(),
+            method,
+            u,
+            network().to(device),
+            data(rows=isinstance(u, Rows)),
+            max_steps=STEPS,
+            seed=7,
+            log_every=4,
+            hypergradient=False,
+            **options,
+        )
         found[name] = numbers(solution) | {"ranks": solution.ranks}
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -71,11 +79,17 @@ def spoken(kind: str) -> dict[str, Any]:
     ranks.same([copy])
     gathered = ranks.at_first(x, [2])
     found = {
-        "mean": [t.tolist() for t in ranks.mean([x, x.double(), x[0]])], "total": ranks.total(x).tolist(),
-        "each": [t.tolist() for t in ranks.each(whole)], "handed": ranks.handed([x]).tolist(), "same": copy.tolist(),
-        "counts": ranks.counts([3, 4]), "gather": ranks.gather("word"), "share": ranks.share({"a": 1}),
-        "at first": None if gathered is None else gathered.tolist(), "device": str(ranks.total(x).device.type),
-    }  # fmt: skip
+        "mean": [t.tolist() for t in ranks.mean([x, x.double(), x[0]])],
+        "total": ranks.total(x).tolist(),
+        "each": [t.tolist() for t in ranks.each(whole)],
+        "handed": ranks.handed([x]).tolist(),
+        "same": copy.tolist(),
+        "counts": ranks.counts([3, 4]),
+        "gather": ranks.gather("word"),
+        "share": ranks.share({"a": 1}),
+        "at first": None if gathered is None else gathered.tolist(),
+        "device": str(ranks.total(x).device.type),
+    }
     dist.destroy_process_group()
     return found
 
@@ -85,6 +99,14 @@ def test_what_ranks_say_to_each_other_comes_back_from_one_rank_as_it_was(kind):
     x, whole = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [0, 1, 2, 3]
     (found,) = on_ranks(1, spoken, kind)
     assert found == {
-        "mean": [x, x, x[0]], "total": x, "each": [whole], "handed": [x], "same": x, "counts": [[3], [4]],
-        "gather": ["word"], "share": {"a": 1}, "at first": x, "device": kind,
-    }  # fmt: skip
+        "mean": [x, x, x[0]],
+        "total": x,
+        "each": [whole],
+        "handed": [x],
+        "same": x,
+        "counts": [[3], [4]],
+        "gather": ["word"],
+        "share": {"a": 1},
+        "at first": x,
+        "device": kind,
+    }

@@ -14,14 +14,7 @@ from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, RandomSampler
 
 import bilevel
-from bilevel import (
-    DataError,
-    Penalty,
-    Problem,
-    Run,
-    Status,
-    solve,
-)
+from bilevel import DataError, Penalty, Problem, Run, Status, solve
 
 
 class Record:
@@ -147,9 +140,19 @@ def test_resumed_run_draws_what_the_straight_one_drew_even_where_certificates_ar
         v = leaf(0.0)
         # Records that are small enough have the certificate measured, on batches of its own, at every log.
         solution = solve(
-            problem, plain(lower_steps=1), leaf(0.0), v, ([0], loader(kind, 200)), max_steps=30, tolerance=1e3, seed=0,
-            log_every=1, callbacks=[Each(lambda run: run.step == stop)], checkpoint=tmp_path / folder, resume=resume,
-        )  # fmt: skip
+            problem,
+            plain(lower_steps=1),
+            leaf(0.0),
+            v,
+            ([0], loader(kind, 200)),
+            max_steps=30,
+            tolerance=1e3,
+            seed=0,
+            log_every=1,
+            callbacks=[Each(lambda run: run.step == stop)],
+            checkpoint=tmp_path / folder,
+            resume=resume,
+        )
         assert solution.status is (Status.MAX_STEPS if stop is None else Status.STOPPED)
         return v, solution.history["lower"]
 
@@ -204,7 +207,7 @@ def test_set_epoch_of_a_sampler_is_called_with_the_pass():
         ((3, [1]), "the upper data must be an iterable of batches; got int"),
         ((torch.zeros(3), [1]), "the upper data must be an iterable of batches; got a tensor"),
     ],
-)  # fmt: skip
+)
 def test_data_that_cannot_be_cycled_is_refused(data, words):
     u, v = leaf(0.0), leaf(0.0)
     with pytest.raises(DataError, match=words):

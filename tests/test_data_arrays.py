@@ -28,11 +28,15 @@ def save(folder: Path, name: str = "set.npz", **arrays: object) -> Path:
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((12, 5, 6), (12, 1, 5, 6)), ((12, 5, 6, 3), (12, 3, 5, 6)), ((12, 5, 6, 1), (12, 1, 5, 6)),
-        ((12, 3, 5, 6), (12, 3, 5, 6)), ((12, 1, 5, 6), (12, 1, 5, 6)), ((12, 4, 5, 6), (12, 4, 5, 6)),
+        ((12, 5, 6), (12, 1, 5, 6)),
+        ((12, 5, 6, 3), (12, 3, 5, 6)),
+        ((12, 5, 6, 1), (12, 1, 5, 6)),
+        ((12, 3, 5, 6), (12, 3, 5, 6)),
+        ((12, 1, 5, 6), (12, 1, 5, 6)),
+        ((12, 4, 5, 6), (12, 4, 5, 6)),
         ((12, 5, 6, 4), (12, 4, 5, 6)),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_images_with_channels_first(tmp_path: Path, shape: tuple[int, ...], expected: object) -> None:
     x = RANDOM.integers(0, 256, shape, np.uint8)
     data = load(save(tmp_path, x=x, y=Y))
@@ -77,11 +81,17 @@ def test_columns_are_scaled_by_the_main_part_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("y", "classes"),
     [
-        ([-1, 1] * 6, ("-1", "1")), ([10, 9] * 6, ("9", "10")), (["b", "a"] * 6, ("a", "b")),
-        ([b"b", b"a"] * 6, ("a", "b")), ([True, False] * 6, ("False", "True")), ([2.0, 1.0] * 6, ("1", "2")),
-        (["10", "9"] * 6, ("9", "10")), ([[3], [4]] * 6, ("3", "4")), ([0.5, 1.5] * 6, ("0.5", "1.5")),
+        ([-1, 1] * 6, ("-1", "1")),
+        ([10, 9] * 6, ("9", "10")),
+        (["b", "a"] * 6, ("a", "b")),
+        ([b"b", b"a"] * 6, ("a", "b")),
+        ([True, False] * 6, ("False", "True")),
+        ([2.0, 1.0] * 6, ("1", "2")),
+        (["10", "9"] * 6, ("9", "10")),
+        ([[3], [4]] * 6, ("3", "4")),
+        ([0.5, 1.5] * 6, ("0.5", "1.5")),
     ],
-)  # fmt: skip
+)
 def test_labels_are_sorted_by_value_or_name(tmp_path: Path, y: list[object], classes: tuple[str, ...]) -> None:
     data = load(save(tmp_path, x=RANDOM.random((12, 2)), y=np.array(y)))
     assert data.classes == classes
@@ -135,7 +145,7 @@ HOLED = np.where(np.arange(24).reshape(12, 2) == 7, np.nan, GOOD)
         ({"x": np.zeros(30), "y": np.linspace(0, 1, 30)}, "looks like regression"),
         ({"x": np.zeros(30), "y": np.arange(30)}, "30 different values in 30 rows"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, arrays: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said):
         load(save(tmp_path, **arrays))
@@ -185,7 +195,7 @@ def test_a_broken_file_gives_a_data_error_or_is_read(data: st.DataObject) -> Non
     y=hnp.arrays(
         st.one_of(hnp.integer_dtypes(), hnp.floating_dtypes(), hnp.unicode_string_dtypes()), st.integers(10, 12)
     ),
-)  # fmt: skip
+)
 def test_any_arrays_are_read_as_finite_numbers_or_refused(x: np.ndarray, y: np.ndarray) -> None:
     x = np.resize(x, (len(y), *x.shape[1:]))
     with TemporaryDirectory() as folder:

@@ -136,9 +136,11 @@ def test_a_folder_is_copied_with_images_in_their_new_classes(tmp_path: Path, tra
     at = f"{train}/" if train else ""
     before = files(source)
     decisions = [
-        (0, f"{at}cat/0.png", "drop", ""), (1, f"{at}cat/1.png", "relabel", "dog"),
-        (7, f"{at}dog/1.png", "drop", ""), (2, f"{at}cat/2.png", "relabel", "dog"),
-    ]  # fmt: skip
+        (0, f"{at}cat/0.png", "drop", ""),
+        (1, f"{at}cat/1.png", "relabel", "dog"),
+        (7, f"{at}dog/1.png", "drop", ""),
+        (2, f"{at}cat/2.png", "relabel", "dog"),
+    ]
     (tmp_path / "out").mkdir()
     done = apply_decisions(source, decide(tmp_path, decisions), tmp_path / "out")
     assert (done.dropped, done.relabelled) == (2, 2)
@@ -182,7 +184,7 @@ def test_a_named_set_becomes_an_npz_file(tmp_path: Path) -> None:
         ([(1, "1")], "line 2 has 2 cells"),
         ([(i, str(i), "drop", "") for i in range(N)], "drops all 12 rows"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_is_refused_by_its_number_and_nothing_is_written(tmp_path: Path, rows: Rows, said: str) -> None:
     source = npz(tmp_path)
     decisions = decide(tmp_path, rows, load(source).keys)

@@ -17,16 +17,24 @@ def make(sizes: list[int]) -> Labelled:
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
     n = len(y)
     return Labelled(
-        "rows", "table", torch.arange(n).float()[:, None], torch.from_numpy(y), tuple(map(str, range(len(sizes)))),
-        [f"k{i}" for i in range(n)], fields={"number": np.arange(n)},
-    )  # fmt: skip
+        "rows",
+        "table",
+        torch.arange(n).float()[:, None],
+        torch.from_numpy(y),
+        tuple(map(str, range(len(sizes)))),
+        [f"k{i}" for i in range(n)],
+        fields={"number": np.arange(n)},
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(0, 300), classes=st.integers(2, 7), rate=st.floats(0, 0.999), seed=st.integers(0, 99),
+    n=st.integers(0, 300),
+    classes=st.integers(2, 7),
+    rate=st.floats(0, 0.999),
+    seed=st.integers(0, 99),
     kind=st.sampled_from(["symmetric", "asymmetric"]),
-)  # fmt: skip
+)
 def test_exactly_the_asked_number_of_labels_is_wrong(n: int, classes: int, rate: float, seed: int, kind: str) -> None:
     y = torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
     before = y.clone()
@@ -53,10 +61,15 @@ def test_symmetric_noise_spreads_evenly_over_the_other_classes_and_differs_by_se
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"rate": 1.0}, "rate"), ({"rate": -0.1}, "rate"), ({"rate": float("nan")}, "rate"),
-        ({"classes": 1}, "classes"), ({"seed": -1}, "seed"), ({"kind": "pairs"}, "kind"), ({"classes": 2}, "y must be"),
+        ({"rate": 1.0}, "rate"),
+        ({"rate": -0.1}, "rate"),
+        ({"rate": float("nan")}, "rate"),
+        ({"classes": 1}, "classes"),
+        ({"seed": -1}, "seed"),
+        ({"kind": "pairs"}, "kind"),
+        ({"classes": 2}, "y must be"),
     ],
-)  # fmt: skip
+)
 def test_corrupt_refuses_what_is_out_of_range(options: dict[str, object], word: str) -> None:
     given_options = {"rate": 0.5, "classes": 3, "seed": 0, **options}
     with pytest.raises((OptionError, DataError), match=word):

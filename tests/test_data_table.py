@@ -79,16 +79,27 @@ def test_rare_values_share_a_column(tmp_path: Path) -> None:
 
 def test_columns_without_use_are_left_out_with_a_note_and_kept_for_people(tmp_path: Path) -> None:
     path = write(
-        tmp_path, "set.parquet", a=NUMBERS, row=np.arange(1, N + 1), same=[7] * N, word=["w"] * N, none=[np.nan] * N,
-        who=[f"Name {i}" for i in range(N)], nested=[[i] for i in range(N)],
-    )  # fmt: skip
+        tmp_path,
+        "set.parquet",
+        a=NUMBERS,
+        row=np.arange(1, N + 1),
+        same=[7] * N,
+        word=["w"] * N,
+        none=[np.nan] * N,
+        who=[f"Name {i}" for i in range(N)],
+        nested=[[i] for i in range(N)],
+    )
     data = load(path, label="label")
     assert data.x.shape == (N, 1)
     (note,) = data.notes
     for said in (
-        "row (counts the rows)", "same (is constant)", "word (is constant)", "none (has no values)",
-        "who (is text of which nearly all values differ)", "nested (holds nested values)",
-    ):  # fmt: skip
+        "row (counts the rows)",
+        "same (is constant)",
+        "word (is constant)",
+        "none (has no values)",
+        "who (is text of which nearly all values differ)",
+        "nested (holds nested values)",
+    ):
         assert said in note
     assert data.fields["who"][3] == "Name 3"
 
@@ -129,9 +140,14 @@ def test_dates_and_durations_become_numbers(tmp_path: Path) -> None:
     expected = np.arange(N) ** 2.0
     expected = (expected - expected.mean()) / expected.std()
     path = write(
-        tmp_path, "set.parquet", stamp=days, day=[d.date() for d in days], text=[d.date().isoformat() for d in days],
-        long=[d - days[0] for d in days], price=[Decimal(i * i) for i in range(N)],
-    )  # fmt: skip
+        tmp_path,
+        "set.parquet",
+        stamp=days,
+        day=[d.date() for d in days],
+        text=[d.date().isoformat() for d in days],
+        long=[d - days[0] for d in days],
+        price=[Decimal(i * i) for i in range(N)],
+    )
     data = load(path, label="label")
     assert data.x.shape == (N, 5)
     for column in data.x.T:
@@ -233,10 +249,16 @@ def test_whole_and_true_or_false_labels_are_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\n\n", b"label,a\n", b'label,a\nx,"1\ny,2\n', b"label,a\n\xff\xfe,1\n", b"label,a\n" + b"x,1,2,3\n" * 20,
-        b"label,a\nx,1\ny,2,3\n", b"\0" * 50,
+        b"",
+        b"\n\n",
+        b"label,a\n",
+        b'label,a\nx,"1\ny,2\n',
+        b"label,a\n\xff\xfe,1\n",
+        b"label,a\n" + b"x,1,2,3\n" * 20,
+        b"label,a\nx,1\ny,2,3\n",
+        b"\0" * 50,
     ],
-)  # fmt: skip
+)
 def test_a_csv_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "set.csv"
     path.write_bytes(content)
@@ -261,9 +283,14 @@ def test_a_broken_parquet_file_gives_a_data_error_or_is_read(cut: int, at: int, 
 
 
 CELLS = st.one_of(
-    st.none(), st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.text(max_size=8), st.dates(),
+    st.none(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=8),
+    st.dates(),
     st.sampled_from(["2020-01-05", "2020-13-45", "NA", "1e400", "-0", "0x1", " ", '"', "a,b", "a\nb", "inf", "True"]),
-)  # fmt: skip
+)
 ONE_KIND = st.sampled_from(
     [
         st.none(),

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bilevel_studies.poisoning import deep_victim, deep_victim_page
+from bilevel_studies.poisoning.deep_victim import METHODS
 from common import needs
 
 from bilevel.cli.main import main
 from bilevel.data import load
-from bilevel.paper import deep_victim, deep_victim_page
-from bilevel.paper.deep_victim import METHODS
 
 
 def kept(flips, targets=4, tether=deep_victim.TETHER):
     """Cells in which Penalty flips these, and the others nothing."""
     return [
-        (cell.settings, {"device": "CPU", "clean": [1, 2, 3], "label": 1, "wanted": 2,
-                         "clean_accuracies": [0.5, 0.6, 0.55], "runs": [
-            {"method": method, "flips": flips if method == "penalty" else [False] * 3, "attack_seconds": 2.0,
-             "accuracies": [0.5, 0.4, 0.45], "margins": [0.0, 0.0, 0.0]}
-            for method in METHODS
-        ]})
+        (
+            cell.settings,
+            {
+                "device": "CPU",
+                "clean": [1, 2, 3],
+                "label": 1,
+                "wanted": 2,
+                "clean_accuracies": [0.5, 0.6, 0.55],
+                "runs": [
+                    {
+                        "method": method,
+                        "flips": flips if method == "penalty" else [False] * 3,
+                        "attack_seconds": 2.0,
+                        "accuracies": [0.5, 0.4, 0.45],
+                        "margins": [0.0, 0.0, 0.0],
+                    }
+                    for method in METHODS
+                ],
+            },
+        )
         for cell in deep_victim.cells(targets, tether=tether)
-    ]  # fmt: skip
+    ]
 
 
 def test_every_target_is_a_cell_of_its_own():
@@ -35,8 +49,13 @@ def test_every_target_is_a_cell_of_its_own():
 def test_page_counts_known_and_other_first_weights_apart(tmp_path):
     summary = deep_victim_page.write(kept([True, False, True]), tmp_path)
     assert summary["methods"]["penalty"] == {
-        "targets": 4, "known": 4, "others": 4, "of_others": 8, "seconds": 2.0, "accuracy": pytest.approx(0.45),
-    }  # fmt: skip
+        "targets": 4,
+        "known": 4,
+        "others": 4,
+        "of_others": 8,
+        "seconds": 2.0,
+        "accuracy": pytest.approx(0.45),
+    }
     text = (tmp_path / "deep-victim.md").read_text()
     assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 45.0% | 2.0 |" in text
     assert "Trained on clean images alone, the victims have 55.0% of 2,000 test images right." in text

@@ -27,9 +27,9 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel import OptionError
-from bilevel.applications.classifiers import Classifier
-from bilevel.applications.cleaning import Cleaned, Prepared
-from bilevel.augmentation import crop
+from bilevel.applications.augmentation import crop
+from bilevel.applications.default_classifier import Classifier
+from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared
 from bilevel.cli.denoise_output import _good, summary
 from bilevel.cli.folder import Folder
 from bilevel.cli.main import main
@@ -37,7 +37,7 @@ from bilevel.cli.run_state import begin, folder_of, resumable
 from bilevel.data import Labelled, load
 from bilevel.data.files import MAT
 from bilevel.errors import ProblemError
-from bilevel.solution import Status
+from bilevel.results import Status
 
 QUICK = ["--steps", "40", "--no-baselines"]
 
@@ -146,8 +146,9 @@ def test_outcome_names_the_better_one_of_what_a_user_could_train_on_instead(othe
     assert message.endswith(said)
 
 
-@pytest.mark.parametrize(("rivals", "good"), [({}, True), ({"trusted set alone": 0.9}, True),
-                                              ({"labels as they are": 0.91}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rivals", "good"), [({}, True), ({"trusted set alone": 0.9}, True), ({"labels as they are": 0.91}, False)]
+)
 def test_page_is_green_only_where_nothing_else_does_better(rivals, good):
     assert _good(Cleaned(Namespace(), {"denoised": 0.9, "right labels": 0.99, **rivals}, None, None, ())) is good
 
@@ -224,7 +225,7 @@ def test_house_numbers_are_denoised_with_the_network_of_the_paper_and_not_mirror
         savemat(folder / name, {"X": random.integers(0, 256, (32, 32, 3, count), np.uint8), "y": labels[:, None]})
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
     used = []
-    monkeypatch.setattr("bilevel.applications.classifiers.crop", lambda x: used.append(1) or crop(x))
+    monkeypatch.setattr("bilevel.applications.default_classifier.crop", lambda x: used.append(1) or crop(x))
     words = ["--model", "cnn", "--trusted", 20, "--noise", 0.2, "--steps", 2, "--no-baselines"]
     assert run("svhn", *words, "--device", "cpu", "--out", tmp_path / "r", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -293,9 +294,12 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["model"].endswith("net.py:make")
     assert run(arrays, "--model", f"{tmp_path / 'net.py'}:tied", *QUICK, "--out", tmp_path / "tied") == 0
     wrong = {
-        "broken": "could not be run", "number": "must name a function", "none": "does not define",
-        "narrow": "does not take inputs of shape (1, 8, 8)", "few": "one score for each of the 10 classes",
-    }  # fmt: skip
+        "broken": "could not be run",
+        "number": "must name a function",
+        "none": "does not define",
+        "narrow": "does not take inputs of shape (1, 8, 8)",
+        "few": "one score for each of the 10 classes",
+    }
     capsys.readouterr()
     for name, words in wrong.items():
         assert run(arrays, "--model", f"{tmp_path / 'net.py'}:{name}", *QUICK, "--out", tmp_path / "r") == 2

@@ -14,16 +14,17 @@ from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError, models
-from bilevel.applications import denoising as application
-from bilevel.applications.classifiers import classifier
-from bilevel.applications.cleaning import Prepared, _advice, as_bytes, clean, prepare, thumbnails
-from bilevel.applications.denoising import denoise, importance_problem
-from bilevel.augmentation import crop, crop_and_flip
+from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError
+from bilevel.applications import networks as models
+from bilevel.applications.augmentation import crop, crop_and_flip
+from bilevel.applications.default_classifier import classifier
+from bilevel.applications.denoising import denoise as application
+from bilevel.applications.denoising.clean_dataset import Prepared, _advice, as_bytes, clean, prepare, thumbnails
+from bilevel.applications.denoising.denoise import denoise, importance_problem
+from bilevel.applications.training import probabilities
 from bilevel.cli.denoise import FIT
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
-from bilevel.training import probabilities
 
 
 @pytest.fixture(autouse=True)
@@ -300,8 +301,9 @@ class Frozen(nn.Module):
 
 
 def normalised():
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
-                         nn.Linear(288, 10))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(288, 10)
+    )
 
 
 def words():
@@ -552,7 +554,7 @@ def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set
         (100_000, 0.90, None, None, []),
         (100_000, None, None, None, []),
     ],
-)  # fmt: skip
+)
 def test_every_way_of_training_that_is_as_good_as_the_rows_can_tell_is_named(count, denoised, plain, alone, named):
     pair = torch.zeros(1200, 5), torch.zeros(1200, dtype=torch.int64)
     test = torch.zeros(count, 5), torch.zeros(count, dtype=torch.int64)
@@ -571,11 +573,16 @@ def test_every_way_of_training_that_is_as_good_as_the_rows_can_tell_is_named(cou
 @pytest.mark.parametrize(
     ("kind", "shape", "found"),
     [
-        ("auto", (1, 8, 8), "mlp"), ("auto", (30,), "mlp"), ("auto", (1, 28, 28), "mlp"), ("linear", (30,), "linear"),
-        ("cnn", (1, 28, 28), "cnn"), ("cnn", (3, 32, 32), "cnn"), ("cnn", (3, 64, 48), "cnn"),
+        ("auto", (1, 8, 8), "mlp"),
+        ("auto", (30,), "mlp"),
+        ("auto", (1, 28, 28), "mlp"),
+        ("linear", (30,), "linear"),
+        ("cnn", (1, 28, 28), "cnn"),
+        ("cnn", (3, 32, 32), "cnn"),
+        ("cnn", (3, 64, 48), "cnn"),
         ("cnn", (1, 16, 16), "cnn"),
     ],
-)  # fmt: skip
+)
 def test_classifier_of_each_kind_gives_one_score_a_class(kind, shape, found):
     made = classifier(kind, shape, 7, device=torch.device("cpu"), seed=0)
     assert made.kind == found
@@ -620,8 +627,10 @@ def test_images_as_bytes_keep_every_channel_and_thumbnails_are_grey_or_colour(ch
     assert np.array_equal(found.reshape(4, 12, 10, channels), whole.permute(0, 2, 3, 1).numpy())
     shown = thumbnails(whole / 255, torch.tensor([2, 0]), side=6)
     assert shown.shape == ((2, 6, 5) if channels < 3 else (2, 6, 5, 3))
-    assert np.array_equal(thumbnails(whole / 255, torch.tensor([2]), side=96)[0], found[2] if channels in (1, 3) else
-                          found[2][..., 0] if channels == 2 else found[2][..., :3])  # fmt: skip
+    assert np.array_equal(
+        thumbnails(whole / 255, torch.tensor([2]), side=96)[0],
+        found[2] if channels in (1, 3) else found[2][..., 0] if channels == 2 else found[2][..., :3],
+    )
     assert len(thumbnails(whole / 255, torch.tensor([], dtype=torch.int64), side=6)) == 0
 
 

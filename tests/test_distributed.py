@@ -25,10 +25,10 @@ from bilevel import (
     solve,
     weighted_mean,
 )
+from bilevel.batches.rank_shares import Share, Sharing
+from bilevel.batches.sources import Sources
 from bilevel.cli.main import main
-from bilevel.distributed import _meeting
-from bilevel.shares import Share, Sharing
-from bilevel.sources import Sources
+from bilevel.distributed.process_group import _meeting
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,18 @@ def talk_of_one_step() -> list[str]:
     dist.all_reduce = counted
     method = Penalty(mode="stochastic", lower_steps=1, warm_up=0.0, advance_every=1000, **BOTH)
     both = Problem(said("f", problem.upper), said("g", problem.lower))
-    solve(both, method, decays(), network(), data(), max_steps=3, seed=0, log_every=1, callbacks=[Log()],
-          hypergradient=False)  # fmt: skip
+    solve(
+        both,
+        method,
+        decays(),
+        network(),
+        data(),
+        max_steps=3,
+        seed=0,
+        log_every=1,
+        callbacks=[Log()],
+        hypergradient=False,
+    )
     last = [i for i, what in enumerate(told) if what == "log"][-2:]
     return told[last[0] + 1 : last[1]]
 

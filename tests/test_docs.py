@@ -10,7 +10,9 @@ import pytest
 from typer.main import get_command
 
 import bilevel
-from bilevel.applications import denoising, linear_tuning, tuning
+from bilevel.applications.denoising import denoise as denoising
+from bilevel.applications.tuning import linear_tuning
+from bilevel.applications.tuning import tune as tuning
 from bilevel.cli.main import app
 from bilevel.sklearn import TunedRidge
 

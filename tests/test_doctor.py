@@ -11,10 +11,10 @@ import sys
 import torch
 from torch._inductor import cpu_vec_isa
 
-from bilevel import doctor
+from bilevel.cli import diagnosis as doctor
+from bilevel.cli.diagnosis import data, parts, tried
 from bilevel.cli.doctor import lines
 from bilevel.cli.main import main
-from bilevel.doctor import data, parts, tried
 
 
 def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):

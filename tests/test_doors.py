@@ -15,8 +15,8 @@ from typing import Any
 
 from forked import CONTEXT
 
-from bilevel.doors import Address, Doors
-from bilevel.lost import between_ranks
+from bilevel.distributed.doors import Address, Doors
+from bilevel.distributed.lost import between_ranks
 
 
 def stay(pipe: Connection, forks: bool) -> None:

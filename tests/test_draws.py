@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout
 
-from bilevel.draws import in_order, order_of_draws
+from bilevel.engines.draws import in_order, order_of_draws
 
 
 def drawing(x: Tensor) -> list[Tensor]:

@@ -86,9 +86,19 @@ def test_features_with_batch_norm_and_dropout_run_and_resume_bit_for_bit(
         u, v = Network(), leaf(0.0, 0.0, 0.0, 0.0)
         callbacks = [StopAt(stop)] if stop else []
         solution = solve(
-            problem, method, u, v, (batches[:2], batches), max_steps=8, seed=1, log_every=1, callbacks=callbacks,
-            checkpoint=tmp_path / folder, resume=resume, accumulate=accumulate,
-        )  # fmt: skip
+            problem,
+            method,
+            u,
+            v,
+            (batches[:2], batches),
+            max_steps=8,
+            seed=1,
+            log_every=1,
+            callbacks=callbacks,
+            checkpoint=tmp_path / folder,
+            resume=resume,
+            accumulate=accumulate,
+        )
         return [*(t.clone() for t in u.state_dict().values()), v.detach().clone()], solution
 
     straight, one = run("straight")
@@ -150,9 +160,15 @@ def weighted(u, v, batch):
 def test_default_rate_of_rows_does_not_depend_on_the_size_of_the_last_batch(count):
     batches = list(torch.arange(count).split(100))
     solution = solve(
-        Problem(lambda u, v, _: (v**2).sum(), weighted), Penalty(), Rows(count, dtype=torch.float64), leaf(0.0),
-        ([0], batches), max_steps=100, seed=0, log_every=1,
-    )  # fmt: skip
+        Problem(lambda u, v, _: (v**2).sum(), weighted),
+        Penalty(),
+        Rows(count, dtype=torch.float64),
+        leaf(0.0),
+        ([0], batches),
+        max_steps=100,
+        seed=0,
+        log_every=1,
+    )
     # 90 steps move u, a quarter (a fifth) of the rows each: 2 * 5 over 22.5 (18) visits.
     assert solution.history["upper_rate"][10] == pytest.approx(10 / (90 * 0.25) * 0.9, rel=0.3)
 
@@ -284,9 +300,17 @@ def test_early_stopping_is_resumed_with_the_run(tmp_path):
 
     def run(folder, *callbacks):
         return solve(
-            Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=100, log_every=1, seed=0, resume=True,
-            callbacks=[EarlyStopping(patience=20), *callbacks], checkpoint=tmp_path / folder,
-        )  # fmt: skip
+            Problem(pull, follow),
+            method,
+            leaf(0.0),
+            leaf(0.0),
+            max_steps=100,
+            log_every=1,
+            seed=0,
+            resume=True,
+            callbacks=[EarlyStopping(patience=20), *callbacks],
+            checkpoint=tmp_path / folder,
+        )
 
     straight = run("straight")
     run("halves", StopAt(8))

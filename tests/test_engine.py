@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bilevel import BilevelWarning, Box, Callback, Penalty, Problem, Rows, Solution, solve
-from bilevel.engine import COMPILE_FROM, Captured, Compiled, Engines
+from bilevel.engines.engine import COMPILE_FROM, Captured, Compiled, Engines
 from bilevel.errors import OptionError
 
 COMPILER = pytest.mark.skipif(
@@ -70,18 +70,33 @@ def lower(u: Any, v: nn.Module, batch: Any) -> Tensor:
 
 
 def run(
-    engine: str, device: str, problem: Problem | None = None, *, sizes: list[int] | None = None, steps: int = 7,
-    net: dict[str, bool] | None = None, solving: dict[str, Any] | None = None, **options: Any,
-) -> tuple[Solution, list[Tensor]]:  # fmt: skip
+    engine: str,
+    device: str,
+    problem: Problem | None = None,
+    *,
+    sizes: list[int] | None = None,
+    steps: int = 7,
+    net: dict[str, bool] | None = None,
+    solving: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Solution, list[Tensor]]:
     """A short run, and all tensors it ends with."""
     sizes = sizes or ONE_BATCH
     v, u = network(**(net or {})).to(device), Rows(24, dtype=torch.float64, device=device)
     data = batches(ONE_BATCH, rows=False, seed=0), batches(sizes, rows=True, seed=1)
     method = Penalty(**({"lower_steps": 2} | options))
     solution = solve(
-        problem or Problem(upper, lower), method, u, v, data,
-        max_steps=steps, seed=3, engine=engine, hypergradient=False, **(solving or {}),
-    )  # fmt: skip
+        problem or Problem(upper, lower),
+        method,
+        u,
+        v,
+        data,
+        max_steps=steps,
+        seed=3,
+        engine=engine,
+        hypergradient=False,
+        **(solving or {}),
+    )
     return solution, [*(t.detach().clone() for t in v.state_dict().values()), u.values.clone()]
 
 
@@ -137,10 +152,11 @@ def test_constraints_projections_and_other_cotangent(engine, device):
 def test_lower_constraints_take_the_path_of_eager(engine, device):
     """The multipliers and their moments live on between steps, too. On a GPU their steps are not compiled."""
     problem = Problem(
-        upper, lower,
+        upper,
+        lower,
         lower_inequalities=lambda u, v, _: v[0].weight.square().sum() - 1.0,
         lower_equalities=lambda u, v, _: v[0].bias.sum() - 0.1,
-    )  # fmt: skip
+    )
     options = {"warm_up": 0.3, "advances": 3, "lower_steps": 1}
     refused = device == "cuda" and "compile" in engine
     with pytest.warns(BilevelWarning, match="are not compiled") if refused else nullcontext():
@@ -156,7 +172,7 @@ def test_lower_constraints_take_the_path_of_eager(engine, device):
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
 @pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
 def test_batch_that_comes_twice_in_an_iteration_is_two_inputs_of_its_record(engine, device, whole, monkeypatch):
-    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    monkeypatch.setattr("bilevel.engines.engine.WHOLE", whole)
     options = {"warm_up": 0.0, "lower_steps": 4, "steps": 5}  # three batches, five draws; at first in the same order
     found = run(engine, device, **options)
     assert found[0].engine == engine
@@ -197,8 +213,9 @@ def test_episodes_take_the_path_of_eager(engine, device, start):
         problem = Problem(
             lambda u, v, p: cross_entropy(p[0] @ v, p[1]),
             lambda u, v, p: cross_entropy(p[2] @ v, p[3]) + 0.1 * v.square().sum(),
-            prepare=prepare, start_lower=begin if start else None,
-        )  # fmt: skip
+            prepare=prepare,
+            start_lower=begin if start else None,
+        )
         data = batches(ONE_BATCH, rows=False, seed=0), batches(ONE_BATCH, rows=True, seed=1)
         method = Penalty(lower_steps=3, warm_up=0.0)
         solution = solve(problem, method, u, v, data, max_steps=5, seed=0, engine=engine, hypergradient=False)
@@ -258,7 +275,7 @@ def test_augmentation_by_torch_takes_the_path_of_eager(engine, device, change):
 @pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
 def test_augmentation_by_torch_is_drawn_anew_in_every_step(engine, device, whole, monkeypatch):
     """With one batch, and u and v that stay, g changes by the draws alone."""
-    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    monkeypatch.setattr("bilevel.engines.engine.WHOLE", whole)
     still = partial(torch.optim.Adam, lr=0.0)
     options = {"sizes": [8], "warm_up": 0.0, "lower_optimizer": still, "upper_optimizer": still}
     plain = run(engine, device, **options)[0].history["lower"]
@@ -418,9 +435,17 @@ def test_channels_last_convolutions_and_fused_adam_take_the_path_of_eager(engine
         u = Rows(12, dtype=dtype, device=device)
         method = Penalty(lower_steps=1, warm_up=0.0, lower_optimizer=adam, gamma=0.1, lam=1.0)
         solution = solve(
-            Problem(upper, lower), method, u, v, pictures(device, precision=dtype), max_steps=4, seed=0, engine=name,
-            precision=precision, hypergradient=False,
-        )  # fmt: skip
+            Problem(upper, lower),
+            method,
+            u,
+            v,
+            pictures(device, precision=dtype),
+            max_steps=4,
+            seed=0,
+            engine=name,
+            precision=precision,
+            hypergradient=False,
+        )
         assert solution.engine == name
         assert v[2].weight.is_contiguous(memory_format=torch.channels_last)
         found.append([*(p.detach().double() for p in v.parameters()), u.values.double()])
@@ -446,9 +471,16 @@ def test_batch_of_what_a_record_would_freeze_runs_eagerly(engine, device):
     data = batches(ONE_BATCH, rows=False, seed=0), [(*b, np.ones(2)) for b in batches(ONE_BATCH, rows=True, seed=1)]
     with pytest.warns(BilevelWarning, match="a batch holds ndarray"):
         solution = solve(
-            Problem(upper, kept), Penalty(), Rows(24, dtype=torch.float64), network(), data, max_steps=3, seed=0,
-            engine=engine, hypergradient=False,
-        )  # fmt: skip
+            Problem(upper, kept),
+            Penalty(),
+            Rows(24, dtype=torch.float64),
+            network(),
+            data,
+            max_steps=3,
+            seed=0,
+            engine=engine,
+            hypergradient=False,
+        )
     assert solution.engine == "eager"
 
 
@@ -463,16 +495,23 @@ def test_sparse_batch_runs_eagerly(engine, device):
     )
     with pytest.warns(BilevelWarning, match=r"a batch holds a tensor of layout torch.sparse_coo") as caught:
         solution = solve(
-            Problem(upper, kept), Penalty(), Rows(24, dtype=torch.float64), network(), data, max_steps=3, seed=0,
-            engine=engine, hypergradient=False,
-        )  # fmt: skip
+            Problem(upper, kept),
+            Penalty(),
+            Rows(24, dtype=torch.float64),
+            network(),
+            data,
+            max_steps=3,
+            seed=0,
+            engine=engine,
+            hypergradient=False,
+        )
     assert len(caught) == 1
     assert solution.engine == "eager"
 
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES[:1], indirect=["device"])
 def test_records_are_limited_in_number_with_one_warning(engine, device, monkeypatch):
-    monkeypatch.setattr("bilevel.recording.MOST_UNITS", 3)
+    monkeypatch.setattr("bilevel.engines.recording.MOST_UNITS", 3)
     with pytest.warns(BilevelWarning, match="has recorded 3 steps") as caught:
         found = run(engine, device, sizes=[3, 4, 5, 6], warm_up=0.0, steps=12)
     assert len(caught) == 1

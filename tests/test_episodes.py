@@ -13,18 +13,7 @@ import torch
 from common import Each, leaf, plain
 from torch import Tensor
 
-from bilevel import (
-    ApproxGrad,
-    OptionError,
-    Penalty,
-    Problem,
-    ReverseMode,
-    Rows,
-    Run,
-    ValueFunction,
-    ValueGap,
-    solve,
-)
+from bilevel import ApproxGrad, OptionError, Penalty, Problem, ReverseMode, Rows, Run, ValueFunction, ValueGap, solve
 
 
 class Episodes:
@@ -62,9 +51,16 @@ def test_prepare_runs_once_per_upper_step_and_lower_steps_see_it_detached():
     episodes = Episodes()
     u, v = leaf(0.5), leaf(0.0)
     solve(
-        episodes.problem, plain(lower_steps=3), u, v, ([1.0, 2.0], [0.5, 1.5, 2.5]), max_steps=5, log_every=1, seed=0,
+        episodes.problem,
+        plain(lower_steps=3),
+        u,
+        v,
+        ([1.0, 2.0], [0.5, 1.5, 2.5]),
+        max_steps=5,
+        log_every=1,
+        seed=0,
         callbacks=[episodes.callback],
-    )  # fmt: skip
+    )
     assert len(episodes.steps) == 5
     for step in episodes.steps:
         assert step == ["prepare", "start", *["lower held", "upper"] * 3, "lower live", "upper"]
@@ -123,9 +119,16 @@ def test_derivatives_pass_through_prepare_once_per_upper_step(method):
         prepare=prepare,
     )
     solve(
-        problem, method, leaf(0.5), leaf(0.1), ([1.0, 2.0], [0.5]), max_steps=4, seed=0, log_every=1,
+        problem,
+        method,
+        leaf(0.5),
+        leaf(0.1),
+        ([1.0, 2.0], [0.5]),
+        max_steps=4,
+        seed=0,
+        log_every=1,
         callbacks=[Each(lambda run: marks.append(len(passes)))],
-    )  # fmt: skip
+    )
     assert [after - before for before, after in itertools.pairwise(marks)] == [1, 1, 1, 1]
 
 
@@ -175,9 +178,15 @@ def test_one_episode_is_looked_at_before_the_first_step_where_nothing_is_chosen_
     episodes = Episodes()
     before: list[int] = []
     solve(
-        episodes.problem, plain(**given), leaf(0.5), leaf(0.0), ([1.0, 2.0], [0.5]), max_steps=1, seed=0,
+        episodes.problem,
+        plain(**given),
+        leaf(0.5),
+        leaf(0.0),
+        ([1.0, 2.0], [0.5]),
+        max_steps=1,
+        seed=0,
         callbacks=[Each(lambda run: before.append(episodes.calls.count("prepare")))],
-    )  # fmt: skip
+    )
     assert before[0] == 1 + passes, "the first is the trial of the user's functions"
 
 
@@ -195,9 +204,16 @@ def test_every_episode_starts_v_its_optimizer_and_its_multipliers_afresh():
             start_lower=start if start_lower else None,
         )
         method = plain(
-            lower_steps=3, nu=0.2, multipliers=True, advances=None, advance_every=1, gamma_factor=1.0, lam_factor=1.0,
-            lower_optimizer=momentum, upper_optimizer=still,
-        )  # fmt: skip
+            lower_steps=3,
+            nu=0.2,
+            multipliers=True,
+            advances=None,
+            advance_every=1,
+            gamma_factor=1.0,
+            lam_factor=1.0,
+            lower_optimizer=momentum,
+            upper_optimizer=still,
+        )
         solution = solve(problem, method, leaf(0.5), leaf(0.1), max_steps=6, seed=0)
         assert "steps" in solution.history["advanced"]
         return solution.history["lower"]

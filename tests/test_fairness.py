@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
+from bilevel_studies.fairness import data as fairness_data
+from bilevel_studies.fairness import study as fairness
+from bilevel_studies.fairness.parity import People, measured, projected, soft_gap, train_fairly
+from bilevel_studies.fairness.simplex_layer import off_simplex, put_on_simplex, scores, train_layer
 from common import needs
 
 from bilevel import OptionError
-from bilevel.applications.fairness import People, measured, projected, soft_gap, train_fairly
-from bilevel.applications.simplex_layer import off_simplex, put_on_simplex, scores, train_layer
 from bilevel.cli.main import main
-from bilevel.paper import fairness, fairness_data
 
 
 def draw(count: int, seed: int) -> People:
@@ -28,8 +29,9 @@ def draw(count: int, seed: int) -> People:
 def test_gap_is_the_difference_of_the_groups_shares():
     people = People(
         torch.zeros(6, 1, dtype=torch.float64),
-        torch.tensor([1.0, 0, 1, 0, 0, 1]).double(), torch.tensor([1.0, 1, 0, 0, 0, 0]).double(),
-    )  # fmt: skip
+        torch.tensor([1.0, 0, 1, 0, 0, 1]).double(),
+        torch.tensor([1.0, 1, 0, 0, 0, 0]).double(),
+    )
     found = measured(torch.tensor([1.0, 2.0, 1.0, -1.0, -1.0, -1.0]), people)
     assert found.gap == pytest.approx(1.0 - 0.25)
     assert found.accuracy == pytest.approx(4 / 6)

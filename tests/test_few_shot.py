@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.few_shot import prototypes
+from bilevel_studies.few_shot.prototypes import evaluate_prototypes, scores, train_prototypes
 from common import Each, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
-from bilevel.applications import prototypes
-from bilevel.applications.few_shot import (
+from bilevel.applications.augmentation import move_slightly
+from bilevel.applications.few_shot.evaluation import Best
+from bilevel.applications.few_shot.meta_train import (
     GAMMA,
     CosineClassifier,
     Episodes,
@@ -28,16 +31,13 @@ from bilevel.applications.few_shot import (
     embed,
     meta_train,
 )
-from bilevel.applications.few_shot_evaluation import Best
-from bilevel.applications.prototypes import evaluate_prototypes, scores, train_prototypes
-from bilevel.augmentation import move_slightly
-from bilevel.autodiff import Derivatives
+from bilevel.applications.networks import few_shot_cnn
+from bilevel.data.class_images import ImageClasses
 from bilevel.data.class_sets import load_classes
-from bilevel.data.image_classes import ImageClasses
-from bilevel.models import few_shot_cnn
-from bilevel.prices import Prices
-from bilevel.problem import Variable
-from bilevel.solution import History
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Prices
+from bilevel.problem.variables import Variable
+from bilevel.results import History
 
 
 def noise_classes(classes: int = 12, images: int = 8, side: int = 16, *, spread: int = 40) -> ImageClasses:
@@ -46,9 +46,10 @@ def noise_classes(classes: int = 12, images: int = 8, side: int = 16, *, spread:
     pictures = rng.integers(0, 256, (classes, 1, 1, side, side))
     x = pictures + rng.integers(-spread, spread + 1, (classes, images, 1, side, side))
     return ImageClasses(
-        torch.from_numpy(np.clip(x, 0, 255).astype(np.uint8)).flatten(0, 1), (images,) * classes,
+        torch.from_numpy(np.clip(x, 0, 255).astype(np.uint8)).flatten(0, 1),
+        (images,) * classes,
         tuple(f"class {i}" for i in range(classes)),
-    )  # fmt: skip
+    )
 
 
 def tiny(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -231,9 +232,10 @@ def coarse_classes(classes: int = 40, images: int = 6) -> ImageClasses:
     patterns = np.kron(rng.normal(size=(classes, 1, 1, 4, 4)), np.ones((4, 4)))
     x = patterns + 1.2 * rng.normal(size=(classes, images, 1, 16, 16)) + 2 * rng.normal(size=(classes, images, 1, 1, 1))
     return ImageClasses(
-        torch.from_numpy(np.clip(128 + 25 * x, 0, 255).astype(np.uint8)).flatten(0, 1), (images,) * classes,
+        torch.from_numpy(np.clip(128 + 25 * x, 0, 255).astype(np.uint8)).flatten(0, 1),
+        (images,) * classes,
         tuple(f"class {i}" for i in range(classes)),
-    )  # fmt: skip
+    )
 
 
 RATE = partial(torch.optim.Adam, lr=5e-3)
@@ -287,9 +289,12 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit_with_its_accuracies(tmp_path)
             network = tiny()
             watch = Validation(network, sampler, every=2, tasks=5, file=tmp_path / name / "accuracy.json")
             meta_train(
-                network, sampler, **short(callbacks=[watch, *callbacks], log_every=1), checkpoint=tmp_path / name / "c",
+                network,
+                sampler,
+                **short(callbacks=[watch, *callbacks], log_every=1),
+                checkpoint=tmp_path / name / "c",
                 resume=True,
-            )  # fmt: skip
+            )
         ends.append(state(network))
         rows.append([(row["step"], row["accuracy"]) for row in watch.rows])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

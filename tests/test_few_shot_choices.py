@@ -13,24 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.few_shot import page as few_shot_page
+from bilevel_studies.few_shot import runs as few_shot_runs
+from bilevel_studies.few_shot import study
 from PIL import Image
 from torch import nn
 
-from bilevel.applications import few_shot, few_shot_evaluation
-from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
-from bilevel.augmentation import crop_and_flip, crop_flip_and_erase
-from bilevel.callbacks import Run
+from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
+from bilevel.applications.few_shot import evaluation as few_shot_evaluation
+from bilevel.applications.few_shot import meta_train as few_shot
+from bilevel.applications.few_shot.meta_train import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
 from bilevel.cli.main import main
 from bilevel.data import class_sets
+from bilevel.data.class_images import ClassSplits, ImageClasses
 from bilevel.data.class_sets import ink, load_classes
-from bilevel.data.image_classes import ClassSplits, ImageClasses
 from bilevel.errors import DataError
-from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_page, few_shot_runs
 from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
-from bilevel.solution import History
+from bilevel.results import History
+from bilevel.running.callbacks import Run
 
 
 def classes(count: int, shape: tuple[int, int, int] = (1, 16, 16), prefix: str = "c") -> ImageClasses:
@@ -78,8 +80,11 @@ def test_choices_are_tried_on_meta_validation_classes_and_the_table_on_test_clas
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, which: splits())
     monkeypatch.setattr(few_shot_runs, "_bilevel", lambda *a: seen.append(a[3][0].classes.names[0][:4]))
     settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 0) | {
-        "part": part, "train_ways": 2, "queries": 2, "test_queries": 2,
-    }  # fmt: skip
+        "part": part,
+        "train_ways": 2,
+        "queries": 2,
+        "test_queries": 2,
+    }
     assert few_shot_runs.run(settings, torch.device("cpu"), tmp_path) is None
     assert seen == [tried]
 
@@ -89,8 +94,10 @@ def test_the_papers_setting_has_the_papers_constants():
     found = few_shot_runs.method(settings)
     assert (found.gamma, found.epsilon, found.lam, found.nu, found.lower_steps) == (0.01, 0.01, 0.01, 0.0001, 20)
     assert few_shot_runs.classifiers(settings) == {
-        "scale": 1.0, "start": "random", "proximity": 0.0,
-    }  # fmt: skip
+        "scale": 1.0,
+        "start": "random",
+        "proximity": 0.0,
+    }
     assert (settings["tasks"], settings["queries"], settings["train_ways"]) == (15, 15, 20)
     assert study.table_settings("omniglot", "conv4", 5, 1, "paper", 0)["tasks"] == 30
     ours = few_shot_runs.classifiers(study.table_settings("omniglot", "conv4", 20, 1, "penalty", 0))
@@ -193,8 +200,14 @@ def test_all_that_was_run_on_cifar_fs_is_shown_and_all_choices_were_run():
 
 
 def test_the_page_gives_the_commands_of_its_seeds():
-    by = {network: {s["seed"] for s, _ in kept_cells() if s["dataset"] == "cifar-fs" and s["backbone"] == network
-                    and s["part"] == study.TABLE} for network in ("conv4", "resnet")}  # fmt: skip
+    by = {
+        network: {
+            s["seed"]
+            for s, _ in kept_cells()
+            if s["dataset"] == "cifar-fs" and s["backbone"] == network and s["part"] == study.TABLE
+        }
+        for network in ("conv4", "resnet")
+    }
     for network, found in by.items():
         assert f"--backbones {network} --seeds {len(found)} " in few_shot_page.AGAIN
 

@@ -24,13 +24,14 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from bilevel import ProblemError
-from bilevel.applications.few_shot import embed
-from bilevel.cli import bar, fewshot, fewshot_again
+from bilevel.applications.few_shot.meta_train import embed
+from bilevel.applications.networks import few_shot_cnn
+from bilevel.cli import fewshot, fewshot_again
+from bilevel.cli import progress as bar
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
 from bilevel.data import class_sets
 from bilevel.data.class_sets import load_classes
-from bilevel.models import few_shot_cnn
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,26 @@ SAME = "All tasks are of the same 2 classes, for there are no more: the interval
 
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [
-        "fewshot", str(folder), "--ways", "2", "--shots", "1", "--queries", "3", "--meta-batch", "2", "--steps", "8",
-        "--tasks", "20", "--device", "cpu", "--out", str(out), *more,
-    ]  # fmt: skip
+        "fewshot",
+        str(folder),
+        "--ways",
+        "2",
+        "--shots",
+        "1",
+        "--queries",
+        "3",
+        "--meta-batch",
+        "2",
+        "--steps",
+        "8",
+        "--tasks",
+        "20",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, capsys, monkeypatch):

@@ -88,9 +88,11 @@ def test_forward_and_reverse_mode_are_one_derivative(case):
             u["z"].requires_grad_()
         elif case == "prepare":
             problem = Problem(
-                lambda u, v, x: torch.sum((v - x) ** 2), lambda u, v, x: torch.sum((v - 2 * x) ** 2 * u.exp()),
-                prepare=lambda u, pair: torch.tanh(u) * pair[0] + pair[1], start_lower=lambda v, x: v.fill_(0.1),
-            )  # fmt: skip
+                lambda u, v, x: torch.sum((v - x) ** 2),
+                lambda u, v, x: torch.sum((v - 2 * x) ** 2 * u.exp()),
+                prepare=lambda u, pair: torch.tanh(u) * pair[0] + pair[1],
+                start_lower=lambda v, x: v.fill_(0.1),
+            )
             u, v, data = leaf(0.2, 0.3, 0.4), leaf(0.0, 0.0, 0.0), ([1.0, 2.0], [1.0, 0.5, 2.0])
         else:
             problem, u, v, data = classify(rows=False)
@@ -141,9 +143,13 @@ def test_lower_objective_is_evaluated_once_for_each_lower_step_and_the_record(qu
     counter = Counter(quadratic.problem)
     method = ForwardMode(lower_steps=4, warm_up=0.5, chunk_size=2)
     solution = run_case(
-        quadratic, Case("", method, True, 6, 0.0), problem=counter.problem, callbacks=[counter], log_every=1,
+        quadratic,
+        Case("", method, True, 6, 0.0),
+        problem=counter.problem,
+        callbacks=[counter],
+        log_every=1,
         accumulate=accumulate,
-    )  # fmt: skip
+    )
     assert counter.each_step("lower") == [5 * accumulate] * 6
     assert counter.each_step("upper") == [accumulate] * 6
     assert [b - a for a, b in pairwise(solution.history["evaluations"])] == [5 * accumulate] * 5
@@ -197,7 +203,7 @@ def test_adjoint_is_sought_only_as_far_as_g_curves_up(quadratic):
 @pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
 def test_record_takes_the_path_of_eager(monkeypatch, whole):
     monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs, options: graph)
-    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    monkeypatch.setattr("bilevel.engines.engine.WHOLE", whole)
     compare(ForwardMode(lower_steps=3, lower_rate=0.1, momentum=0.5, warm_up=0.4, chunk_size=7), rows=False)
 
 
@@ -213,10 +219,18 @@ def test_compiled_run_takes_the_path_of_eager():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lower_steps", 0), ("lower_rate", 0.0), ("lower_rate", -1.0), ("momentum", 1.0), ("memory_limit", -1.0),
-        ("chunk_size", 0), ("chunk_size", 2.5), ("lower_decay", "cosine"), ("warm_up", 1.0), ("upper_optimizer", 0.1),
+        ("lower_steps", 0),
+        ("lower_rate", 0.0),
+        ("lower_rate", -1.0),
+        ("momentum", 1.0),
+        ("memory_limit", -1.0),
+        ("chunk_size", 0),
+        ("chunk_size", 2.5),
+        ("lower_decay", "cosine"),
+        ("warm_up", 1.0),
+        ("upper_optimizer", 0.1),
     ],
-)  # fmt: skip
+)
 def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
     with pytest.raises(OptionError) as caught:
         ForwardMode(**{name: value})
@@ -246,9 +260,12 @@ def test_rows_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("momentum", "words"), [(0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB, above memory_limit=0.01"),
-                            (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB, above memory_limit=0.01")],
-)  # fmt: skip
+    ("momentum", "words"),
+    [
+        (0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB, above memory_limit=0.01"),
+        (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB, above memory_limit=0.01"),
+    ],
+)
 def test_matrix_that_is_too_large_is_refused_with_its_size(momentum, words):
     u, v = torch.zeros(1000, requires_grad=True), torch.zeros(3000, requires_grad=True)
     problem = Problem(lambda u, v, _: v.square().sum() + u.sum(), lambda u, v, _: (v - u.sum()).square().sum())
@@ -258,9 +275,13 @@ def test_matrix_that_is_too_large_is_refused_with_its_size(momentum, words):
     assert "Use ReverseMode or Penalty" in str(caught.value)
     limit = 1000 * 3000 * 4 * (2 if momentum else 1) / 2**30
     solve(
-        problem, ForwardMode(memory_limit=limit, momentum=momentum, lower_steps=1, lower_rate=0.1), u, v, max_steps=1,
+        problem,
+        ForwardMode(memory_limit=limit, momentum=momentum, lower_steps=1, lower_rate=0.1),
+        u,
+        v,
+        max_steps=1,
         hypergradient=False,
-    )  # fmt: skip
+    )
 
 
 def test_missing_double_backward_is_refused():

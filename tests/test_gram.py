@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Rows, solve
-from bilevel.autodiff import Derivatives
-from bilevel.gram import layers
-from bilevel.methods.stepwise import Stepwise
-from bilevel.prices import Gradients, Prices
-from bilevel.problem import Variable
+from bilevel.derivatives.gram import layers
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.methods.penalty.minibatch import Stepwise
+from bilevel.problem.variables import Variable
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 EXAMPLES, CLASSES = 12, 3
@@ -35,9 +35,12 @@ EXAMPLES, CLASSES = 12, 3
 
 
 def network(
-    *widths: int, bias: bool = True, activation: type[nn.Module] = nn.Tanh, dtype: torch.dtype = torch.float64,
+    *widths: int,
+    bias: bool = True,
+    activation: type[nn.Module] = nn.Tanh,
+    dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> nn.Sequential:  # fmt: skip
+) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         pairs = [(nn.Linear(m, k, bias=bias, dtype=dtype), activation()) for m, k in itertools.pairwise(widths)]
@@ -117,9 +120,16 @@ def same(a: Gradients, b: Gradients, tolerance: float) -> None:
 
 
 def agrees(
-    problem: Problem, v: nn.Module, pair: Any, *, used: int, u: str = "tensor", tolerance: float = 1e-10,
-    curvature: str = "gram", **options: Any,
-) -> None:  # fmt: skip
+    problem: Problem,
+    v: nn.Module,
+    pair: Any,
+    *,
+    used: int,
+    u: str = "tensor",
+    tolerance: float = 1e-10,
+    curvature: str = "gram",
+    **options: Any,
+) -> None:
     """The Gram form is that of `exact` in the upper step and in the lower one, with this many layers in it."""
     for with_u in (True, False):
         variable = make(u, next(v.parameters()).dtype)
@@ -147,8 +157,17 @@ cases = {
 }
 
 
-def case(dtype: torch.dtype, tolerance: float, seed: int, n: int, time: int, bias: bool, activation: Any, u: str,
-         widths: tuple[int, ...]) -> None:  # fmt: skip
+def case(
+    dtype: torch.dtype,
+    tolerance: float,
+    seed: int,
+    n: int,
+    time: int,
+    bias: bool,
+    activation: Any,
+    u: str,
+    widths: tuple[int, ...],
+) -> None:
     v = network(*widths, CLASSES, bias=bias, activation=activation, dtype=dtype, seed=seed)
     pair = tuple(batch(n, widths[0], time=time, dtype=dtype, seed=seed + i) for i in (1, 2))
     agrees(classify(), v, pair, used=len(widths), u=u, tolerance=tolerance)
@@ -313,9 +332,10 @@ def test_frozen_weights_are_no_part_of_the_slope():
     v[2].weight.requires_grad_(False)
     pair = (batch(4, 5), batch(4, 5, seed=1))
     prices = Prices(
-        gamma=torch.tensor(0.7, dtype=torch.float64), multipliers=False,
+        gamma=torch.tensor(0.7, dtype=torch.float64),
+        multipliers=False,
         nu=[torch.zeros_like(p, requires_grad=False) for p in v.parameters() if p.requires_grad],
-    )  # fmt: skip
+    )
     agrees(classify(), v, pair, used=2, prices=prices)
 
 
@@ -427,9 +447,13 @@ def test_auto_takes_the_gram_form_where_the_batch_is_small_against_the_width(n, 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    n=st.integers(1, 60), m=st.integers(1, 40), k=st.integers(2, 40),
-    moving=st.booleans(), lowered=st.booleans(), priced=st.booleans(),
-)  # fmt: skip
+    n=st.integers(1, 60),
+    m=st.integers(1, 40),
+    k=st.integers(2, 40),
+    moving=st.booleans(),
+    lowered=st.booleans(),
+    priced=st.booleans(),
+)
 def test_layer_is_said_to_win_where_the_multiplications_counted_are_fewer(n, m, k, moving, lowered, priced):
     """`moving`: x depends on v; `lowered`: a lower step, which does not need s itself; `priced`: with nu."""
     x = torch.randn(n, m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

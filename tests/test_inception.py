@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bilevel_studies.poisoning import clean_label_features
+from bilevel_studies.poisoning.inception import plain
 from torch import nn
 from torch.nn.functional import batch_norm, conv2d
 
 from bilevel.errors import DataError, OptionError
-from bilevel.paper import clean_label_features
-from bilevel.paper.inception import plain
 
 
 class Conv2dLayer(nn.Module):
@@ -20,16 +20,24 @@ class Conv2dLayer(nn.Module):
         size = (size, size) if isinstance(size, int) else size
         self.stride, self.padding = stride, padding
         for name, value in (
-            ("weight", torch.randn(out, channels, *size)), ("beta", torch.randn(out)), ("mean", torch.randn(out)),
+            ("weight", torch.randn(out, channels, *size)),
+            ("beta", torch.randn(out)),
+            ("mean", torch.randn(out)),
             ("var", torch.rand(out)),
-        ):  # fmt: skip
+        ):
             self.register_parameter(name, nn.Parameter(value.double(), requires_grad=False))
 
     def forward(self, x):
         return batch_norm(
-            conv2d(x, self.weight, None, self.stride, self.padding), self.mean, self.var, None, self.beta, False, 0.1,
+            conv2d(x, self.weight, None, self.stride, self.padding),
+            self.mean,
+            self.var,
+            None,
+            self.beta,
+            False,
+            0.1,
             0.001,
-        ).relu()  # fmt: skip
+        ).relu()
 
 
 class Fork(nn.Module):
@@ -69,9 +77,16 @@ class InceptionE(nn.Module):
     def forward(self, x):
         a, b = self.tower_conv(x), self.tower_1_conv_1(self.tower_1_conv(x))
         return torch.cat(
-            [self.conv(x), self.tower_mixed_conv(a), self.tower_mixed_conv_1(a), self.tower_1_mixed_conv(b),
-             self.tower_1_mixed_conv_1(b), self.tower_2_conv(self.tower_2_pool(x))], 1,
-        )  # fmt: skip
+            [
+                self.conv(x),
+                self.tower_mixed_conv(a),
+                self.tower_mixed_conv_1(a),
+                self.tower_1_mixed_conv(b),
+                self.tower_1_mixed_conv_1(b),
+                self.tower_2_conv(self.tower_2_pool(x)),
+            ],
+            1,
+        )
 
 
 def slope(network, x):

@@ -5,9 +5,9 @@ import pytest
 import scipy.sparse
 import torch
 
-from bilevel.applications.folded_model import FoldedModel, Rows
-from bilevel.applications.inputs import from_scipy, inputs_of, mean_of, rows_of
-from bilevel.applications.linear_tuning import tune_linear
+from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
+from bilevel.applications.tuning.linear_tuning import tune_linear
+from bilevel.applications.tuning.sparse_inputs import from_scipy, inputs_of, mean_of, rows_of
 
 
 @pytest.fixture

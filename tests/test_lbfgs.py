@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bilevel.lbfgs import LBFGS
+from bilevel.optim.lbfgs import LBFGS
 
 
 def with_gradient(function):

@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.tuning.data import INFORMATIVE, sparse_regression
+from bilevel_studies.tuning.ridge import leave_fold_out, leave_one_out
 from scipy.optimize import minimize_scalar
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from torch import Tensor
 
 from bilevel import DataError
-from bilevel.applications.caution import beyond_chance, tune_cautiously
-from bilevel.applications.folded_model import FoldedModel, Rows
-from bilevel.applications.linear_tuning import held_out_loss, trained, tune_linear
-from bilevel.applications.nested import Nested
-from bilevel.applications.nested_descent import descend
+from bilevel.applications.tuning.caution import beyond_chance, tune_cautiously
+from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
+from bilevel.applications.tuning.implicit_descent import descend
+from bilevel.applications.tuning.linear_tuning import held_out_loss, trained, tune_linear
+from bilevel.applications.tuning.nested import Nested
 from bilevel.errors import CheckpointError
-from bilevel.paper.tuning_data import INFORMATIVE, sparse_regression
-from bilevel.paper.tuning_ridge import leave_fold_out, leave_one_out
-from bilevel.problem import Problem
+from bilevel.problem.problem import Problem
 
 
 def sparse_rows(seed: int) -> tuple[Rows, Tensor, Tensor]:
@@ -47,9 +47,11 @@ def test_single_ridge_penalty_minimises_the_closed_form_curve(left_out):
         curve = leave_one_out if left_out == "rows one by one" else leave_fold_out
         found = tune_linear(rows, penalty="single", tolerance=1e-9)
         best = minimize_scalar(
-            lambda log, rows=rows, curve=curve: curve(rows, np.exp(log)), bounds=(-5, 10), method="bounded",
+            lambda log, rows=rows, curve=curve: curve(rows, np.exp(log)),
+            bounds=(-5, 10),
+            method="bounded",
             options={"xatol": 1e-6},
-        )  # fmt: skip
+        )
         assert found.single == pytest.approx(np.exp(best.x), rel=0.01)
         assert found.valid_loss == pytest.approx(best.fun, rel=1e-6)
         assert bool((found.alpha == found.single).all())
@@ -97,7 +99,7 @@ def test_a_caution_that_falls_in_stages_ends_in_a_lower_minimum(monkeypatch):
     staged = tune_linear(rows, caution=0)
     assert [caution for caution, _ in staged.stages] == [1.0, 0.1, 0.01, 0]
     assert torch.equal(staged.stages[-1][1], staged.alpha)
-    monkeypatch.setattr("bilevel.applications.linear_tuning.STAGES", ())
+    monkeypatch.setattr("bilevel.applications.tuning.linear_tuning.STAGES", ())
     assert staged.valid_loss < 0.85 * tune_linear(rows, caution=0).valid_loss
 
 
@@ -112,7 +114,7 @@ def test_lower_level_of_a_split_has_the_training_rows_alone():
 @pytest.mark.parametrize("classes", [0, 3])
 @pytest.mark.parametrize(("why", "at"), [(KeyboardInterrupt, 0.6), (RuntimeError, 0.6), (KeyboardInterrupt, 1.0)])
 def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, at, tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.applications.nested_descent.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("bilevel.applications.tuning.implicit_descent.SAVE_EVERY", 0.0)
     x, y = classes_of(6, 90, 3)
     rows = Rows(x, y if classes else y.double(), torch.arange(90) % 3, *(("logistic", 3) if classes else ("squared",)))
     straight, left = tune_linear(rows, caution=0.1, tolerance=1e-3), []
@@ -180,7 +182,7 @@ def test_diagonal_and_dense_inverses_lead_to_the_same_weights(monkeypatch):
     rows, _, _ = sparse_rows(1)
     alpha = torch.logspace(-1, 3, 100, dtype=torch.float64)
     dense = trained(rows, alpha)[0]
-    monkeypatch.setattr("bilevel.applications.folded_model.DENSE", 0)
+    monkeypatch.setattr("bilevel.applications.tuning.folded_linear_model.DENSE", 0)
     np.testing.assert_allclose(trained(rows, alpha)[0], dense, atol=1e-5)
 
 
@@ -284,7 +286,7 @@ def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left
         ends.append(descend(*given, **options))
         return ends[-1]
 
-    monkeypatch.setattr("bilevel.applications.linear_tuning.descend", spied)
+    monkeypatch.setattr("bilevel.applications.tuning.linear_tuning.descend", spied)
     x, y = classes_of(5, 120, 3)
     tune_linear(Rows(x, y, torch.arange(120) % 3, "logistic", 3), caution=0, steps=8)
     assert len(ends) == 5  # the single penalty, cautions 1, 0.1 and 0.01, and none

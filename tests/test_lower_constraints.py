@@ -8,18 +8,18 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.classical.case import named
 from common import leaf
 from torch import Tensor
 
 from bilevel import Box, Callback, Penalty, Problem, ProblemError, Status, check, solve
-from bilevel.applications.classical.case import named
-from bilevel.autodiff import Derivatives
-from bilevel.kkt import KKT
-from bilevel.lower_constrained import Resolved, resolve
-from bilevel.methods.constrained import Constrained
-from bilevel.methods.lagrangian import Lagrangian
-from bilevel.prices import Prices
-from bilevel.problem import Variable
+from bilevel.derivatives.lower_constraints import KKT
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Prices
+from bilevel.measures.constrained_lower_minimum import Resolved, resolve
+from bilevel.methods.penalty.augmented_lagrangian import Lagrangian
+from bilevel.methods.penalty.constrained_lagrangian import Constrained
+from bilevel.problem.variables import Variable
 
 P, Q = 2, 3
 
@@ -221,10 +221,11 @@ def test_gradient_evaluates_objectives_and_lower_constraints_once_and_once_more_
         return counted
 
     counted = Problem(
-        counting("upper", problem.upper), counting("lower", problem.lower),
+        counting("upper", problem.upper),
+        counting("lower", problem.lower),
         lower_inequalities=counting("c", problem.lower_inequalities[0]),
         lower_equalities=counting("d", problem.lower_equalities[0]),
-    )  # fmt: skip
+    )
     found = []
 
     class Counting(Penalty):
@@ -310,7 +311,7 @@ def mirrlees() -> Problem:
 
 
 def test_stationary_point_that_is_no_lower_minimiser_is_called_so(monkeypatch):
-    monkeypatch.setattr("bilevel.methods.lagrangian.RESTARTS", 0)
+    monkeypatch.setattr("bilevel.methods.penalty.augmented_lagrangian.RESTARTS", 0)
     u, v = leaf(1.8), leaf(0.9)
     solution = solve(mirrlees(), Penalty(), u, v, max_steps=1000, seed=0)
     assert solution.status is Status.STATIONARY
@@ -347,7 +348,7 @@ def valleys() -> Problem:
 
 def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_misses_it(monkeypatch):
     """The better point was found at another u: it is asked again at the end."""
-    monkeypatch.setattr("bilevel.methods.constrained.resolve", lambda *_: Resolved(0.0, None, 1, 1))
+    monkeypatch.setattr("bilevel.methods.penalty.constrained_lagrangian.resolve", lambda *_: Resolved(0.0, None, 1, 1))
     finish = Constrained.finish
 
     def with_a_cut(state):
@@ -366,7 +367,7 @@ def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_miss
 @pytest.mark.parametrize(("restarts", "status"), [(0, Status.STATIONARY), (4, Status.INFEASIBLE)])
 def test_run_that_gave_up_on_a_cut_is_called_stationary_and_never_converged(monkeypatch, restarts, status):
     """Its method says INFEASIBLE; no constraint of the problem is violated where it ended."""
-    monkeypatch.setattr("bilevel.methods.lagrangian.RESTARTS", restarts)
+    monkeypatch.setattr("bilevel.methods.penalty.augmented_lagrangian.RESTARTS", restarts)
     monkeypatch.setattr(Constrained, "ended", lambda state: state.status and Status.INFEASIBLE)
     solution = solve(mirrlees(), Penalty(), leaf(1.8), leaf(0.9), max_steps=1000, seed=0)
     assert solution.certificate.infeasibility <= 1e-7
@@ -454,8 +455,11 @@ def test_piece_is_left_for_its_neighbour_where_f_falls_there():
     assert solution.status is Status.CONVERGED
     assert (u.item(), v.item()) == pytest.approx((1.5, 1.5), abs=1e-6)
     # And back: with f least at u = -2, v is held at 0 again.
-    back = Problem(lambda u, v, _: torch.sum((v - 1) ** 2 / 9 + (u + 2) ** 2), problem.lower,
-                   lower_inequalities=problem.lower_inequalities)  # fmt: skip
+    back = Problem(
+        lambda u, v, _: torch.sum((v - 1) ** 2 / 9 + (u + 2) ** 2),
+        problem.lower,
+        lower_inequalities=problem.lower_inequalities,
+    )
     u, v = leaf(1.0), leaf(1.0)
     solution = solve(back, Pieces(), u, v, max_steps=500, seed=0)
     assert (u.item(), v.item()) == pytest.approx((-2.0, 0.0), abs=1e-6)

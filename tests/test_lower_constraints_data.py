@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.fairness.parity import measured
+from bilevel_studies.fairness.simplex_layer import LAST, Batches, layer_problem, network, off_simplex, scores
 from common import leaf
 from test_fairness import draw
 from test_lower_constraints import P, Program, Q, StopAt, circle, program
 from torch import nn
 
 from bilevel import OptionError, Penalty, Problem, ProblemError, solve
-from bilevel.applications.fairness import measured
-from bilevel.applications.simplex_layer import LAST, Batches, layer_problem, network, off_simplex, scores
-from bilevel.methods.constrained_steps import RHO, T_FACTOR, ConstrainedSteps
-from bilevel.methods.stepwise import Stepwise
+from bilevel.methods.penalty.constrained_minibatch import RHO, T_FACTOR, ConstrainedSteps
+from bilevel.methods.penalty.minibatch import Stepwise
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
 OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM}
@@ -143,10 +143,11 @@ def test_step_evaluates_objectives_once_and_lower_constraints_three_times(warm_u
         return counted
 
     counted = Problem(
-        counting("upper", problem.upper), counting("lower", problem.lower),
+        counting("upper", problem.upper),
+        counting("lower", problem.lower),
         lower_inequalities=counting("c", problem.lower_inequalities[0]),
         lower_equalities=counting("d", problem.lower_equalities[0]),
-    )  # fmt: skip
+    )
     data = ([torch.zeros(1)] * 2, [torch.zeros(1)] * 2)
     found = []
     for steps in (10, 20):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bilevel import Callback, Penalty, Problem, Rows, Run, solve
-from bilevel.methods.stepwise import Stepwise
+from bilevel.methods.penalty.minibatch import Stepwise
 
 
 def network() -> tuple[Problem, Rows, nn.Module, Any]:
@@ -159,18 +159,30 @@ def child() -> None:
     method = Penalty(lower_steps=1, cotangent="running")
     sample = Sample([EARLY, STEPS])
     solve(
-        problem, method, u, v, ([1.0, 2.0], [0.5, 1.0, 1.5]), max_steps=STEPS, log_every=500, callbacks=[sample],
-        seed=0, hypergradient=False,
-    )  # fmt: skip
+        problem,
+        method,
+        u,
+        v,
+        ([1.0, 2.0], [0.5, 1.0, 1.5]),
+        max_steps=STEPS,
+        log_every=500,
+        callbacks=[sample],
+        seed=0,
+        hypergradient=False,
+    )
     print(json.dumps(sample.found))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc to read the memory of a process")
 def test_memory_does_not_grow_over_five_thousand_upper_steps():
     out = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=True, timeout=300,
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-    ).stdout  # fmt: skip
+    ).stdout
     (_, early, tensors_early), (step, late, tensors_late) = json.loads(out.splitlines()[-1])
     assert step == STEPS
     # The history takes 120 bytes a step, 0.5 MB here; a tensor of v takes 80 kB, so that one kept every 40 steps shows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bilevel.applications.mistakes import Mistakes, mistakes
+from bilevel.applications.denoising.label_mistakes import Mistakes, mistakes
 
 CLASSES = 4
 TABLE = torch.tensor([[0.9, 0.1, 0.0, 0.0], [0.0, 0.6, 0.4, 0.0], [0.1, 0.1, 0.7, 0.1], [0.0, 0.0, 0.0, 1.0]])

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.synthetic.sizes import table, thousands
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bilevel import OptionError
-from bilevel.models import (
+from bilevel.applications.networks import (
     cifar_cnn,
     cosine_logits,
     few_shot_cnn,
@@ -21,7 +22,6 @@ from bilevel.models import (
     svhn_cnn,
     wide_resnet,
 )
-from bilevel.paper.sizes import table, thousands
 
 IMAGE = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "mini-imagenet": (3, 84, 84)}
 WIDE = partial(mini_imagenet_resnet, 512, 3)
@@ -68,10 +68,14 @@ def test_network_has_its_stated_shape_and_count_of_weights(name):
 @pytest.mark.parametrize(
     ("data", "name"),
     [
-        ("MNIST", "mnist_cnn"), ("CIFAR10 (Alexnet)", "cifar_cnn"), ("CIFAR10 (WRN-28-10)", "wide_resnet"),
-        ("SVHN", "svhn_cnn"), ("Omniglot", "few_shot_cnn"), ("Mini-ImageNet", "mini_imagenet_resnet as counted"),
+        ("MNIST", "mnist_cnn"),
+        ("CIFAR10 (Alexnet)", "cifar_cnn"),
+        ("CIFAR10 (WRN-28-10)", "wide_resnet"),
+        ("SVHN", "svhn_cnn"),
+        ("Omniglot", "few_shot_cnn"),
+        ("Mini-ImageNet", "mini_imagenet_resnet as counted"),
     ],
-)  # fmt: skip
+)
 def test_count_of_weights_is_that_of_the_paper_to_its_two_digits(data, name):
     stated = {row.data: row.paper_u if row.experiment == "Few-shot learning" else row.paper_v for row in table()}
     # The paper cuts digits off where it does not round: 36.5M is its 36M, 111,936 its 111K.

@@ -15,8 +15,8 @@ from ranks import on_ranks
 from test_distributed import assert_alike
 
 from bilevel import Callback, OptionError, Penalty, Problem, RankError, Rows, Run, Solution, solve
-from bilevel import checkpoint as store
-from bilevel.rows import OWNED_FROM
+from bilevel.problem.rows import OWNED_FROM
+from bilevel.running import checkpoints as store
 
 CASES = ["penalty, owned", "penalty, owned, box", "value gap, owned"]
 
@@ -59,8 +59,10 @@ def test_a_checkpoint_has_all_rows_and_is_gone_on_from_at_any_number_of_ranks(tm
     assert saved["u"][""].reshape(-1).tolist() == stopped["penalty, owned, box"]["u"]
     moments = saved["method"]["upper"]["rows"][0]
     assert {key: tuple(t.shape) for key, t in moments.items()} == {
-        "mean": (33, 2), "square": (33, 2), "visits": (33,),
-    }  # fmt: skip
+        "mean": (33, 2),
+        "square": (33, 2),
+        "visits": (33,),
+    }
     for block in moments["visits"].split(9):
         assert int(block.count_nonzero()) > 0  # the rows of every rank have moved
     folder = str(tmp_path / "for others")
@@ -92,14 +94,29 @@ class Watch(Callback):
 def watched(owned: bool | None) -> dict[str, Any]:
     u = Rows(33, shape=(2,), dtype=torch.float64, owned=owned)
     whole, watch = u.values, Watch(u)
-    solution = solve(shifts(), Penalty(lower_steps=1), u, network(), data(rows=True), max_steps=STEPS, seed=7,
-                     hypergradient=False, callbacks=[watch])  # fmt: skip
+    solution = solve(
+        shifts(),
+        Penalty(lower_steps=1),
+        u,
+        network(),
+        data(rows=True),
+        max_steps=STEPS,
+        seed=7,
+        hypergradient=False,
+        callbacks=[watch],
+    )
     moments = solution.state["upper"]["rows"][0]
     return {
-        "rows": watch.rows, "said": watch.said, "moments": {len(t) for t in moments.values()},
-        "same tensor": u.values is whole, "numel": u.numel(), "length": len(u), "shown": repr(u),
-        "moved": int((whole != 0).any(1).sum()), "copied": pickle.loads(pickle.dumps(u)).values.equal(whole),
-    }  # fmt: skip
+        "rows": watch.rows,
+        "said": watch.said,
+        "moments": {len(t) for t in moments.values()},
+        "same tensor": u.values is whole,
+        "numel": u.numel(),
+        "length": len(u),
+        "shown": repr(u),
+        "moved": int((whole != 0).any(1).sum()),
+        "copied": pickle.loads(pickle.dumps(u)).values.equal(whole),
+    }
 
 
 def test_each_rank_has_its_own_rows_and_moments_alone_and_all_rows_at_the_end():
@@ -147,9 +164,17 @@ def memory(owned: bool) -> float:
     batches = list(torch.arange(100).split(10))
     v = torch.zeros(width, requires_grad=True)
     solve(
-        problem, Penalty(lower_steps=1), Rows(n, shape=(width,), owned=owned), v, (batches, batches), max_steps=4,
-        log_every=1, seed=0, hypergradient=False, callbacks=[watch],
-    )  # fmt: skip
+        problem,
+        Penalty(lower_steps=1),
+        Rows(n, shape=(width,), owned=owned),
+        v,
+        (batches, batches),
+        max_steps=4,
+        log_every=1,
+        seed=0,
+        hypergradient=False,
+        callbacks=[watch],
+    )
     return watch.most / (n * width)
 
 
@@ -205,9 +230,16 @@ def one_fails(folder: str) -> tuple[str, str]:
     u, said = vectors(), ["", ""]
     try:
         solve(
-            Problem(shifts().upper, lower), Penalty(lower_steps=1, warm_up=0.0), u, network(), data(rows=True),
-            max_steps=200, seed=0, checkpoint=folder, every=1,
-        )  # fmt: skip
+            Problem(shifts().upper, lower),
+            Penalty(lower_steps=1, warm_up=0.0),
+            u,
+            network(),
+            data(rows=True),
+            max_steps=200,
+            seed=0,
+            checkpoint=folder,
+            every=1,
+        )
     except Exception as error:
         said[0] = f"{type(error).__name__}: {error}"
     try:
@@ -234,9 +266,15 @@ def few(_: str) -> dict[str, Any]:
         return importance().upper(u, v, batch) + (u[picked] * batch[0][batch[1] > 0][:, 0]).sum() * 1e-2
 
     solution: Solution = solve(
-        Problem(importance().upper, lower), Penalty(lower_steps=1), u, network(), data(rows=True), max_steps=2, seed=0,
+        Problem(importance().upper, lower),
+        Penalty(lower_steps=1),
+        u,
+        network(),
+        data(rows=True),
+        max_steps=2,
+        seed=0,
         hypergradient=False,
-    )  # fmt: skip
+    )
     return numbers(solution)
 
 

@@ -13,22 +13,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bilevel_studies import complexity, complexity_page
+from bilevel_studies.cost import cost
+from bilevel_studies.synthetic import claims as claims_module
+from bilevel_studies.synthetic import page as page_module
+from bilevel_studies.synthetic import sizes, wall_clock
+from bilevel_studies.synthetic import study as synthetic
+from bilevel_studies.synthetic.results import GOAL, Results
+from bilevel_studies.synthetic.runs import general, run
 
-from bilevel.applications.synthetic import examples, nth
-from bilevel.cells import Cell, Store, run_cells
+from bilevel._util.parallel_map import Where
+from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.cli.main import main
-from bilevel.cost import cost
-from bilevel.paper import claims as claims_module
-from bilevel.paper import complexity, complexity_page, sizes, synthetic, wall_clock
-from bilevel.paper import synthetic_page as page_module
-from bilevel.paper.results import GOAL, Results
-from bilevel.paper.synthetic_runs import general, run
-from bilevel.workers import Where
+from bilevel.running.run_many import Cell, Store, run_cells
 
 TINY = replace(
-    synthetic.QUICK, steps=4, trials=2, ablation_trials=1, long_steps={"plain": 2, "singular": 2}, more_steps=6,
-    clock_steps=5, default_steps=4, points=2,
-)  # fmt: skip
+    synthetic.QUICK,
+    steps=4,
+    trials=2,
+    ablation_trials=1,
+    long_steps={"plain": 2, "singular": 2},
+    more_steps=6,
+    clock_steps=5,
+    default_steps=4,
+    points=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +152,16 @@ def test_two_processes_find_what_one_finds(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "gradients"),
-    [("GD", lambda T: T + 1), ("RMD", lambda T: 3 * T + 1), ("ApproxGrad", lambda T: 3 * T + 2),
-     ("Penalty", lambda T: 2 * (T + 1)), ("FMD", lambda T: (10 + 1) * T + 1), ("ValueGap", lambda T: 2 * (T + 1)),
-     ("ValueFunction", lambda T: 2 * (T + 1))],
-)  # fmt: skip
+    [
+        ("GD", lambda T: T + 1),
+        ("RMD", lambda T: 3 * T + 1),
+        ("ApproxGrad", lambda T: 3 * T + 2),
+        ("Penalty", lambda T: 2 * (T + 1)),
+        ("FMD", lambda T: (10 + 1) * T + 1),
+        ("ValueGap", lambda T: 2 * (T + 1)),
+        ("ValueFunction", lambda T: 2 * (T + 1)),
+    ],
+)
 def test_a_step_is_worth_the_gradients_and_products_it_takes(name, gradients):
     example = examples()[2]
     for T in (1, 4):
@@ -229,12 +244,13 @@ def test_claims_follow_the_data(study):
     bad |= {("difference", "ApproxGrad", T): 1.0 for T in (1, 5)}
     paper = {c.says: c.holds for c in claims_module.claims(Made(study[0], bad))}
     as_said = [
-        "GD converges to non-solution points.", "RMD converges to non-solution points with T = 1, 5, 10.",
+        "GD converges to non-solution points.",
+        "RMD converges to non-solution points with T = 1, 5, 10.",
         "Only Penalty and ApproxGrad converge to the solution of Examples 1 and 2.",
         "Penalty converges even with T = 1.",
         "ApproxGrad requires at least T = 10 on Example 2.",
         "With a singular g_vv only Penalty converges to the true solution.",
-    ]  # fmt: skip
+    ]
     assert all(paper[says] for says in as_said)
     assert not paper["A large T (100) makes RMD converge, too."]
     turned = {key: 1.0 if value == 0.001 else 0.001 for key, value in bad.items()}
@@ -356,7 +372,7 @@ def test_wrong_use_ends_with_code_2(words, tmp_path, capsys):
 
 def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
     slow = (
-        "import sys, time; from bilevel.cli.main import main; from bilevel.paper import complexity as c\n"
+        "import sys, time; from bilevel.cli.main import main; from bilevel_studies import complexity as c\n"
         "def slowly(settings, whole=c.run):\n"
         "    found = whole(settings); print('cell', file=sys.stderr, flush=True); time.sleep(0.2); return found\n"
         "c.run = slowly; sys.exit(main(sys.argv[1:]))"

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_page, photographs
+from bilevel_studies.poisoning import clean_label_batch as batch
+from bilevel_studies.poisoning.feature_collision import collide
 from common import needs
 from test_sync import HostReadError, NoHostReadErrors, gpu, watched
 
-from bilevel.applications import poisoning_goals as goals
-from bilevel.applications.bounds import Bound, norms
-from bilevel.applications.feature_collision import collide
-from bilevel.applications.victims import Recipe, trained
+from bilevel.applications.poisoning import goals
+from bilevel.applications.poisoning.bounds import Bound, norms
+from bilevel.applications.poisoning.victims import Recipe, trained
 from bilevel.cli.main import main
 from bilevel.errors import DataError, OptionError
-from bilevel.paper import clean_label, clean_label_features, clean_label_page, photographs
-from bilevel.paper import clean_label_batch as batch
 
 needs_photos = needs("photos")
 
@@ -60,9 +60,13 @@ def test_targets_that_were_skipped_do_not_count(tmp_path):
 def test_every_target_is_in_one_cell_of_each_method_and_methods_come_side_by_side():
     cells = clean_label.cells("inception", [7, 3, 5], chunk=2)
     assert [(c.settings["targets"], c.settings["method"]) for c in cells] == [
-        ([7, 3], "penalty"), ([7, 3], "feature-collision"), ([7, 3], "collision-adam"),
-        ([5], "penalty"), ([5], "feature-collision"), ([5], "collision-adam"),
-    ]  # fmt: skip
+        ([7, 3], "penalty"),
+        ([7, 3], "feature-collision"),
+        ([7, 3], "collision-adam"),
+        ([5], "penalty"),
+        ([5], "feature-collision"),
+        ([5], "collision-adam"),
+    ]
 
 
 def test_settings_are_those_with_the_least_mean_epsilon_on_other_targets():
@@ -96,8 +100,10 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     assert "The first 2 targets were run with other settings before" in text
     assert "No others have been run." in text
     assert "more epsilon than Penalty with the paper's settings in the mean" in text
-    later = [(s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
-             for s, f in [*cells[1:], *others]]  # fmt: skip
+    later = [
+        (s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
+        for s, f in [*cells[1:], *others]
+    ]
     clean_label_page.write([*cells, *others, *choice, *later], tmp_path)
     assert "On the others: Over 2 targets, Algorithm 1" in (tmp_path / "clean-label.md").read_text()
     clean_label_page.write([*cells, *others, *choice, later[-1]], tmp_path)
@@ -257,9 +263,7 @@ def test_points_come_nearer_to_the_features_of_their_targets(some):
 def test_algorithm_1_in_one_tensor_is_feature_collision(some):
     targets, _ = some
     images = targets.bases.flip(0)
-    named = batch.Targets(
-        targets.rows, targets.labels, flat(images), targets.bases, targets.base_rows, targets.wanted
-    )  # fmt: skip
+    named = batch.Targets(targets.rows, targets.labels, flat(images), targets.bases, targets.base_rows, targets.wanted)
     together = batch.algorithm_1(named, flat, torch.full((3,), 0.3, dtype=torch.float64), steps=20)
     for i in range(3):
         goal = goals.clean_label((targets.bases[i : i + 1], named.wanted[i : i + 1]), images[i], int(named.wanted[i]))
@@ -293,9 +297,13 @@ def test_filling_up_keeps_all_in_their_places_and_changes_no_answer(some):
     found = []
     for multiple in (1, 8):
         scene = SimpleNamespace(
-            device=torch.device("cpu"), clean=clean, features=flat, multiple=multiple, test=images,
+            device=torch.device("cpu"),
+            clean=clean,
+            features=flat,
+            multiple=multiple,
+            test=images,
             attack=lambda mine, epsilons, _: batch.algorithm_1(mine, flat, epsilons, steps=50),
-        )  # fmt: skip
+        )
         found.append(clean_label._search(scene, targets, {"method": "feature-collision"}))
     assert found[0] == found[1]
     assert len({one["epsilon"] for one in found[0]}) > 1, "not all alike"

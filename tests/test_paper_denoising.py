@@ -7,24 +7,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.denoising import cells as denoising_cells
+from bilevel_studies.denoising import runs as denoising_runs
+from bilevel_studies.denoising import small as denoising_small
+from bilevel_studies.denoising import speed as denoising_speed
+from bilevel_studies.denoising import study as denoising
+from bilevel_studies.denoising import wide as denoising_wide
+from bilevel_studies.denoising.speed import METHODS
+from bilevel_studies.filed import FiledStore
+from bilevel_studies.sittings import Deadline, Sitting
 from denoised import digits
 
-from bilevel.cells import Cell, run_cells
+from bilevel.applications.training import Trainer, accuracy, probabilities
 from bilevel.data import Labelled, corrupt, load, split_trusted
 from bilevel.errors import DataError
 from bilevel.methods.penalty import Penalty
-from bilevel.paper import (
-    denoising,
-    denoising_cells,
-    denoising_runs,
-    denoising_small,
-    denoising_speed,
-    denoising_wide,
-)
-from bilevel.paper.denoising_speed import METHODS
-from bilevel.paper.filed import FiledStore
-from bilevel.paper.sittings import Deadline, Sitting
-from bilevel.training import Trainer, accuracy, probabilities
+from bilevel.running.run_many import Cell, run_cells
 
 CPU = torch.device("cpu")
 
@@ -36,8 +34,13 @@ def test_a_cell_has_the_settings_under_which_results_are_kept():
     cell = denoising.cells(["mnist"], [(0.25, "symmetric")], ["ours"], 1)[0]
     assert cell.name == "mnist-0.25-symmetric-ours-0-12-20"
     assert cell.settings == {
-        "dataset": "mnist", "noise": 0.25, "kind": "symmetric", "column": "ours", "seed": 0, "passes": [12, 20],
-    }  # fmt: skip
+        "dataset": "mnist",
+        "noise": 0.25,
+        "kind": "symmetric",
+        "column": "ours",
+        "seed": 0,
+        "passes": [12, 20],
+    }
 
 
 def test_cells_are_ranked_ours_then_cheap_columns_then_approx_grad_then_the_papers():
@@ -53,8 +56,10 @@ def test_cells_are_ranked_ours_then_cheap_columns_then_approx_grad_then_the_pape
 
 def test_cells_are_those_of_the_noises_and_kinds_that_were_asked_for():
     def pairs(noises, kind):
-        return {(c.settings["noise"], c.settings["kind"])
-                for c in denoising_cells.cells(["digits"], noises, kind, ["ours"], 1)}  # fmt: skip
+        return {
+            (c.settings["noise"], c.settings["kind"])
+            for c in denoising_cells.cells(["digits"], noises, kind, ["ours"], 1)
+        }
 
     assert pairs(None, None) == set(denoising.NOISES)
     assert pairs(None, "asymmetric") == {(0.4, "asymmetric")}
@@ -220,9 +225,20 @@ def given_to_solve(module, monkeypatch, run):
     return caught.value.args
 
 
-PAPER = {"lower_steps": 20, "gamma": 0.01, "epsilon": 0.01, "lam": 0.01, "multipliers": True, "average_residual": False,
-         "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "decay": "constant", "joint": False,
-         "lower_batches": "shared"}  # fmt: skip
+PAPER = {
+    "lower_steps": 20,
+    "gamma": 0.01,
+    "epsilon": 0.01,
+    "lam": 0.01,
+    "multipliers": True,
+    "average_residual": False,
+    "gamma_factor": 1.1,
+    "lam_factor": 0.9,
+    "epsilon_factor": 0.9,
+    "decay": "constant",
+    "joint": False,
+    "lower_batches": "shared",
+}
 """Appendix E.2 and Algorithm 2; sigma, rho and nu are apart."""
 
 
@@ -282,8 +298,19 @@ def test_importances_start_at_the_probabilities_of_the_pretrained_network(column
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_start_importances_as_the_table_does_and_ours_at_one_half(name, monkeypatch):
-    settings = {"part": "speed", "dataset": "digits", "network": "mlp", "rows": 400, "trusted": 200, "noise": 0.25,
-                "method": name, "T": 2, "passes": 1, "seed": 0, "steps": 100}  # fmt: skip
+    settings = {
+        "part": "speed",
+        "dataset": "digits",
+        "network": "mlp",
+        "rows": 400,
+        "trusted": 200,
+        "noise": 0.25,
+        "method": name,
+        "T": 2,
+        "passes": 1,
+        "seed": 0,
+        "steps": 100,
+    }
     problem, _, u, v, _ = given_to_solve(denoising_speed, monkeypatch, lambda: denoising_speed.run(settings))
     data = split_trusted(load("digits"), 200, 0)
     data = data.select(np.sort(np.random.default_rng(0).permutation(data.count)[:400]))
@@ -370,8 +397,16 @@ def test_cells_of_seconds_are_saved_only_where_time_is_short(tmp_path):
 
 
 def small(part, trusted, network="linear"):
-    return {"part": part, "dataset": "digits", "network": network, "rows": 300, "trusted": trusted, "noise": 0.4,
-            "seed": 1, "steps": 30}  # fmt: skip
+    return {
+        "part": part,
+        "dataset": "digits",
+        "network": network,
+        "rows": 300,
+        "trusted": trusted,
+        "noise": 0.4,
+        "seed": 1,
+        "steps": 30,
+    }
 
 
 def test_hyper_cleaning_has_the_papers_rule_and_how_few_has_not():
@@ -388,9 +423,12 @@ def test_the_papers_rule_trains_on_the_examples_of_importance_above_nine_tenths_
     def denoise(train, trusted, model, **options):
         seen.append((*train, *trusted))
         return SimpleNamespace(
-            importance=importance, quality=importance, suspect=importance < 0.5, noise_rate=0.5,
+            importance=importance,
+            quality=importance,
+            suspect=importance < 0.5,
+            noise_rate=0.5,
             settings={"final_steps": 3, "batch": 10, "rate": 1e-3},
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr(denoising_small, "denoise", denoise)
     monkeypatch.setattr(denoising_small, "fit", lambda model, x, y, **options: seen.append((x, y)))
@@ -423,8 +461,15 @@ def colourful(name):
     """Digits in three channels, under the name of any set."""
     data = load("digits")
     x, test = data.x[:400].expand(-1, 3, -1, -1), data.test
-    return Labelled("colour", "images", x, data.y[:400], data.classes, data.keys[:400],
-                    test=(test[0][:50].expand(-1, 3, -1, -1), test[1][:50]))  # fmt: skip
+    return Labelled(
+        "colour",
+        "images",
+        x,
+        data.y[:400],
+        data.classes,
+        data.keys[:400],
+        test=(test[0][:50].expand(-1, 3, -1, -1), test[1][:50]),
+    )
 
 
 @pytest.mark.parametrize("column", ["ours", "algorithm-2"])
@@ -454,8 +499,19 @@ def test_the_wide_networks_preset_has_the_constants_of_the_appendix():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_curves_are_measured_as_a_run_goes(name):
-    settings = {"part": "speed", "dataset": "digits", "network": "mlp", "rows": 400, "trusted": 200, "noise": 0.25,
-                "method": name, "T": 2, "passes": 1, "seed": 0, "steps": 4}  # fmt: skip
+    settings = {
+        "part": "speed",
+        "dataset": "digits",
+        "network": "mlp",
+        "rows": 400,
+        "trusted": 200,
+        "noise": 0.25,
+        "method": name,
+        "T": 2,
+        "passes": 1,
+        "seed": 0,
+        "steps": 4,
+    }
     found = denoising_speed.run(settings)
     curves = found["curves"]
     assert {len(values) for values in curves.values()} == {5}  # before the first step, and after each

@@ -5,22 +5,32 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bilevel_studies.denoising import runs as denoising_runs
+from bilevel_studies.denoising import speed as denoising_speed
+from bilevel_studies.denoising import study as denoising
+from bilevel_studies.sittings import Sitting
 from denoised import curve, table_row
 
 from bilevel.cli.main import main
 from bilevel.errors import DataError
-from bilevel.paper import (
-    denoising,
-    denoising_runs,
-    denoising_speed,
-)
-from bilevel.paper.sittings import Sitting
 
 CPU = torch.device("cpu")
 
 
-ONE = ["--dataset", "digits", "--noise", "0.25", "--kind", "symmetric", "--columns", "trusted,plain", "--seeds", "1",
-       "--device", "cpu"]  # fmt: skip
+ONE = [
+    "--dataset",
+    "digits",
+    "--noise",
+    "0.25",
+    "--kind",
+    "symmetric",
+    "--columns",
+    "trusted,plain",
+    "--seeds",
+    "1",
+    "--device",
+    "cpu",
+]
 
 
 def test_reproduce_denoising_runs_what_is_missing_and_shows_all_that_is_there(tmp_path, capsys, monkeypatch):

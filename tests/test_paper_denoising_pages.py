@@ -6,17 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.denoising import page as denoising_page
+from bilevel_studies.denoising import small_page as denoising_small_page
+from bilevel_studies.denoising import speed_page as denoising_speed_page
+from bilevel_studies.denoising import study as denoising
+from bilevel_studies.denoising import wide as denoising_wide
+from bilevel_studies.denoising.numbers import Numbers
+from bilevel_studies.denoising.speed import METHODS
 from denoised import curve, table_row
-
-from bilevel.paper import (
-    denoising,
-    denoising_page,
-    denoising_small_page,
-    denoising_speed_page,
-    denoising_wide,
-)
-from bilevel.paper.denoising_numbers import Numbers
-from bilevel.paper.denoising_speed import METHODS
 
 CPU = torch.device("cpu")
 
@@ -165,8 +162,15 @@ def test_cells_that_are_not_finished_are_named_and_in_no_table(tmp_path):
 
 
 def few(trusted, accuracy, alone):
-    settings = {"part": "how-few", "dataset": "mnist", "network": "mlp", "rows": 5000, "trusted": trusted, "noise": 0.4,
-                "seed": 0}  # fmt: skip
+    settings = {
+        "part": "how-few",
+        "dataset": "mnist",
+        "network": "mlp",
+        "rows": 5000,
+        "trusted": trusted,
+        "noise": 0.4,
+        "seed": 0,
+    }
     return settings, {"accuracy": accuracy, "trusted": alone, "plain": 0.8, "auc": 0.9, "auc_quality": 0.95}
 
 
@@ -181,8 +185,16 @@ def test_how_few_says_where_denoising_is_worth_it(tmp_path):
 
 def test_the_wide_networks_part_is_shown_as_far_as_it_got():
     settings = denoising_wide.cells(("ours",), 1)[0].settings
-    found = {"accuracy": 0.7, "auc": 0.8, "steps": 1200, "of": 1760, "partial": True, "ms_per_step": 250.0,
-             "memory": 2**33, "device": "GPU"}  # fmt: skip
+    found = {
+        "accuracy": 0.7,
+        "auc": 0.8,
+        "steps": 1200,
+        "of": 1760,
+        "partial": True,
+        "ms_per_step": 250.0,
+        "memory": 2**33,
+        "device": "GPU",
+    }
     text = denoising_page.page([(settings, found)], [])
     assert "| Penalty, ours | 0 | 3 | 1,200 of 1,760 | 70.00 | 0.800 | 250 | 8.0 | GPU |" in text
 

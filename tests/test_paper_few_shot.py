@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.few_shot import page as few_shot_page
+from bilevel_studies.few_shot import runs as few_shot_runs
+from bilevel_studies.few_shot import shown as few_shot_shown
+from bilevel_studies.few_shot import study
+from bilevel_studies.few_shot.findings import beside, times_of_a_step
 from common import needs
 from PIL import Image
 
-from bilevel.applications.few_shot import PROXIMITY, default_method
+from bilevel.applications.few_shot.meta_train import PROXIMITY, default_method
 from bilevel.cli.main import main
 from bilevel.data.class_sets import load_classes
-from bilevel.paper import few_shot as study
-from bilevel.paper import few_shot_page, few_shot_runs, few_shot_shown
-from bilevel.paper.few_shot_findings import beside, times_of_a_step
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,24 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
     for (ways, shots), accuracy in {(5, 1): 0.9901, (20, 1): 0.9449}.items():
         settings = study.table_settings("omniglot", "conv4", ways, shots, "penalty", 0)
         curve = [{"step": 1, "seconds": 0.5, "accuracy": 0.5}, {"step": 2, "seconds": 1.0, "accuracy": accuracy}]
-        kept.append((settings, {
-            "accuracy": accuracy, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
-            "curve": curve, "weights": 111_936, "device": "CPU", "accuracy_of_means": accuracy,
-            "train_accuracy": 0.9876,
-        }))  # fmt: skip
+        kept.append(
+            (
+                settings,
+                {
+                    "accuracy": accuracy,
+                    "interval": 0.001,
+                    "steps": 3000,
+                    "of": 3000,
+                    "ms_per_step": 8.0,
+                    "seconds": 24.0,
+                    "curve": curve,
+                    "weights": 111_936,
+                    "device": "CPU",
+                    "accuracy_of_means": accuracy,
+                    "train_accuracy": 0.9876,
+                },
+            )
+        )
     for network in ("resnet", "conv4"):
         for method, accuracy in {"penalty": 0.6012, "approx-grad": 0.5, "prototypes": 0.6}.items():
             place = study.table_settings("cifar-fs", network, 5, 1, method, 0)
@@ -102,8 +117,17 @@ def test_the_page_tells_what_is_reached_and_what_is_not(tmp_path):
 
 
 def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_claim_nothing(tmp_path):
-    whole = {"accuracy": 0.99, "interval": 0.001, "steps": 3000, "of": 3000, "seconds": 24.0, "weights": 111_936,
-             "device": "CPU", "accuracy_of_means": 0.5, "ms_per_step": 8.0}  # fmt: skip
+    whole = {
+        "accuracy": 0.99,
+        "interval": 0.001,
+        "steps": 3000,
+        "of": 3000,
+        "seconds": 24.0,
+        "weights": 111_936,
+        "device": "CPU",
+        "accuracy_of_means": 0.5,
+        "ms_per_step": 8.0,
+    }
     cut = {**whole, "accuracy": 0.9, "steps": 60, "partial": True, "ms_per_step": 99.0}
     untimed = {name: value for name, value in whole.items() if name != "ms_per_step"}
     kept = [
@@ -134,8 +158,16 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_beside_them_and_
 
 
 def test_a_quick_look_claims_nothing(tmp_path):
-    found = {"accuracy": 0.7, "interval": 0.1, "steps": 10, "of": 10, "ms_per_step": 8.0, "seconds": 1.0,
-             "weights": 111_936, "device": "CPU"}  # fmt: skip
+    found = {
+        "accuracy": 0.7,
+        "interval": 0.1,
+        "steps": 10,
+        "of": 10,
+        "ms_per_step": 8.0,
+        "seconds": 1.0,
+        "weights": 111_936,
+        "device": "CPU",
+    }
     kept = [(cell.settings, found) for cell in study.small_cells()]
     assert few_shot_page.write(kept, tmp_path)["findings"] == []
     text = (tmp_path / "few-shot.md").read_text()
@@ -155,10 +187,12 @@ def test_a_quick_look_takes_no_parts(capsys):
 
 def test_differences_are_judged_by_the_tasks_that_both_methods_have():
     cells = [
-        (study.table_settings("cifar-fs", "conv4", 5, 1, method, 0),
-         {"accuracy": sum(right) / 4 / 75, "interval": 0.2, "queries": 15, "right": right})
+        (
+            study.table_settings("cifar-fs", "conv4", 5, 1, method, 0),
+            {"accuracy": sum(right) / 4 / 75, "interval": 0.2, "queries": 15, "right": right},
+        )
         for method, right in (("penalty", [40, 50, 60, 71]), ("prototypes", [38, 48, 58, 68]))
-    ]  # fmt: skip
+    ]
     # differences 2, 2, 2, 3 of 75: 3 points, half-width t(3) * 0.5 / 2 / 75
     assert beside(cells[:1], cells[1:]) == "ProtoNet (5,000 steps) has 70.67: Penalty is 3.00 above (± 1.06)."
     cells[1][1]["right"] = [50, 40, 70, 52]
@@ -169,10 +203,12 @@ def test_the_times_of_a_step_are_compared_where_both_methods_have_one():
     cells = [
         (study.table_settings("cifar-fs", network, 5, 1, method, 0), {"ms_per_step": ms})
         for method, network, ms in (
-            ("penalty", "conv4", 10.0), ("approx-grad", "conv4", 15.0), ("penalty", "resnet", 10.0),
+            ("penalty", "conv4", 10.0),
+            ("approx-grad", "conv4", 15.0),
+            ("penalty", "resnet", 10.0),
             ("approx-grad", "resnet", None),
         )
-    ]  # fmt: skip
+    ]
     assert times_of_a_step(cells) == [
         "A step of ApproxGrad (T = 20) takes 1.5 to 1.5 times as long as one of Penalty (T = 10)."
     ]
@@ -189,8 +225,17 @@ def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
 
 
 def test_changes_that_are_listed_no_more_do_not_end_the_page(tmp_path):
-    found = {"accuracy": 0.7, "interval": 0.001, "steps": 800, "of": 800, "ms_per_step": 8.0, "seconds": 1.0,
-             "weights": 111_936, "device": "CPU", "accuracy_of_means": 0.6}  # fmt: skip
+    found = {
+        "accuracy": 0.7,
+        "interval": 0.001,
+        "steps": 800,
+        "of": 800,
+        "ms_per_step": 8.0,
+        "seconds": 1.0,
+        "weights": 111_936,
+        "device": "CPU",
+        "accuracy_of_means": 0.6,
+    }
     settings = study.cells([study.CHOICES], ["omniglot"], ["penalty"], 1, ["conv4"])[0].settings
     few_shot_page.write([({**settings, "varied": "of another time"}, found), (settings, found)], tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
@@ -224,15 +269,21 @@ def test_each_method_is_compared_with_the_changes_that_concern_it():
         (5.0, 4.0, 0.006),
     ]
     assert {(s["shots"], s["seed"], str(s.get("also"))) for s in cells if s["varied"] == "scale 10"} == {
-        (5, 0, "[5, 1]"), (5, 1, "[5, 1]"), (1, 0, "None"),
-    }  # fmt: skip
+        (5, 0, "[5, 1]"),
+        (5, 1, "[5, 1]"),
+        (1, 0, "None"),
+    }
 
 
 def test_class_means_by_cosines_have_what_penalty_has_but_a_lower_problem():
     ours, theirs = (study.table_settings("cifar-fs", "resnet", 5, 5, m, 0) for m in ("penalty", "cosines"))
     assert {key for key in ours if ours[key] != theirs.get(key)} == {
-        "method", "T", "proximity", "gamma", "lower_rate",
-    }  # fmt: skip
+        "method",
+        "T",
+        "proximity",
+        "gamma",
+        "lower_rate",
+    }
     assert set(theirs) < set(ours)
     means = study.table_settings("cifar-fs", "resnet", 5, 5, "prototypes", 0)
     assert study.timed_as(theirs) == study.timed_as(means)
@@ -296,8 +347,9 @@ def test_what_else_has_the_length_of_the_table_comes_last_by_three_seeds_and_sta
     found = {"interval": 0.01, "steps": 3000, "of": 3000, "device": "CPU", "weights": 1, "ms_per_step": 1.0}
     kept = [
         (s, {**found, "accuracy": a, "chosen_accuracy": a - 0.1, "also": {"accuracy": a - 0.2, "interval": 0.01}})
-        for s in cells for a in (0.75 - s["decay"] / 100 + s["seed"] / 1000,)
-    ]  # fmt: skip
+        for s in cells
+        for a in (0.75 - s["decay"] / 100 + s["seed"] / 1000,)
+    ]
     choice = study.cells([study.CHOICES], ["cifar-fs"], ["prototypes"], 1, ["resnet"])[0].settings
     few_shot_page.write([*kept, (choice, {**found, "accuracy": 0.7})], tmp_path)
     text = (tmp_path / "few-shot.md").read_text()
@@ -327,9 +379,15 @@ def test_what_is_tried_on_other_tasks_too_is_tried_on_unseen_classes_with_their_
 
     monkeypatch.setattr(few_shot_runs, "_evaluate", spy)
     settings = study.table_settings("omniglot", "conv4", 2, 2, "rmd", 0) | {
-        "steps": 1, "train_ways": 2, "tasks": 1, "queries": 2, "points": 1, "test_tasks": 4, "test_queries": 3,
+        "steps": 1,
+        "train_ways": 2,
+        "tasks": 1,
+        "queries": 2,
+        "points": 1,
+        "test_tasks": 4,
+        "test_queries": 3,
         "also": [2, 1],
-    }  # fmt: skip
+    }
     few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
     assert seen == [(classes.test.names, 2, 2), (classes.test.names, 2, 1)]
 
@@ -356,8 +414,15 @@ def test_of_other_meta_batches_those_of_now_are_shown_alone():
 
 
 def test_choices_of_other_settings_are_no_seeds_of_those_that_are_listed(tmp_path):
-    found = {"accuracy": 0.7, "interval": 0.01, "steps": 1, "of": 1, "device": "CPU", "weights": 1,
-             "also": {"accuracy": 0.6, "interval": 0.01}}  # fmt: skip
+    found = {
+        "accuracy": 0.7,
+        "interval": 0.01,
+        "steps": 1,
+        "of": 1,
+        "device": "CPU",
+        "weights": 1,
+        "also": {"accuracy": 0.6, "interval": 0.01},
+    }
     cells = [c.settings for c in study.cells([study.CHOICES], ["cifar-fs"], ["penalty"], 1, ["conv4"])]
     mine = [s for s in cells if s["varied"] == "scale 5" and s["shots"] == 5]
     stale = [{**mine[0], "scale": 6.0}, {**mine[0], "seed": 7}]
@@ -385,9 +450,13 @@ def test_turned_classes_are_learnt_from_and_not_tried_on(folder, tmp_path, monke
 
 
 def test_differences_of_several_seeds_are_told_one_by_one():
-    cells = {m: [(study.table_settings("cifar-fs", "conv4", 5, 1, m, seed), {"accuracy": a, "interval": 0.01})
-                 for seed, a in enumerate(found)]
-             for m, found in (("penalty", (0.6, 0.61)), ("approx-grad", (0.61, 0.58)))}  # fmt: skip
+    cells = {
+        m: [
+            (study.table_settings("cifar-fs", "conv4", 5, 1, m, seed), {"accuracy": a, "interval": 0.01})
+            for seed, a in enumerate(found)
+        ]
+        for m, found in (("penalty", (0.6, 0.61)), ("approx-grad", (0.61, 0.58)))
+    }
     # differences -1 and 3: their mean 1, half-width t(1) * sqrt(8) / sqrt(2)
     said = beside(cells["penalty"], cells["approx-grad"])
     assert said.endswith("Penalty is 1.00 above (± 25.41, which the seeds do not resolve: -1.00, +3.00).")
@@ -406,8 +475,11 @@ def test_prototypes_have_the_scale_and_the_network_of_their_cell(folder, tmp_pat
 
     monkeypatch.setattr(few_shot_runs, "train_prototypes", spy)
     settings = study.table_settings("omniglot", "conv4", 2, 1, "prototypes", 0) | {
-        "train_ways": 2, "queries": 2, "test_queries": 3, "distances": 0.25,
-    }  # fmt: skip
+        "train_ways": 2,
+        "queries": 2,
+        "test_queries": 3,
+        "distances": 0.25,
+    }
     with pytest.raises(KeyboardInterrupt):
         few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
     assert (given["scale"], given["similarity"]) == (0.25, "distance")
@@ -424,23 +496,46 @@ def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, mon
     classes = load_classes(folder)
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, "penalty", 1) | {
-        "steps": 2, "train_ways": 2, "tasks": 2, "queries": 2, "points": 1, "test_tasks": 10, "test_queries": 3,
+        "steps": 2,
+        "train_ways": 2,
+        "tasks": 2,
+        "queries": 2,
+        "points": 1,
+        "test_tasks": 10,
+        "test_queries": 3,
         "also": [2, 1],
-    }  # fmt: skip
+    }
     found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
     both = ("accuracy", "interval", "right", "accuracy_of_means")
     assert found["also"] == {name: found[name] for name in both}, "the same tasks here"
     assert sum(found["right"]) == pytest.approx(10 * 2 * 3 * found["accuracy"])
-    one = {"accuracy": 0.99, "interval": 0.001, "also": {"accuracy": 0.9, "interval": 0.002}, "steps": 1,
-           "curve": [1], "accuracy_of_means": 0.98, "train_accuracy": 1.0, "right": [1]}  # fmt: skip
+    one = {
+        "accuracy": 0.99,
+        "interval": 0.001,
+        "also": {"accuracy": 0.9, "interval": 0.002},
+        "steps": 1,
+        "curve": [1],
+        "accuracy_of_means": 0.98,
+        "train_accuracy": 1.0,
+        "right": [1],
+    }
     shown = few_shot_shown.apart([(ours[0], one)])
     assert set(shown[1][1]) == {"accuracy", "interval", "steps"}, "the rest is of 20 ways"
     assert [(s["ways"], f["accuracy"], "also" in {**s, **f}) for s, f in shown] == [(20, 0.99, False), (5, 0.9, False)]
 
 
 def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_path):
-    found = {"accuracy": 0.7, "interval": 0.001, "steps": 3000, "of": 3000, "ms_per_step": 8.0, "seconds": 24.0,
-             "weights": 3_809_888, "device": "CPU", "kept_step": 1800}  # fmt: skip
+    found = {
+        "accuracy": 0.7,
+        "interval": 0.001,
+        "steps": 3000,
+        "of": 3000,
+        "ms_per_step": 8.0,
+        "seconds": 24.0,
+        "weights": 3_809_888,
+        "device": "CPU",
+        "kept_step": 1800,
+    }
     selected = study.table_settings("cifar-fs", "resnet", 5, 5, "penalty", 0)
     assert selected["decay"] > 0
     last = {key: value for key, value in selected.items() if key not in study.KIND}
@@ -483,8 +578,18 @@ def test_a_cell_is_measured_at_its_best_step_on_meta_validation_classes(tmp_path
 
 def test_a_run_that_shared_the_gpu_has_the_time_of_a_short_run_by_itself_and_no_other(tmp_path):
     curve = [{"step": 300, "seconds": 9.0, "accuracy": 0.5}, {"step": 600, "seconds": 18.0, "accuracy": 0.9}]
-    found = {"accuracy": 0.9, "interval": 0.001, "steps": 600, "of": 600, "ms_per_step": 30.0, "seconds": 18.0,
-             "curve": curve, "weights": 111_936, "device": "CPU", "beside": 3}  # fmt: skip
+    found = {
+        "accuracy": 0.9,
+        "interval": 0.001,
+        "steps": 600,
+        "of": 600,
+        "ms_per_step": 30.0,
+        "seconds": 18.0,
+        "curve": curve,
+        "weights": 111_936,
+        "device": "CPU",
+        "beside": 3,
+    }
     shared = study.table_settings("omniglot", "conv4", 5, 1, "rmd", 0)
     untimed = study.table_settings("omniglot", "conv4", 5, 5, "rmd", 0)
     alone = study.table_settings("omniglot", "conv4", 5, 1, "penalty", 0)
@@ -524,8 +629,13 @@ def test_the_time_of_a_step_is_taken_after_the_middle_of_a_short_run(method, fol
     classes = load_classes(folder)
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
-        "part": study.TIME, "steps": 10, "train_ways": 2, "tasks": 2, "queries": 2, "test_queries": 3,
-    }  # fmt: skip
+        "part": study.TIME,
+        "steps": 10,
+        "train_ways": 2,
+        "tasks": 2,
+        "queries": 2,
+        "test_queries": 3,
+    }
     found = few_shot_runs.run(settings, torch.device("cpu"), tmp_path)
     assert found is not None
     assert found["steps"] == 10
@@ -539,9 +649,15 @@ def test_a_cell_ends_at_the_deadline_and_goes_on_to_the_same_accuracy(method, fo
     classes = load_classes(folder)
     monkeypatch.setattr(few_shot_runs, "loaded", lambda dataset, part: classes)
     settings = study.table_settings("omniglot", "conv4", 2, 1, method, 0) | {
-        "steps": 6, "train_ways": 2, "tasks": 2, "queries": 2, "points": 3, "test_tasks": 10, "test_queries": 3,
+        "steps": 6,
+        "train_ways": 2,
+        "tasks": 2,
+        "queries": 2,
+        "points": 3,
+        "test_tasks": 10,
+        "test_queries": 3,
         "selected": True,
-    }  # fmt: skip
+    }
     cpu = torch.device("cpu")
     straight = few_shot_runs.run(settings, cpu, tmp_path / "straight")
     for step in (1, 2, 3):  # a step each

@@ -7,14 +7,16 @@ import time
 
 import pytest
 import torch
+from bilevel_studies.poisoning import page as poisoning_page
+from bilevel_studies.poisoning import settings as poisoning_settings
+from bilevel_studies.poisoning import study as poisoning
+from bilevel_studies.poisoning.runs import method
+from bilevel_studies.poisoning.study import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
 from common import needs
 
-from bilevel.cells import Cell, Store, run_cells
+from bilevel._util.parallel_map import Where
 from bilevel.cli.main import main
-from bilevel.paper import poisoning, poisoning_page, poisoning_settings
-from bilevel.paper.poisoning import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
-from bilevel.paper.poisoning_runs import method
-from bilevel.workers import Where
+from bilevel.running.run_many import Cell, Store, run_cells
 
 needs_mnist = needs("mnist")
 
@@ -118,7 +120,7 @@ def test_command_writes_the_page_from_what_is_there_and_runs_nothing(tmp_path, c
 
 @needs_mnist
 def test_parts_of_a_split_share_no_image_and_targeted_ones_are_balanced():
-    from bilevel.paper.poisoning_runs import split
+    from bilevel_studies.poisoning.runs import split
 
     for kind, counts in poisoning.SPLITS.items():
         parts = split(kind, 0)
@@ -134,10 +136,17 @@ def test_parts_of_a_split_share_no_image_and_targeted_ones_are_balanced():
 @needs_mnist
 @pytest.mark.slow
 def test_penalty_at_six_percent_is_near_the_paper_on_one_seed():
-    from bilevel.paper.poisoning_runs import run
+    from bilevel_studies.poisoning.runs import run
 
-    settings = {"part": "table", "attack": UNTARGETED, "column": "penalty", "percent": 6, "seed": 0,
-                "weight": poisoning.WEIGHT, **poisoning.BEFORE_THE_CHOICE[UNTARGETED, "penalty"]}  # fmt: skip
+    settings = {
+        "part": "table",
+        "attack": UNTARGETED,
+        "column": "penalty",
+        "percent": 6,
+        "seed": 0,
+        "weight": poisoning.WEIGHT,
+        **poisoning.BEFORE_THE_CHOICE[UNTARGETED, "penalty"],
+    }
     found = run(settings)
     assert found["accuracy"] < 0.70  # the paper: 0.676; label flipping is at 0.84
     assert len(found["pictures"]["labels"]) == 10
@@ -189,10 +198,13 @@ def test_other_methods_have_the_best_of_their_candidates_too():
 def test_no_margin_is_claimed_over_a_column_that_is_not_reproduced():
     def cells(column, accuracy, wide=0.002):
         return [
-            ({"part": "table", "attack": UNTARGETED, "column": column, "percent": at, "seed": seed},
-             {"accuracy": accuracy + (0.001 if column == "penalty" else wide) * seed})
-            for at in poisoning.PERCENTS for seed in range(2)
-        ]  # fmt: skip
+            (
+                {"part": "table", "attack": UNTARGETED, "column": column, "percent": at, "seed": seed},
+                {"accuracy": accuracy + (0.001 if column == "penalty" else wide) * seed},
+            )
+            for at in poisoning.PERCENTS
+            for seed in range(2)
+        ]
 
     kept = [*cells("penalty", 0.6), *cells("flipping", 0.84)]
     weak = poisoning_page._beside([*kept, *cells("rmd", 0.9)], UNTARGETED, "rmd")
@@ -227,7 +239,7 @@ def test_the_effect_of_lower_steps_compares_the_same_objective_on_the_same_image
 
 @needs_mnist
 def test_candidates_are_measured_on_images_that_no_test_of_the_table_has():
-    from bilevel.paper.poisoning_runs import for_the_choice, split
+    from bilevel_studies.poisoning.runs import for_the_choice, split
 
     for kind in PAPER:
         tests = {row.numpy().tobytes() for row in split(kind, 0)[2][0]}
@@ -242,10 +254,17 @@ def test_candidates_are_measured_on_images_that_no_test_of_the_table_has():
 
 @needs_mnist
 def test_shifts_move_by_one_pixel_and_keep_labels():
-    from bilevel.paper.poisoning_runs import Task, shifted
+    from bilevel_studies.poisoning.runs import Task, shifted
 
-    settings = {"attack": TARGETED, "column": "penalty", "percent": 1, "seed": 0, "weight": 0.005, "factor": 1.0,
-                "shifts": 0}  # fmt: skip
+    settings = {
+        "attack": TARGETED,
+        "column": "penalty",
+        "percent": 1,
+        "seed": 0,
+        "weight": 0.005,
+        "factor": 1.0,
+        "shifts": 0,
+    }
     goal = Task(settings).goal(settings)
     wide = shifted(goal)
     count = len(goal.y)

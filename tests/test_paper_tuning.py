@@ -6,10 +6,12 @@ import json
 import shutil
 
 import pytest
+from bilevel_studies.tuning import data as tuning_data
+from bilevel_studies.tuning import page as tuning_page
+from bilevel_studies.tuning import study as tuning
 from common import needs
 
 from bilevel.cli.main import main
-from bilevel.paper import tuning, tuning_data, tuning_page
 
 
 @pytest.fixture
@@ -102,11 +104,18 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
         return {"part": "linear", "dataset": "digits", "way": way, "seed": seed}, result
 
     found = [
-        cell("per-feature", 0, 0.1, 0.3), cell("single", 0, 0.2, 0.25), cell("per-feature", 1, 0.4, 0.2),
-        cell("single", 1, 0.3, 0.3), cell("per-feature", 2, 9.0, 9.0), cell("folds", 0, 0.2, 0.2),
-        cell("per-feature, caution 1", 0, 0.2, 0.25), cell("per-feature, caution 1", 1, 0.35, 0.3),
-        cell("folds", 1, 0.2, 0.3), cell("folds, single", 0, 0.3, 0.25), cell("folds, single", 1, 0.3, 0.25),
-    ]  # fmt: skip
+        cell("per-feature", 0, 0.1, 0.3),
+        cell("single", 0, 0.2, 0.25),
+        cell("per-feature", 1, 0.4, 0.2),
+        cell("single", 1, 0.3, 0.3),
+        cell("per-feature", 2, 9.0, 9.0),
+        cell("folds", 0, 0.2, 0.2),
+        cell("per-feature, caution 1", 0, 0.2, 0.25),
+        cell("per-feature, caution 1", 1, 0.35, 0.3),
+        cell("folds", 1, 0.2, 0.3),
+        cell("folds, single", 0, 0.3, 0.25),
+        cell("folds, single", 1, 0.3, 0.25),
+    ]
     said = tuning_page.write(found, tmp_path)
     page = (tmp_path / "tuning.md").read_text()
     assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in page

@@ -15,8 +15,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits, load_iris
 
-from bilevel.applications.auditing import Ground
-from bilevel.applications.classifiers import classifier
+from bilevel.applications.default_classifier import classifier
+from bilevel.applications.poisoning.audit import Ground
 from bilevel.cli import poison_audit
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
@@ -190,9 +190,10 @@ def test_victim_that_learns_nothing_has_a_note_and_no_green_page(arrays, tmp_pat
 def test_attack_does_not_see_the_test_rows(arrays, tmp_path, kind):
     """Other test rows, but for the target of a clean-label attack: the same points to the last bit."""
     options = {
-        "untargeted": [], "targeted": ["--target-class", 8, "--as", 3],
+        "untargeted": [],
+        "targeted": ["--target-class", 8, "--as", 3],
         "clean-label": ["--target", 0, "--as", 3, "--epsilon", 2],
-    }[kind]  # fmt: skip
+    }[kind]
     given = dict(np.load(arrays))
     first = given["x_test"][:1].copy()
     random = np.random.default_rng(0)

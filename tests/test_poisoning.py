@@ -8,25 +8,27 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.poisoning.feature_collision import collide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from bilevel import Callback, DataError, Penalty, models
-from bilevel.applications import auditing, poisoning
-from bilevel.applications.auditing import Aim, carry_out, goal_of, noticed, on_features, prepare
-from bilevel.applications.bounds import Bound, Within, norms
-from bilevel.applications.feature_collision import collide
-from bilevel.applications.poisoning import attack, evaluate, smallest, unmoved
-from bilevel.applications.poisoning_goals import Goal, clean_label, raised_loss, targeted, untargeted
-from bilevel.applications.victims import Recipe, decayed, mapped, trained
-from bilevel.applications.whitening import CURVATURE, Whitened, whitened
+from bilevel import Callback, DataError, Penalty
+from bilevel._util.random_state import seeded
+from bilevel.applications import networks as models
+from bilevel.applications.poisoning import attack as poisoning
+from bilevel.applications.poisoning import audit as auditing
+from bilevel.applications.poisoning.attack import attack, evaluate, smallest, unmoved
+from bilevel.applications.poisoning.audit import Aim, carry_out, goal_of, noticed, on_features, prepare
+from bilevel.applications.poisoning.bounds import Bound, Within, norms
+from bilevel.applications.poisoning.goals import Goal, clean_label, raised_loss, targeted, untargeted
+from bilevel.applications.poisoning.victims import Recipe, decayed, mapped, trained
+from bilevel.applications.poisoning.whitened_victim import CURVATURE, Whitened, whitened
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError, ProblemError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.replay import seeded
 
 EXACT = Recipe(optimizer="lbfgs", steps=300, decay=0.005)
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -123,9 +125,13 @@ def test_direction_of_the_attack_is_that_of_the_retrained_objective(digits):
     goal = untargeted(train, validation, 6, seed=1, objective=raised_loss)
     model = softmax_regression().double()
     poison = attack(
-        goal, train, model, recipe=EXACT, steps=30,
+        goal,
+        train,
+        model,
+        recipe=EXACT,
+        steps=30,
         method=own(gamma=30.0, upper_optimizer=partial(torch.optim.Adam, lr=0.01)),
-    )  # fmt: skip
+    )
     values = []
     for points in (goal.base, poison.x):
         x, y = torch.cat([train[0], points]), torch.cat([train[1], goal.labels])
@@ -523,9 +529,7 @@ def test_collision_is_squared_or_plain():
 
 @pytest.mark.parametrize("squared", [True, False])
 def test_slope_of_the_collision_term_is_that_of_its_differences(squared):
-    goal = dataclasses.replace(
-        Goal("clean-label", *[torch.zeros(3, 2)] * 5), squared=squared, collision_weight=0.7
-    )  # fmt: skip
+    goal = dataclasses.replace(Goal("clean-label", *[torch.zeros(3, 2)] * 5), squared=squared, collision_weight=0.7)
     generator = torch.Generator().manual_seed(0)
     z, wanted = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     assert _apart_from_differences(lambda z: goal.collision(z, wanted[:1]), z) < 1e-8

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from bilevel import Callback, CheckpointError, OptionError, Penalty, Problem, Rows, Status, solve
-from bilevel.autodiff import Derivatives
-from bilevel.models import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
-from bilevel.precision import reduced
-from bilevel.prices import Gradients, Prices
-from bilevel.problem import Variable
+from bilevel.applications.networks import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
+from bilevel.derivatives.mixed_precision import reduced
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.problem.variables import Variable
 
 COUNT = 40
 """Examples of a batch."""
@@ -276,9 +276,14 @@ def test_variables_that_are_not_float32_are_refused(quadratic):
         solve(Problem(upper, lower), Penalty(), rows, nn.Linear(64, 10), digits(0)[:2], max_steps=2, precision="bf16")
     with pytest.raises(OptionError, match=r"v\['weight'\] is float64"):
         solve(
-            Problem(upper, lower), Penalty(), Rows(3), nn.Linear(64, 10).double(), digits(0)[:2], max_steps=2,
+            Problem(upper, lower),
+            Penalty(),
+            Rows(3),
+            nn.Linear(64, 10).double(),
+            digits(0)[:2],
+            max_steps=2,
             precision="bf16",
-        )  # fmt: skip
+        )
 
 
 def test_deterministic_mode_refuses_it():
@@ -307,12 +312,19 @@ def test_importances_of_a_network_that_fits_its_data_have_the_direction_of_float
     assert cosine(found("bf16"), found(None)) > 0.995
 
 
-@pytest.mark.parametrize("loss", [
-    lambda z: nn.functional.log_softmax(z, -1), lambda z: nn.functional.log_softmax(input=z, dim=-1),
-    lambda z: z.softmax(-1), lambda z: torch.special.log_softmax(z, -1), lambda z: nn.functional.softmin(z, -1),
-    lambda z: torch.logsumexp(z, -1), lambda z: cross_entropy(input=z, target=torch.zeros(3, dtype=torch.int64)),
-    lambda z: nn.CrossEntropyLoss()(z, torch.zeros(3, dtype=torch.int64)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: nn.functional.log_softmax(z, -1),
+        lambda z: nn.functional.log_softmax(input=z, dim=-1),
+        lambda z: z.softmax(-1),
+        lambda z: torch.special.log_softmax(z, -1),
+        lambda z: nn.functional.softmin(z, -1),
+        lambda z: torch.logsumexp(z, -1),
+        lambda z: cross_entropy(input=z, target=torch.zeros(3, dtype=torch.int64)),
+        lambda z: nn.CrossEntropyLoss()(z, torch.zeros(3, dtype=torch.int64)),
+    ],
+)
 def test_loss_over_classes_gets_its_scores_in_float32(loss):
     """By a cast before the loss, not inside its kernel: the second derivative of that cast is exact."""
     with reduced("bf16", torch.device("cpu")):

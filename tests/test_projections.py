@@ -54,12 +54,25 @@ def sets(draw: st.DrawFn) -> Box | Ball | Simplex:
     size = draw(st.sampled_from([0.1, 1.0, 7.5]))
     center = torch.tensor([[0.3], [-1.0], [2.0]], dtype=torch.float64)
     return draw(
-        st.sampled_from([
-            Box(-size, size), Box(low=-size), Box(high=size), Box(center - size, center + size), Box(size, size),
-            Ball(size), Ball(size, center=1.5), Ball(size, center=center), Ball(size, dim=0), Ball(size, dim=-1),
-            Ball(size, dim=(0, 1)), Simplex(size), Simplex(size, dim=0), Simplex(),
-        ])
-    )  # fmt: skip
+        st.sampled_from(
+            [
+                Box(-size, size),
+                Box(low=-size),
+                Box(high=size),
+                Box(center - size, center + size),
+                Box(size, size),
+                Ball(size),
+                Ball(size, center=1.5),
+                Ball(size, center=center),
+                Ball(size, dim=0),
+                Ball(size, dim=-1),
+                Ball(size, dim=(0, 1)),
+                Simplex(size),
+                Simplex(size, dim=0),
+                Simplex(),
+            ]
+        )
+    )
 
 
 @settings(deadline=None, max_examples=150)

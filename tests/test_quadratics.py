@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from bilevel_studies.quadratics import quadratic
 
 from bilevel import Penalty, solve
-from bilevel.applications.quadratics import quadratic
-from bilevel.applications.synthetic import examples
+from bilevel.applications.comparison.synthetic_problems import examples
 
 SEEDS = range(11, 16)
 """Not used for choosing constants."""

@@ -15,7 +15,8 @@ from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
 from ranks import ends, on_ranks, started
 from test_distributed import assert_alike
 
-from bilevel import Callback, Penalty, Problem, Run, distributed, solve
+from bilevel import Callback, Penalty, Problem, Run, solve
+from bilevel.distributed import process_group as distributed
 
 CASES = ["penalty, rows", "value gap"]
 
@@ -48,9 +49,20 @@ def run(folder: str, stop: int | None) -> dict[str, Any]:
         found[name] = numbers(solution)
     problem = Problem(dropping, dropping)
     drop = solve(
-        problem, Penalty(lower_steps=1), decays(), network(), data(), max_steps=STEPS, seed=1, log_every=4,
-        checkpoint=f"{folder}/dropout", resume=True, every=2, callbacks=callbacks, hypergradient=False,
-    )  # fmt: skip
+        problem,
+        Penalty(lower_steps=1),
+        decays(),
+        network(),
+        data(),
+        max_steps=STEPS,
+        seed=1,
+        log_every=4,
+        checkpoint=f"{folder}/dropout",
+        resume=True,
+        every=2,
+        callbacks=callbacks,
+        hypergradient=False,
+    )
     return found | {"dropout": numbers(drop), "without data": without_data(stop)}
 
 
@@ -87,9 +99,17 @@ def test_a_run_resumes_to_the_same_bits_and_at_another_number_of_ranks(tmp_path)
 def long_run(folder: str, limit: float) -> None:
     distributed.TIMEOUT = timedelta(seconds=limit)
     solve(
-        ridge(), Penalty(), decays(), network(), data(), max_steps=100_000, seed=0, log_every=1, every=1,
+        ridge(),
+        Penalty(),
+        decays(),
+        network(),
+        data(),
+        max_steps=100_000,
+        seed=0,
+        log_every=1,
+        every=1,
         checkpoint=folder,
-    )  # fmt: skip
+    )
 
 
 def signalled(folder: Path, rank: int, number: int, size: int = 3, limit: float = 600) -> dict[int, str]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from common import leaf, two_minimisers
 
-from bilevel import OptionError, Penalty, Problem, Status, reading, solve
+from bilevel import OptionError, Penalty, Problem, Status, solve
+from bilevel.running import pessimistic as reading
 
 
 def test_pessimistic_reading_ends_where_the_worst_lower_solution_is_least():

@@ -10,15 +10,7 @@ from common import SGD, leaf, plain
 from torch import nn
 
 import bilevel
-from bilevel import (
-    Alternating,
-    OptionError,
-    Penalty,
-    Problem,
-    ProblemError,
-    VariableError,
-    solve,
-)
+from bilevel import Alternating, OptionError, Penalty, Problem, ProblemError, VariableError, solve
 
 
 @pytest.mark.parametrize("name", ["lower_equalities", "lower_inequalities"])
@@ -40,11 +32,26 @@ def test_constraint_that_is_no_function_is_refused(quadratic):
 
 
 STOCHASTIC_ONLY = {
-    "lower_steps": 3, "lam": 1.0, "epsilon": 0.1, "nu": 0.0, "multipliers": True, "average_residual": True,
-    "gamma_factor": 1.1, "lam_factor": 0.9, "epsilon_factor": 0.9, "smoothing": 0.5, "advances": 3, "advance_every": 3,
-    "warm_up": 0.1, "decay": "linear", "rate_power": 0.5, "upper_optimizer": SGD, "lower_optimizer": SGD,
-    "lower_batches": "fresh", "cotangent": "same",
-}  # fmt: skip
+    "lower_steps": 3,
+    "lam": 1.0,
+    "epsilon": 0.1,
+    "nu": 0.0,
+    "multipliers": True,
+    "average_residual": True,
+    "gamma_factor": 1.1,
+    "lam_factor": 0.9,
+    "epsilon_factor": 0.9,
+    "smoothing": 0.5,
+    "advances": 3,
+    "advance_every": 3,
+    "warm_up": 0.1,
+    "decay": "linear",
+    "rate_power": 0.5,
+    "upper_optimizer": SGD,
+    "lower_optimizer": SGD,
+    "lower_batches": "fresh",
+    "cotangent": "same",
+}
 
 
 @pytest.mark.parametrize(("name", "value"), STOCHASTIC_ONLY.items())
@@ -132,7 +139,8 @@ BAD_PROBLEMS = {
     "NaN above": (Problem(lambda u, v, b: good_f(u, v, b) * math.nan, good_g), "upper must be finite; it is .*nan"),
     "infinity below": (Problem(good_f, lambda u, v, b: good_g(u, v, b) / 0), "lower must be finite; it is .*inf|nan"),
     "NaN in a constraint": (
-        Problem(good_f, good_g, equalities=[lambda u, v, b: torch.log(u - 1)]), "constraint 0 must be finite"
+        Problem(good_f, good_g, equalities=[lambda u, v, b: torch.log(u - 1)]),
+        "constraint 0 must be finite",
     ),
     "a slope that is not finite": (
         Problem(good_f, lambda u, v, b: torch.sqrt(v**2).sum() + good_g(u, v, b)),
@@ -143,12 +151,14 @@ BAD_PROBLEMS = {
         r"lower failed at the first evaluation with RuntimeError.*u of shape \(2,\); v of shape \(2,\); batch None",
     ),
     "an error above": (
-        Problem(lambda u, v, b: v["weight"], good_g), "upper failed at the first evaluation with IndexError"
+        Problem(lambda u, v, b: v["weight"], good_g),
+        "upper failed at the first evaluation with IndexError",
     ),
     "a constraint that is no tensor": (
-        Problem(good_f, good_g, inequalities=[lambda u, v, b: 0.0]), "constraint 0 must return a tensor; got float"
+        Problem(good_f, good_g, inequalities=[lambda u, v, b: 0.0]),
+        "constraint 0 must return a tensor; got float",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "stochastic"])

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from unrolling import SGD, Network, normal, reference, start, watch
 
 from bilevel import BilevelWarning, Box, OptionError, Problem, Rows, solve
+from bilevel._util.random_state import random_state, set_random_state
 from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.replay import random_state, set_random_state
 
 FIXED: dict[str, Any] = {"warm_up": 0.0, "upper_optimizer": SGD, "decay": "constant"}
 RATE = 0.3
@@ -304,9 +304,13 @@ def test_lower_objective_is_evaluated_t_times_each_way_and_once_for_the_record(
     counter = Counter(quadratic.problem)
     method = ReverseMode(lower_steps=4, truncate=truncate, warm_up=0.5)
     solution = run_case(
-        quadratic, Case("", method, data, 6, 0.0), problem=counter.problem, callbacks=[counter], log_every=1,
+        quadratic,
+        Case("", method, data, 6, 0.0),
+        problem=counter.problem,
+        callbacks=[counter],
+        log_every=1,
         accumulate=accumulate,
-    )  # fmt: skip
+    )
     lower = [accumulate * 5] * 3 + [accumulate * (5 + back)] * 3
     assert counter.each_step("lower") == lower
     assert counter.each_step("upper") == [accumulate] * 6
@@ -329,9 +333,18 @@ def test_run_on_noisy_batches_resumes_bit_for_bit(tmp_path):
         for resume in [False, True][: 1 + len(stops)]:
             problem, u, v, data = classify()
             solve(
-                problem, ReverseMode(lower_steps=2, momentum=0.5), u, v, data, max_steps=8, seed=0, log_every=1,
-                checkpoint=tmp_path / str(len(stops)), callbacks=[] if resume else stops, resume=resume,
-            )  # fmt: skip
+                problem,
+                ReverseMode(lower_steps=2, momentum=0.5),
+                u,
+                v,
+                data,
+                max_steps=8,
+                seed=0,
+                log_every=1,
+                checkpoint=tmp_path / str(len(stops)),
+                callbacks=[] if resume else stops,
+                resume=resume,
+            )
         ends.append([u.values, *v.state_dict().values()])
     for x, y in zip(*ends, strict=True):
         assert torch.equal(x, y)
@@ -353,9 +366,15 @@ def test_rate_that_is_too_large_diverges(quadratic):
     u, v = quadratic.start()
     seen = Watch(u, v)
     solution = solve(
-        quadratic.problem, ReverseMode(lower_rate=100.0, warm_up=0.0), u, v, max_steps=200, log_every=5,
-        callbacks=[seen], seed=0,
-    )  # fmt: skip
+        quadratic.problem,
+        ReverseMode(lower_rate=100.0, warm_up=0.0),
+        u,
+        v,
+        max_steps=200,
+        log_every=5,
+        callbacks=[seen],
+        seed=0,
+    )
     check_divergence(solution, seen, 5)
 
 
@@ -394,7 +413,7 @@ def compare(method: Any, *, rows: bool, steps: int = 6) -> None:
 @pytest.mark.parametrize("whole", [0, 10**6], ids=["steps", "whole"])
 def test_record_takes_the_path_of_eager(monkeypatch, rows, whole):
     monkeypatch.setattr("torch._inductor.compile", lambda graph, inputs, options: graph)
-    monkeypatch.setattr("bilevel.engine.WHOLE", whole)
+    monkeypatch.setattr("bilevel.engines.engine.WHOLE", whole)
     compare(ReverseMode(lower_steps=3, lower_rate=0.1, momentum=0.5, warm_up=0.4), rows=rows)
 
 
@@ -417,11 +436,21 @@ def test_random_draws_keep_a_run_from_being_recorded():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lower_steps", 0), ("lower_rate", 0.0), ("lower_rate", -1.0), ("lower_rate", math.nan), ("momentum", 1.0),
-        ("momentum", -0.1), ("truncate", 0), ("truncate", 6), ("truncate", 1.5), ("lower_decay", "cosine"),
-        ("decay", "cosine"), ("warm_up", 1.0), ("upper_optimizer", 0.1),
+        ("lower_steps", 0),
+        ("lower_rate", 0.0),
+        ("lower_rate", -1.0),
+        ("lower_rate", math.nan),
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("truncate", 0),
+        ("truncate", 6),
+        ("truncate", 1.5),
+        ("lower_decay", "cosine"),
+        ("decay", "cosine"),
+        ("warm_up", 1.0),
+        ("upper_optimizer", 0.1),
     ],
-)  # fmt: skip
+)
 def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
     with pytest.raises(OptionError) as caught:
         ReverseMode(**{name: value})

@@ -12,19 +12,10 @@ from reviews import COMMAND, NASTY, data_of, decoded, review
 from test_report import Page
 
 from bilevel.errors import OptionError
-from bilevel.report import Table
-from bilevel.report import read as source
 from bilevel.report.figures import importances, losses
-from bilevel.report.review import (
-    MOST,
-    Suspect,
-    embedded,
-    listed,
-    mistaken,
-    render_review,
-    sheets,
-    worst_first,
-)
+from bilevel.report.page import Table
+from bilevel.report.page import read as source
+from bilevel.report.review_page import MOST, Suspect, embedded, listed, mistaken, render_review, sheets, worst_first
 
 
 def test_elements_are_closed_in_order_and_identifiers_are_there_once():

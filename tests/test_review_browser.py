@@ -10,11 +10,8 @@ from common import chromium
 from reviews import NASTY, decoded, review
 from test_report import Page
 
-from bilevel.report import read as source
-from bilevel.report.review import (
-    Suspect,
-    render_review,
-)
+from bilevel.report.page import read as source
+from bilevel.report.review_page import Suspect, render_review
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,10 @@ from bilevel import (
     VariableError,
     solve,
 )
-from bilevel.check import variables
-from bilevel.method import Setting
-from bilevel.rows import RowAdam
-from bilevel.sources import Sources
+from bilevel.batches.sources import Sources
+from bilevel.measures.problem_check import variables
+from bilevel.methods.base import Setting
+from bilevel.optim.row_adam import RowAdam
 
 RATE = torch.tensor(0.05, dtype=torch.float64)
 
@@ -174,10 +174,20 @@ def test_stochastic_step_with_rows_makes_nothing_of_the_size_of_the_data():
     assert (u.values != 0).sum().item() <= 3 * size  # rows were moved, and only those of the batches drawn
 
 
-@pytest.mark.parametrize("index", [
-    torch.tensor([4, 1, 4]), torch.tensor([[0, 1], [1, 2]]), [3, 3, 0], slice(1, 4), slice(None), 2,
-    torch.tensor([True, False, True, False, True]), torch.tensor(3),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.tensor([4, 1, 4]),
+        torch.tensor([[0, 1], [1, 2]]),
+        [3, 3, 0],
+        slice(1, 4),
+        slice(None),
+        2,
+        torch.tensor([True, False, True, False, True]),
+        torch.tensor(3),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_reading_rows_gives_the_same_values_whether_or_not_a_gradient_is_wanted(index, shape):
     rows = Rows(5, init=normal(0, 5, *shape))
@@ -275,9 +285,14 @@ def test_rows_in_a_dict_move_as_alone(curvature):
         v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         extra = torch.zeros((), dtype=torch.float64, requires_grad=True)
         solve(
-            renamed if wrapped else problem, Penalty(curvature=curvature), {"a": extra, "w": u} if wrapped else u, v,
-            data, max_steps=30, seed=0,
-        )  # fmt: skip
+            renamed if wrapped else problem,
+            Penalty(curvature=curvature),
+            {"a": extra, "w": u} if wrapped else u,
+            v,
+            data,
+            max_steps=30,
+            seed=0,
+        )
         found.append(u.values)
     # Adding 0 * a changes no number, so the two runs make the same ones in the same order.
     assert torch.equal(*found)
@@ -341,9 +356,13 @@ def test_optimizer_other_than_adam_is_refused_for_rows():
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     with pytest.raises(OptionError, match=r"upper_optimizer must be torch\.optim\.Adam .* got SGD"):
         solve(
-            problem, Penalty(upper_optimizer=partial(torch.optim.SGD, lr=0.1)), Rows(40, dtype=torch.float64), v, data,
+            problem,
+            Penalty(upper_optimizer=partial(torch.optim.SGD, lr=0.1)),
+            Rows(40, dtype=torch.float64),
+            v,
+            data,
             max_steps=1,
-        )  # fmt: skip
+        )
 
 
 def test_adam_options_that_rows_cannot_follow_are_refused():
@@ -373,9 +392,16 @@ def test_rows_move_as_a_tensor_does_and_their_gradient_has_its_norm(kind, projec
         v = torch.full((1,), 0.5, dtype=torch.float64, requires_grad=True)
         method = kind(lower_steps=2, warm_up=0.0, upper_optimizer=partial(torch.optim.Adam, lr=0.01))
         solution = solve(
-            Problem(upper, lower, project_upper=projection), method, u, v, ([1.0, 2.0], order),
-            max_steps=8, seed=0, accumulate=accumulate, hypergradient=False,
-        )  # fmt: skip
+            Problem(upper, lower, project_upper=projection),
+            method,
+            u,
+            v,
+            ([1.0, 2.0], order),
+            max_steps=8,
+            seed=0,
+            accumulate=accumulate,
+            hypergradient=False,
+        )
         values = u.values if isinstance(u, Rows) else u.detach()
         found.append((values.clone(), v.detach(), torch.tensor(solution.history["grad_u"])))
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bilevel.prices import Gradients, Prices
-from bilevel.schedule import Schedule
-from bilevel.solution import REASONS
-from bilevel.vectors import dot
+from bilevel._util.tensor_lists import dot
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.methods.penalty.schedule import Schedule
+from bilevel.results import REASONS
 
 FACTORS = (1.1, 0.9, 0.8)
 SHAPES = ((2,), (3, 2))
@@ -39,19 +39,31 @@ def schedule(seed: int = 0, *, epsilon=0.5, every=None, smoothing=None, multipli
         mu=[normal(generator, *CONSTRAINTS[0])] + [normal(generator, *shape).abs() for shape in CONSTRAINTS[1:]],
     )
     return Schedule(
-        prices, number(4.0), None if epsilon is None else number(epsilon), factors=FACTORS, every=every,
-        smoothing=smoothing, multipliers=multipliers, averaged=averaged, equalities=1,
-        like=[number(0.0), torch.zeros(4, dtype=torch.float64)], square=lambda x: dot(x, x),
-    )  # fmt: skip
+        prices,
+        number(4.0),
+        None if epsilon is None else number(epsilon),
+        factors=FACTORS,
+        every=every,
+        smoothing=smoothing,
+        multipliers=multipliers,
+        averaged=averaged,
+        equalities=1,
+        like=[number(0.0), torch.zeros(4, dtype=torch.float64)],
+        square=lambda x: dot(x, x),
+    )
 
 
 def gradients(seed: int) -> Gradients:
     generator = torch.Generator().manual_seed(seed)
     residual = [normal(generator, *shape) for shape in SHAPES]
     return Gradients(
-        f=number(0.0), g=number(0.0), slope=residual, residual=residual, v=[],
+        f=number(0.0),
+        g=number(0.0),
+        slope=residual,
+        residual=residual,
+        v=[],
         constraints=[normal(generator, *shape) for shape in CONSTRAINTS],
-    )  # fmt: skip
+    )
 
 
 def held(s: Schedule) -> list[Tensor]:

@@ -29,10 +29,10 @@ from bilevel import (
     Solution,
     ValueFunction,
     ValueGap,
-    checkpoint,
     solve,
     weighted_mean,
 )
+from bilevel.running import checkpoints as checkpoint
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 METHODS = {
@@ -42,10 +42,18 @@ METHODS = {
     "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
     # The running mean of the gradient falls below epsilon in the last step; a shard of it alone in the one before.
     "smoothed": Penalty(
-        curvature="difference", lower_steps=1, warm_up=0.0, epsilon=1.0, epsilon_factor=0.9, smoothing=0.5,
-        advance_every=100, multipliers=True, lower_optimizer=ADAM, upper_optimizer=ADAM,
+        curvature="difference",
+        lower_steps=1,
+        warm_up=0.0,
+        epsilon=1.0,
+        epsilon_factor=0.9,
+        smoothing=0.5,
+        advance_every=100,
+        multipliers=True,
+        lower_optimizer=ADAM,
+        upper_optimizer=ADAM,
     ),
-}  # fmt: skip
+}
 RESUMED = METHODS | {
     "running": Penalty(curvature="difference", lower_steps=1, cotangent="running", average_residual=True),
     "momentum": Penalty(
@@ -115,11 +123,12 @@ def numbers(solution: Solution) -> dict[str, Any]:
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in solution.v.parameters()]
     certificate = solution.certificate
     return {
-        "u": solution.u.tolist(), "v": torch.cat([p.detach().reshape(-1) for p in whole]).tolist(),
+        "u": solution.u.tolist(),
+        "v": torch.cat([p.detach().reshape(-1) for p in whole]).tolist(),
         **{name: solution.history[name] for name in ("upper", "lower", "grad_u", "grad_v", "residual", "gamma")},
         "advanced": solution.history["advanced"],
         "certificate": [certificate.stationarity_u, certificate.stationarity_v, certificate.lower_residual],
-    }  # fmt: skip
+    }
 
 
 def divided() -> dict[str, Any]:

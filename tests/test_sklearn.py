@@ -26,8 +26,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from bilevel import BilevelWarning, DataError, History, OptionError, Penalty, ProblemError, Progress, ValueGap
-from bilevel.applications.denoising import denoise
-from bilevel.models import mlp
+from bilevel.applications.denoising.denoise import denoise
+from bilevel.applications.networks import mlp
 from bilevel.sklearn import DenoisingClassifier
 
 PAGE = Path(__file__).parent.parent / "docs" / "sklearn.md"
@@ -315,9 +315,12 @@ def test_the_mask_as_weight_scores_the_trusted_rows_alone():
 def test_numbers_of_numpy_are_parameters_too():
     X, y, trusted, _ = blobs()
     options = {
-        "steps": np.int64(20), "batch": np.int32(8), "rate": np.float32(0.01), "hidden": np.array([8]),
+        "steps": np.int64(20),
+        "batch": np.int32(8),
+        "rate": np.float32(0.01),
+        "hidden": np.array([8]),
         "random_state": np.int64(0),
-    }  # fmt: skip
+    }
     clf = DenoisingClassifier(**options).fit(X, y, trusted=trusted)
     plain = DenoisingClassifier(batch=8, rate=float(np.float32(0.01)), **TINY).fit(X, y, trusted=trusted)
     np.testing.assert_array_equal(clf.importance_, plain.importance_)
@@ -368,7 +371,7 @@ X, Y, TRUSTED, _ = blobs(classes=3)
         (TRUSTED[:-1], r"each of the 60 rows of X; got ndarray of bool and shape \(59,\)"),
         ([X, Y], r"trusted must be a tuple \(X, y\), or a mask"),
     ],
-)  # fmt: skip
+)
 def test_trusted_rows_that_do_not_fit_are_refused(trusted, sentence):
     with pytest.raises(DataError, match=sentence):
         DenoisingClassifier(**TINY).fit(X, Y, trusted=trusted)
@@ -390,7 +393,7 @@ def test_trusted_rows_that_do_not_fit_are_refused(trusted, sentence):
         ({"module": mlp(4, (), 5)}, r"one score for each of the 3 classes of y; .* shape \(1, 5\)"),
         ({"module": mlp(4, (), 2)}, r"one score for each of the 3 classes of y; .* shape \(1, 2\)"),
     ],
-)  # fmt: skip
+)
 def test_options_out_of_range_are_refused_in_fit(options, sentence):
     clf = DenoisingClassifier(**TINY | options)
     with pytest.raises(OptionError, match=sentence):

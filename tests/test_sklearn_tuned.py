@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from bilevel import DataError, OptionError
-from bilevel.applications.linear_tuning import STAGES
+from bilevel.applications.tuning.linear_tuning import STAGES
 from bilevel.sklearn import TunedLogisticRegression, TunedRidge
 
 
@@ -88,10 +88,15 @@ def test_they_work_in_pipelines_and_cross_validation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"penalty": "some"}, "penalty"), ({"folds": 1}, "folds"), ({"folds": 1.5}, "folds"),
-        ({"caution": -1}, "caution"), ({"caution": "much"}, "caution"), ({"steps": 0}, "steps"), ({"tol": 0.0}, "tol"),
+        ({"penalty": "some"}, "penalty"),
+        ({"folds": 1}, "folds"),
+        ({"folds": 1.5}, "folds"),
+        ({"caution": -1}, "caution"),
+        ({"caution": "much"}, "caution"),
+        ({"steps": 0}, "steps"),
+        ({"tol": 0.0}, "tol"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_refused_by_name(options, message):
     X, y = sparse(rows=30)
     with pytest.raises(OptionError, match=message):

@@ -11,15 +11,7 @@ import torch
 from common import Each, leaf, plain
 from torch import Tensor, nn
 
-from bilevel import (
-    BilevelWarning,
-    OptionError,
-    Penalty,
-    Problem,
-    Rows,
-    Status,
-    solve,
-)
+from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows, Status, solve
 
 # -- u and v -----------------------------------------------------------------------------------------------------------
 
@@ -241,9 +233,13 @@ def test_float32_problem_without_data_says_its_tolerance_once_and_reaches_it():
 def test_learning_rates_fall_as_gamma_grows_and_linearly(quadratic, power, decay):
     u, v = quadratic.start()
     method = plain(
-        rate_power=power, decay=decay, advances=None, advance_every=3, gamma_factor=2.0,
+        rate_power=power,
+        decay=decay,
+        advances=None,
+        advance_every=3,
+        gamma_factor=2.0,
         upper_optimizer=partial(torch.optim.SGD, lr=0.02),
-    )  # fmt: skip
+    )
     history = solve(quadratic.problem, method, u, v, max_steps=10, seed=0).history
     for k in range(10):
         growth = history["gamma"][k] / history["gamma"][0]
@@ -318,9 +314,15 @@ def test_parameter_groups_keep_their_own_rates():
     )
     rates = []
     solve(
-        problem, plain(lower_optimizer=factory, decay="linear"), leaf(0.0), v, max_steps=4, log_every=1, seed=0,
+        problem,
+        plain(lower_optimizer=factory, decay="linear"),
+        leaf(0.0),
+        v,
+        max_steps=4,
+        log_every=1,
+        seed=0,
         callbacks=[Each(lambda run: rates.append([float(group["lr"]) for group in made[-1].param_groups]))],
-    )  # fmt: skip
+    )
     assert v[0].item() == v[1].item() != 0
     assert v[2].item() == 0
     for k, (one, two) in enumerate(rates[1:]):

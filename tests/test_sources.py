@@ -32,11 +32,12 @@ from torch.utils.data import (
     random_split,
 )
 
-from bilevel import Callback, DataError, Penalty, Problem, Status, loading, solve
-from bilevel import checkpoint as store
-from bilevel.loading import Indexed, Listed, Shelf, Streamed
-from bilevel.methods.stepwise import Stepwise
-from bilevel.sources import Source, Sources, _Generators, hash_seed
+from bilevel import Callback, DataError, Penalty, Problem, Status, solve
+from bilevel.batches import readers as loading
+from bilevel.batches.readers import Indexed, Listed, Shelf, Streamed
+from bilevel.batches.sources import Source, Sources, _Generators, hash_seed
+from bilevel.methods.penalty.minibatch import Stepwise
+from bilevel.running import checkpoints as store
 
 CPU = torch.device("cpu")
 N = 22
@@ -429,7 +430,7 @@ def run(
     callbacks = [StopAt(stop)] if stop else []
     solution = solve(
         problem, Penalty(), u, v, data, max_steps=steps, seed=5, log_every=1, callbacks=callbacks, **options
-    )  # fmt: skip
+    )
     return solution, torch.cat([u, v]).detach()
 
 

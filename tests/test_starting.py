@@ -50,7 +50,7 @@ def test_the_command_is_told_from_programs_that_use_the_library():
     assert is_command(["-m"], ["python", "-m", "bilevel", "demo"])
     assert is_command(["-m"], ["python", "-mbilevel"])
     assert is_command(["/home/me/.venv/bin/bilevel", "demo"], ["python", "/home/me/.venv/bin/bilevel", "demo"])
-    assert not is_command(["-m"], ["python", "-m", "bilevel.doctor"])
+    assert not is_command(["-m"], ["python", "-m", "bilevel.cli.diagnosis"])
     assert not is_command(["-m"], ["python", "-m", "mytool", "--backend", "bilevel"])
     assert not is_command(["-m"], ["python", "-mytool", "bilevel"])
     assert not is_command(["study.py", "-m", "bilevel"], ["python", "study.py", "-m", "bilevel"])

@@ -7,10 +7,10 @@ import torch
 from common import leaf, two_minimisers
 
 from bilevel import Box, Callback, OptionError, Penalty, Problem, Status, solve
-from bilevel.check import variables
-from bilevel.solution import Candidate, Certificate
-from bilevel.starting_points import drawn
-from bilevel.starts import ranked
+from bilevel.measures.problem_check import variables
+from bilevel.results import Candidate, Certificate
+from bilevel.running.multistart import ranked
+from bilevel.running.starting_points import drawn
 
 
 def test_starts_end_at_the_optimistic_solution_and_list_the_other():
@@ -70,9 +70,10 @@ def test_starts_find_a_solution_on_a_bound_that_no_neighbour_shows():
 
 def test_every_other_start_is_the_farthest_from_those_before_it():
     problem = Problem(
-        lambda u, v, _: torch.sum((u - 0.5) ** 2), lambda u, v, _: torch.sum((v - u) ** 2),
+        lambda u, v, _: torch.sum((u - 0.5) ** 2),
+        lambda u, v, _: torch.sum((v - u) ** 2),
         project_upper=Box(0.0, 1.0),
-    )  # fmt: skip
+    )
     both = variables(problem, leaf(0.4, 0.4), leaf(0.0, 0.0))
     first, far, second, *_ = drawn(problem, *both, 7, torch.Generator().manual_seed(0))
     assert first.upper <= second.upper  # the best of those that are left
@@ -112,7 +113,7 @@ def test_starts_that_agree_leave_out_the_rest(tmp_path):
 
 
 def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.starts.FIRST", 2)
+    monkeypatch.setattr("bilevel.running.multistart.FIRST", 2)
     u, v = leaf(0.7), leaf(0.8)
     solution = solve(two_minimisers(), Penalty(), u, v, max_steps=500, seed=0, starts=3, checkpoint=tmp_path)
     assert solution.status is Status.CONVERGED
@@ -129,7 +130,7 @@ class Forgetful:
 
 @pytest.mark.parametrize(("problem", "first"), [(two_minimisers, 2), (corner, 10)])
 def test_start_that_was_set_aside_goes_on_from_there_with_the_bits_of_one_that_begins_anew(monkeypatch, problem, first):
-    monkeypatch.setattr("bilevel.starts.FIRST", first)
+    monkeypatch.setattr("bilevel.running.multistart.FIRST", first)
     ends = []
     for begun in ([0, 0, 0, first], [0, 0, 0, 0]):
         steps = []
@@ -144,13 +145,13 @@ def test_start_that_was_set_aside_goes_on_from_there_with_the_bits_of_one_that_b
         assert solution.status is Status.CONVERGED
         assert solution.steps == len(solution.history) > first
         ends.append((u.item(), v.item(), solution.steps, solution.history["upper"]))
-        monkeypatch.setattr("bilevel.starts.Aside", Forgetful)
+        monkeypatch.setattr("bilevel.running.multistart.Aside", Forgetful)
     assert ends[0] == ends[1]
 
 
 def test_later_starts_have_fewer_steps_where_the_first_ones_found_nothing(monkeypatch):
-    monkeypatch.setattr("bilevel.starts.FIRST", 4)
-    monkeypatch.setattr("bilevel.starts.LATER", 2)
+    monkeypatch.setattr("bilevel.running.multistart.FIRST", 4)
+    monkeypatch.setattr("bilevel.running.multistart.LATER", 2)
     ends = []
 
     class Heard(Callback):

@@ -14,10 +14,10 @@ from ranks import on_ranks
 from torch import nn
 
 from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, Rows, Status, solve
-from bilevel.problem import Variable
-from bilevel.solution import Candidate, Certificate
-from bilevel.starts import ranked
-from bilevel.starts_data import mapped, spread_points
+from bilevel.problem.variables import Variable
+from bilevel.results import Candidate, Certificate
+from bilevel.running.multistart import ranked
+from bilevel.running.multistart_data import mapped, spread_points
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
 OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM}
@@ -88,9 +88,17 @@ def test_what_cannot_be_mapped_runs_one_after_another(tmp_path):
     ):
         heard = Counting()
         solution = solve(
-            problem, Penalty(**OPTIONS), u, v, batches(), max_steps=5, seed=0, starts=3, callbacks=[heard],
+            problem,
+            Penalty(**OPTIONS),
+            u,
+            v,
+            batches(),
+            max_steps=5,
+            seed=0,
+            starts=3,
+            callbacks=[heard],
             hypergradient=False,
-        )  # fmt: skip
+        )
         assert heard.ends == [5, 5, 5]
         assert solution.candidates
 

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.steepest_descent import Steepest
 
 from bilevel import Callback, Penalty, Problem, solve
-from bilevel.descent import Descent
-from bilevel.problem import Variable
-from bilevel.steepest import Steepest
+from bilevel.optim.variable_optimizer import Descent
+from bilevel.problem.variables import Variable
 
 
 def stepped(start, gradients, **options):

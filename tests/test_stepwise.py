@@ -10,8 +10,9 @@ import torch
 from common import leaf
 from torch import Tensor
 
-from bilevel import Penalty, Problem, Solution, batch_scales, solve
+from bilevel import Penalty, Problem, Solution, solve
 from bilevel.errors import OptionError
+from bilevel.measures import batch_scales
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -27,9 +28,16 @@ def lower(u: Tensor, v: Tensor, _: Any) -> Tensor:
 def run(*, steps: int = 1, scale: float = 1.0, **options: Any) -> tuple[Solution, Tensor, Tensor]:
     u, v = leaf(0.5, -0.2), leaf(2.0, 0.7)
     fixed: dict[str, Any] = {
-        "mode": "stochastic", "lam": 0.3, "gamma": 0.7, "advances": 0, "warm_up": 0.0, "decay": "constant",
-        "lower_optimizer": SGD, "upper_optimizer": SGD, "multipliers": False,
-    }  # fmt: skip
+        "mode": "stochastic",
+        "lam": 0.3,
+        "gamma": 0.7,
+        "advances": 0,
+        "warm_up": 0.0,
+        "decay": "constant",
+        "lower_optimizer": SGD,
+        "upper_optimizer": SGD,
+        "multipliers": False,
+    }
     problem = Problem(lambda u, v, b: scale * upper(u, v, b), lambda u, v, b: scale * lower(u, v, b))
     solution = solve(problem, Penalty(**(fixed | options)), u, v, max_steps=steps, seed=0, hypergradient=False)
     return solution, u.detach(), v.detach()
@@ -122,9 +130,14 @@ def test_episodes_have_defaults_of_their_own():
 
     u, v = leaf(0.5, -0.2), leaf(2.0, 0.7)
     solution = solve(
-        Problem(upper, lower, start_lower=start), Penalty(mode="stochastic"), u, v, max_steps=10, seed=0,
+        Problem(upper, lower, start_lower=start),
+        Penalty(mode="stochastic"),
+        u,
+        v,
+        max_steps=10,
+        seed=0,
         hypergradient=False,
-    )  # fmt: skip
+    )
     assert min(solution.history["upper_rate"]) > 0  # no warm-up
     assert (
         solution.history["evaluations"][1] - solution.history["evaluations"][0] == 6

@@ -35,7 +35,7 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel.steps import Steps
+from bilevel.methods.minibatch_run import Steps
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -191,9 +191,11 @@ PROJECTIONS = pytest.mark.parametrize(
 
 def run_projected(projection: Any, device: str) -> None:
     problem = Problem(
-        lambda u, v, batch: torch.sum((v - batch) ** 2), lambda u, v, batch: torch.sum((v - u) ** 2) * batch,
-        project_lower=projection, project_upper=projection,
-    )  # fmt: skip
+        lambda u, v, batch: torch.sum((v - batch) ** 2),
+        lambda u, v, batch: torch.sum((v - u) ** 2) * batch,
+        project_lower=projection,
+        project_upper=projection,
+    )
     u = torch.zeros(2, 3, device=device, requires_grad=True)
     v = torch.full((2, 3), 0.2, device=device, requires_grad=True)
     solve(problem, Penalty(), u, v, ([1.0], [1.0, 2.0]), max_steps=5, log_every=10**9, seed=0, hypergradient=False)
@@ -203,9 +205,10 @@ def run_below(method: Any, device: str, *, rows: bool = True) -> None:
     """With constraints of the lower level."""
     problem, u, v, data = classify(device, rows=rows)
     problem = replace(
-        problem, lower_inequalities=[lambda u, v, _: v[4].bias - 0.1, lambda u, v, _: v[0].weight.square().sum() - 1],
+        problem,
+        lower_inequalities=[lambda u, v, _: v[4].bias - 0.1, lambda u, v, _: v[0].weight.square().sum() - 1],
         lower_equalities=lambda u, v, _: v[4].weight.sum(1),
-    )  # fmt: skip
+    )
     solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False)
 
 
@@ -233,9 +236,11 @@ def run_episodes(device: str) -> None:
         v.zero_()
 
     problem = Problem(
-        lambda u, v, x: torch.sum((v - x) ** 2), lambda u, v, x: torch.sum((v - 2 * x) ** 2),
-        prepare=lambda u, batches: torch.tanh(u) * batches[0], start_lower=start,
-    )  # fmt: skip
+        lambda u, v, x: torch.sum((v - x) ** 2),
+        lambda u, v, x: torch.sum((v - 2 * x) ** 2),
+        prepare=lambda u, batches: torch.tanh(u) * batches[0],
+        start_lower=start,
+    )
     u, v = (torch.zeros(3, device=device, requires_grad=True) for _ in range(2))
     solve(problem, Penalty(), u, v, ([1.0], [1.0]), max_steps=5, log_every=10**9, seed=0, hypergradient=False)
 

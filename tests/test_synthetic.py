@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bilevel import OptionError, Penalty, Status, solve
-from bilevel.applications.synthetic import BOUND, attempt, examples, matrices, nth
+from bilevel.applications.comparison.synthetic_problems import BOUND, attempt, examples, matrices, nth
 
 NAMES = ["sum", "difference", "sum-singular", "difference-singular"]
 each = pytest.mark.parametrize("index", range(4), ids=NAMES)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bilevel import Ball, Box, Penalty, Problem, Simplex, Solution, Status, solve
-from bilevel.autodiff import Derivatives
-from bilevel.prices import Prices
-from bilevel.problem import Variable
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Prices
+from bilevel.problem.variables import Variable
 
 P, Q = 3, 4
 
@@ -229,9 +229,11 @@ def constrained(seed: int, kinds: str, *, coupling: bool) -> Constrained:
     multipliers[active] = solved[P + 2 * Q :]
     order = torch.tensor([*equal, *less], dtype=torch.int64)
     return Constrained(
-        Problem(f, g, equalities=equalities, inequalities=inequalities), solved[: P + Q], solved[P + Q : P + 2 * Q],
+        Problem(f, g, equalities=equalities, inequalities=inequalities),
+        solved[: P + Q],
+        solved[P + Q : P + 2 * Q],
         multipliers[order],
-    )  # fmt: skip
+    )
 
 
 def solved(problem: Problem, *, max_steps: int = 3000, seed: int = 0) -> tuple[Solution, Tensor]:
@@ -452,9 +454,10 @@ def reduced_solution(convex: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mode", "inside"), [("deterministic", False), ("deterministic", True), ("stochastic", False)],
+    ("mode", "inside"),
+    [("deterministic", False), ("deterministic", True), ("stochastic", False)],
     ids=["deterministic-active", "deterministic-inactive", "stochastic-active"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", SETS)
 def test_lower_variable_ends_at_the_solution_inside_its_set(name, mode, inside):
     """v is the projection of u; f pulls v to a and u to b."""

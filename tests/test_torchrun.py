@@ -20,8 +20,11 @@ def torchrun(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[s
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     return subprocess.Popen(
         [*start, "--max-restarts", str(restarts), "-m", "bilevel", *COMMAND, "--out", str(folder), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def children(parent: int) -> list[int]:

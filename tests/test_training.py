@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from bilevel.training import Trainer, fit, probabilities
+from bilevel.applications.training import Trainer, fit, probabilities
 
 
 def task(n: int = 60, *, dropout: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from bilevel.applications import tuned_table
-from bilevel.callbacks import Progress
-from bilevel.cli.bar import StageBar
+from bilevel.applications.networks import mlp
+from bilevel.applications.tuning import tune_table as tuned_table
 from bilevel.cli.main import main
+from bilevel.cli.progress import StageBar
 from bilevel.data import load_numbers
 from bilevel.errors import DataError
-from bilevel.lbfgs import LBFGS
-from bilevel.models import mlp
+from bilevel.optim.lbfgs import LBFGS
+from bilevel.running.callbacks import Progress
 
 
 def run(*arguments: object) -> int:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import DataError, OptionError, Penalty
-from bilevel.applications.knobs import (
+from bilevel.applications.augmentation import add_noise
+from bilevel.applications.networks import mlp
+from bilevel.applications.tuning.hyperparameters import (
     Augmentation,
     ClassWeights,
     FeaturePenalty,
@@ -23,13 +25,11 @@ from bilevel.applications.knobs import (
     WeightDecay,
     parameters_of,
 )
-from bilevel.applications.ranges import Range
-from bilevel.applications.tuning import tune
-from bilevel.applications.tuning_loss import TrainingLoss
-from bilevel.augmentation import add_noise
-from bilevel.callbacks import Callback
+from bilevel.applications.tuning.losses import TrainingLoss
+from bilevel.applications.tuning.ranges import Range
+from bilevel.applications.tuning.tune import tune
 from bilevel.errors import CheckpointError
-from bilevel.models import mlp
+from bilevel.running.callbacks import Callback
 
 DOUBLE = torch.float64
 
@@ -57,13 +57,19 @@ def test_knobs_make_the_training_loss_that_they_say():
     model, (x, y) = mlp(5, (4,), 3), classes()
     source = torch.arange(len(y)) % 2
     hyper = {
-        "decay": WeightDecay(per="tensor", biases=True), "feature": FeaturePenalty(), "smooth": LabelSmoothing(),
-        "class": ClassWeights(), "source": SourceWeights(),
-    }  # fmt: skip
+        "decay": WeightDecay(per="tensor", biases=True),
+        "feature": FeaturePenalty(),
+        "smooth": LabelSmoothing(),
+        "class": ClassWeights(),
+        "source": SourceWeights(),
+    }
     value = {
-        "decay": torch.tensor([1.0, 2.0, 3.0, 4.0]), "feature": torch.arange(1.0, 6.0), "smooth": torch.tensor([0.3]),
-        "class": torch.tensor([1.0, 2.0, 3.0]), "source": torch.tensor([1.0, 5.0]),
-    }  # fmt: skip
+        "decay": torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        "feature": torch.arange(1.0, 6.0),
+        "smooth": torch.tensor([0.3]),
+        "class": torch.tensor([1.0, 2.0, 3.0]),
+        "source": torch.tensor([1.0, 5.0]),
+    }
     found = TrainingLoss(hyper, 3)(value, model, (x, y, source))
     target = 0.7 * one_hot(y, 3) + 0.1
     w = value["class"][y] * value["source"][source]
@@ -200,11 +206,15 @@ def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
         return (scores.softmax(1) - target).square().sum(1)
 
     hyper = {
-        "layer": WeightDecay(per="layer"), "weight": WeightDecay(per="weight"), "smoothing": LabelSmoothing(),
-        "group": FeaturePenalty(groups=[0, 0, 1, 1, 1], kind="group-lasso"), "class": ClassWeights(),
-        "source": SourceWeights(), "noise": Augmentation(transform=add_noise),
+        "layer": WeightDecay(per="layer"),
+        "weight": WeightDecay(per="weight"),
+        "smoothing": LabelSmoothing(),
+        "group": FeaturePenalty(groups=[0, 0, 1, 1, 1], kind="group-lasso"),
+        "class": ClassWeights(),
+        "source": SourceWeights(),
+        "noise": Augmentation(transform=add_noise),
         "mix": LossMix(mixed=(lambda s, t: cross_entropy(s, t, reduction="none"), squared)),
-    }  # fmt: skip
+    }
     found = tune(model, (x, (y + source) % 3, source), classes(3), hyper, steps=60, seed=0)
     sizes = {"layer": 2, "weight": 64, "smoothing": 1, "group": 2, "class": 3, "source": 2, "noise": 1, "mix": 2}
     assert {name: value.numel() for name, value in found.values.items()} == sizes
@@ -217,7 +227,7 @@ def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
 
 def test_batch_normalisation_learns_nothing_from_the_checks_of_the_data(monkeypatch):
     (x, y), model = classes(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
-    monkeypatch.setattr("bilevel.applications.tuning.solve", _stop)
+    monkeypatch.setattr("bilevel.applications.tuning.tune.solve", _stop)
     with pytest.raises(KeyboardInterrupt):
         tune(model, (x, y), classes(1), {"decay": WeightDecay()})
     assert int(model[0].num_batches_tracked) == 0
@@ -239,7 +249,7 @@ def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
 
 @pytest.mark.parametrize(("mode", "at"), [("convex", "tuning"), ("minibatch", "tuning"), ("minibatch", "training")])
 def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monkeypatch):
-    monkeypatch.setattr("bilevel.applications.nested_descent.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("bilevel.applications.tuning.implicit_descent.SAVE_EVERY", 0.0)
     x, y = regression()
     first = nn.Linear(20, 1).double()
 
@@ -268,15 +278,25 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monke
     assert torch.equal(again.model.weight, straight.model.weight)
     assert again.curve == straight.curve
     with pytest.raises(CheckpointError, match="is of another run: its examples differ"):
-        tune(first, (x[:80], y[:80] + 1), (x[80:], y[80:]), {"penalty": FeaturePenalty()}, mode=mode,
-             checkpoint=tmp_path)  # fmt: skip
+        tune(
+            first, (x[:80], y[:80] + 1), (x[80:], y[80:]), {"penalty": FeaturePenalty()}, mode=mode, checkpoint=tmp_path
+        )
     for hyper, own, differs in (
-        (FeaturePenalty(high=10.0), None, "hyper"), (FeaturePenalty(kind="group-lasso"), None, "hyper"),
+        (FeaturePenalty(high=10.0), None, "hyper"),
+        (FeaturePenalty(kind="group-lasso"), None, "hyper"),
         (FeaturePenalty(), lambda value, model, batch: model(batch[0]).square().mean(), "loss"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CheckpointError, match=f"is of another run: its {differs} differ"):
-            tune(first, (x[:80], y[:80]), (x[80:], y[80:]), {"penalty": hyper}, mode=mode, steps=40, valid_loss=own,
-                 checkpoint=tmp_path)  # fmt: skip
+            tune(
+                first,
+                (x[:80], y[:80]),
+                (x[80:], y[80:]),
+                {"penalty": hyper},
+                mode=mode,
+                steps=40,
+                valid_loss=own,
+                checkpoint=tmp_path,
+            )
 
 
 # -- misuse ------------------------------------------------------------------------------------------------------------

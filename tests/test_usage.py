@@ -41,8 +41,11 @@ def test_help_shows_arguments_in_capitals_and_flags_without_a_type(path, command
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("denoise", "DATA is needed: digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or "
-         "a folder of images in class folders."),
+        (
+            "denoise",
+            "DATA is needed: digits, mnist, fashion-mnist, cifar10, svhn; or a .npz, .csv or .parquet file, or "
+            "a folder of images in class folders.",
+        ),
         ("compare", "PROBLEM is needed: sum, difference, sum-singular, difference-singular, or a Python file."),
         ("denoise digits --noise abc", "--noise must be a number; got 'abc'."),
         ("denoise digits --noise=abc", "--noise must be a number; got 'abc'."),
@@ -50,26 +53,35 @@ def test_help_shows_arguments_in_capitals_and_flags_without_a_type(path, command
         ("denoise digits --steps 0", "--steps must be a whole number of at least 1; got 0."),
         ("denoise digits --steps 2 --steps 1.5", "--steps must be a whole number of at least 1; got 1.5."),
         ("tune digits --caution -1", "--caution must be a number of at least 0; got -1."),
-        ("denoise digits --noise-kind asymetric", "--noise-kind must be one of symmetric, asymmetric; got 'asymetric'. "
-         "Did you mean 'asymmetric'?"),
-        ("denoise digits --sed 3", "denoise has no option --sed. Did you mean '--seed'? `bilevel denoise -h` lists "
-         "what there is."),
+        (
+            "denoise digits --noise-kind asymetric",
+            "--noise-kind must be one of symmetric, asymmetric; got 'asymetric'. Did you mean 'asymmetric'?",
+        ),
+        (
+            "denoise digits --sed 3",
+            "denoise has no option --sed. Did you mean '--seed'? `bilevel denoise -h` lists what there is.",
+        ),
         ("denoise digits --resume true", "--resume takes no value; got 'true'."),
         ("denoise digits --resume=true", "--resume takes no value. `bilevel denoise -h` lists what there is."),
         ("denoise digits mnist", "denoise takes DATA alone beside its options; 'mnist' is too many."),
         ("doctor now", "doctor takes nothing beside its options; 'now' is too many."),
-        ("reproduce tunning", "reproduce has no command 'tunning'. Did you mean 'tuning'? The commands are synthetic, "
-         "complexity, classical, denoising, denoising-speed, denoising-steps, poisoning, clean-label, deep-victim, "
-         "tuning, fairness, fewshot."),
+        (
+            "reproduce tunning",
+            "reproduce has no command 'tunning'. Did you mean 'tuning'? The commands are synthetic, "
+            "complexity, classical, denoising, denoising-speed, denoising-steps, poisoning, clean-label, deep-victim, "
+            "tuning, fairness, fewshot.",
+        ),
         ("reproduce tuning --seeds 0", "--seeds must be a whole number of at least 1; got 0."),
         ("--verison", "There is no option --verison. Did you mean '--version'? `bilevel -h` lists what there is."),
         ("poison digits --cost 3", "--cost 3 is what --audit looks for; give --audit, too."),
         ("poison digits --audit --cost 300", "--cost must be above 0 and at most 100 points; got 300."),
-        ("compare sum --methods penalty:gama=1", "--methods: penalty has no option 'gama'. Did you mean 'gamma'? It "
-         "has mode, curvature, gamma,"),
+        (
+            "compare sum --methods penalty:gama=1",
+            "--methods: penalty has no option 'gama'. Did you mean 'gamma'? It has mode, curvature, gamma,",
+        ),
         ("compare sum --methods algorithm-2:gama=1", "--methods: algorithm-2 has no option 'gama'."),
     ],
-)  # fmt: skip
+)
 def test_wrong_use_gets_one_sentence(arguments, told, capsys):
     code, output, errors = run(capsys, *arguments.split())
     assert (code, output) == (2, "")

@@ -26,11 +26,15 @@ both = pytest.mark.parametrize("kind", METHODS)
 CASES = [
     # The last price is 400, and the error of the hypergradient about its reciprocal; Adam's last steps are smaller.
     Case(
-        f"{kind.__name__}{' with data' * data}", kind(lower_steps=3, lower_optimizer=ADAM, upper_optimizer=ADAM),
-        data, 200, 0.005,
+        f"{kind.__name__}{' with data' * data}",
+        kind(lower_steps=3, lower_optimizer=ADAM, upper_optimizer=ADAM),
+        data,
+        200,
+        0.005,
     )
-    for kind in METHODS for data in (False, True)
-]  # fmt: skip
+    for kind in METHODS
+    for data in (False, True)
+]
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 
 
@@ -154,9 +158,13 @@ def test_regularisation_gives_a_lower_objective_without_a_minimum_one():
 def test_evaluations_are_the_stated_ones(quadratic, kind, accumulate):
     counter = Counter(quadratic.problem)
     solution = run_case(
-        quadratic, Case("", kind(lower_steps=4, warm_up=0.5), True, 6, 0.0), problem=counter.problem,
-        callbacks=[counter], log_every=1, accumulate=accumulate,
-    )  # fmt: skip
+        quadratic,
+        Case("", kind(lower_steps=4, warm_up=0.5), True, 6, 0.0),
+        problem=counter.problem,
+        callbacks=[counter],
+        log_every=1,
+        accumulate=accumulate,
+    )
     assert counter.each_step("lower") == [5 * accumulate] * 3 + [10 * accumulate] * 3
     assert counter.each_step("upper") == [accumulate] * 3 + [5 * accumulate] * 3
     recorded = solution.history["evaluations"]
@@ -212,13 +220,18 @@ def test_every_episode_starts_w_and_its_optimizer_afresh(kind):
 
     def sizes(start_lower: bool) -> list[float]:
         problem = Problem(
-            lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 2),
+            lambda u, v, _: torch.sum((v - 1) ** 2),
+            lambda u, v, _: torch.sum((v - u) ** 2),
             start_lower=(lambda v, _: v.fill_(0.1)) if start_lower else None,
-        )  # fmt: skip
+        )
         method = kind(
-            lower_steps=2, warm_up=0.0, decay="constant", lower_optimizer=ADAM,
-            upper_optimizer=partial(torch.optim.SGD, lr=0.0), **held,
-        )  # fmt: skip
+            lower_steps=2,
+            warm_up=0.0,
+            decay="constant",
+            lower_optimizer=ADAM,
+            upper_optimizer=partial(torch.optim.SGD, lr=0.0),
+            **held,
+        )
         return solve(problem, method, leaf(0.5), leaf(0.1), max_steps=6, seed=0).history["grad_u"]
 
     assert len(set(sizes(True))) == 1
@@ -235,9 +248,16 @@ def test_trials_take_the_path_of_separate_runs(kind):
             lambda u, v, _: ((v - 1) ** 2).sum(-1) / 2, lambda u, v, _: bend * ((v - u) ** 2).sum(-1) / 2, trials=trials
         )
 
-    prices: dict[str, Any] = {"gamma": 2.0} if kind is ValueGap else {
-        "margin": 0.1, "barrier": 0.2, "lower_regularisation": 0.1, "upper_regularisation": 0.2,
-    }  # fmt: skip
+    prices: dict[str, Any] = (
+        {"gamma": 2.0}
+        if kind is ValueGap
+        else {
+            "margin": 0.1,
+            "barrier": 0.2,
+            "lower_regularisation": 0.1,
+            "upper_regularisation": 0.2,
+        }
+    )
     method = kind(warm_up=0.0, lower_optimizer=ADAM, upper_optimizer=ADAM, **prices)
     u, v = starts.clone().requires_grad_(), (2 * starts).requires_grad_()
     solve(problem(bends, 2), method, u, v, max_steps=12, seed=0, hypergradient=False)
@@ -308,11 +328,16 @@ def test_engine_takes_the_path_of_eager(engine, device, kind):  # noqa: F811
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        (ValueGap, "gamma", 0.0), (ValueGap, "gamma_growth", 0.9), (ValueGap, "lower_optimizer", 0.1),
-        (ValueFunction, "barrier", 0.0), (ValueFunction, "margin", -1.0), (ValueFunction, "shrink", 1.1),
-        (ValueFunction, "lower_regularisation", -1.0), (ValueFunction, "upper_regularisation", float("nan")),
+        (ValueGap, "gamma", 0.0),
+        (ValueGap, "gamma_growth", 0.9),
+        (ValueGap, "lower_optimizer", 0.1),
+        (ValueFunction, "barrier", 0.0),
+        (ValueFunction, "margin", -1.0),
+        (ValueFunction, "shrink", 1.1),
+        (ValueFunction, "lower_regularisation", -1.0),
+        (ValueFunction, "upper_regularisation", float("nan")),
     ],
-)  # fmt: skip
+)
 def test_option_out_of_range_is_refused_with_its_name_and_value(kind, name, value):
     with pytest.raises(OptionError, match=name) as caught:
         kind(**{name: value})

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from bilevel._util.atomic_files import whole, write_whole
 from bilevel.errors import WriteError
-from bilevel.whole import whole, write_whole
 
 
 def half(path):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from bilevel.applications.cleaning import prepare
+from bilevel._util.text import agreeing, counted
+from bilevel.applications.denoising.clean_dataset import prepare
+from bilevel.applications.networks import few_shot_cnn
 from bilevel.cli.fewshot_output import image_files, write_embeddings
 from bilevel.data import load
-from bilevel.models import few_shot_cnn
-from bilevel.wording import agreeing, counted
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bilevel import Problem, Rows
-from bilevel.batches import Pair
-from bilevel.check import variables
-from bilevel.method import Setting
-from bilevel.sources import Sources
+from bilevel._util.nested import Pair
+from bilevel.batches.sources import Sources
+from bilevel.measures.problem_check import variables
+from bilevel.methods.base import Setting
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 

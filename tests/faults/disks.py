@@ -21,8 +21,8 @@ from kills import ARGUMENTS
 from tally import Tally, outcome, readable
 
 from bilevel import BilevelWarning, CheckpointError, Penalty, Problem, solve
-from bilevel import checkpoint as store
 from bilevel.cli.main import main
+from bilevel.running import checkpoints as store
 
 SIZES = [*range(20, 400, 40), *range(400, 900, 100)]
 """Kilobytes at which a disk is too small for some file of a run."""

@@ -27,19 +27,53 @@ from safetensors.torch import save
 from tally import Tally
 
 from bilevel import BilevelError
-from bilevel import checkpoint as store
 from bilevel.cli.folder import Folder
 from bilevel.cli.run_state import begin, finished
 from bilevel.data import apply_decisions, load
-from bilevel.data.numbers import load_numbers
+from bilevel.data.regression import load_numbers
+from bilevel.running import checkpoints as store
 
 LIMIT = 30
 """Seconds after which a reader counts as hung."""
 NASTY = (
-    "", "0", "1", "-1", "1e999", "nan", "inf", "NULL", "=1+1", '"', "'", "\x00", "\ufeff", "a,b", "a;b", "\t", "\r",
-    "\n", "../../out", "/etc/passwd", "<script>alert(1)</script>", "{{7*7}}", "%s", "9" * 5000, "é" * 40, "\u202e",
-    "keep", "drop", "relabel", "index", "key", "decision", "label", "x", "1" * 40, "2020-01-01", "2020-99-99 99:99",
-)  # fmt: skip
+    "",
+    "0",
+    "1",
+    "-1",
+    "1e999",
+    "nan",
+    "inf",
+    "NULL",
+    "=1+1",
+    '"',
+    "'",
+    "\x00",
+    "\ufeff",
+    "a,b",
+    "a;b",
+    "\t",
+    "\r",
+    "\n",
+    "../../out",
+    "/etc/passwd",
+    "<script>alert(1)</script>",
+    "{{7*7}}",
+    "%s",
+    "9" * 5000,
+    "é" * 40,
+    "\u202e",
+    "keep",
+    "drop",
+    "relabel",
+    "index",
+    "key",
+    "decision",
+    "label",
+    "x",
+    "1" * 40,
+    "2020-01-01",
+    "2020-99-99 99:99",
+)
 Reader = Callable[[Path, bytes], Any]
 
 
@@ -155,11 +189,16 @@ def readers(folder: Path) -> dict[str, tuple[Reader, bytes]]:
     config = json.dumps({"command": "denoise", "steps": 3, "versions": {"torch": "2"}}).encode()
     tree = json.dumps({"dict": {"x": {"tensor": "/x"}, "n": {"value": 3}, "list": {"list": [{"float": "inf"}]}}})
     return {
-        "npz": (read_npz, good_npz()), "csv": (read_csv, good_csv()), "parquet": (read_parquet, good_parquet()),
-        "images": (read_images, good_image()), "decisions": (read_decisions, good_decisions(folder)),
-        "checkpoint": (read_checkpoint, good_checkpoint(folder)), "state": (read_state, tree.encode()),
-        "config": (read_config, config), "numbers": (read_numbers, good_csv()),
-    }  # fmt: skip
+        "npz": (read_npz, good_npz()),
+        "csv": (read_csv, good_csv()),
+        "parquet": (read_parquet, good_parquet()),
+        "images": (read_images, good_image()),
+        "decisions": (read_decisions, good_decisions(folder)),
+        "checkpoint": (read_checkpoint, good_checkpoint(folder)),
+        "state": (read_state, tree.encode()),
+        "config": (read_config, config),
+        "numbers": (read_numbers, good_csv()),
+    }
 
 
 @st.composite
@@ -225,9 +264,12 @@ def fuzzed(name: str, folder: Path, examples: int, number: int = 0) -> Tally:
 
     @seed(number)
     @settings(
-        max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(changed(good))
     def one(content: bytes) -> None:
         nonlocal refused

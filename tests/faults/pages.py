@@ -14,9 +14,12 @@ from tally import Tally
 from bilevel.cli.main import main
 
 TAGS = (
-    "<script>document.title='broken'<_script>", "<img src=x onerror=document.title='broken'>",
-    "<svg onload=document.title='broken'>", "'\"><b onmouseover=document.title='broken'>", "{{7*7}}",
-)  # fmt: skip
+    "<script>document.title='broken'<_script>",
+    "<img src=x onerror=document.title='broken'>",
+    "<svg onload=document.title='broken'>",
+    "'\"><b onmouseover=document.title='broken'>",
+    "{{7*7}}",
+)
 BROWSER = shutil.which("chromium")
 
 

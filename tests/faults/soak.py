@@ -55,10 +55,13 @@ def soak(minutes: float, least: int = WARM + 4) -> dict[str, object]:
     first, last = median(counted[:quarter]), median(counted[-quarter:])
     minutes = round((time.monotonic() - began) / 60, 1)
     return {
-        "minutes": minutes, "rounds": len(sizes), "memory MiB": round(last / 2**20, 1),
-        "growth": round(last / first - 1, 4), "handles left": len(os.listdir("/proc/self/fd")) - handles,
+        "minutes": minutes,
+        "rounds": len(sizes),
+        "memory MiB": round(last / 2**20, 1),
+        "growth": round(last / first - 1, 4),
+        "handles left": len(os.listdir("/proc/self/fd")) - handles,
         "processes left": children() - processes + len(multiprocessing.active_children()),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import kills
 import pytest
 from tally import outcome
 
-from bilevel import checkpoint as store
+from bilevel.running import checkpoints as store
 
 mounts = pytest.mark.skipif(not disks.mounting(), reason="a tmpfs cannot be mounted here: it takes root")
 

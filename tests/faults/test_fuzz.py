@@ -81,8 +81,15 @@ def test_nothing_in_a_file_is_run(tmp_path):
     objects = np.empty(12, object)
     objects[:] = [fuzz.Run(marker)] * 12
     harmful = pickle.dumps(fuzz.Run(marker))
-    for name, content in {"npz": fuzz.good_npz(y=objects), "checkpoint": harmful, "config": harmful, "csv": harmful,
-                          "images": harmful, "parquet": harmful, "decisions": harmful}.items():  # fmt: skip
+    for name, content in {
+        "npz": fuzz.good_npz(y=objects),
+        "checkpoint": harmful,
+        "config": harmful,
+        "csv": harmful,
+        "images": harmful,
+        "parquet": harmful,
+        "decisions": harmful,
+    }.items():
         fuzz.told(fuzz.readers(tmp_path)[name][0], tmp_path, content)
         assert not marker.exists(), name
     pickle.loads(harmful)
@@ -96,8 +103,25 @@ def test_names_in_a_file_do_not_lead_out_of_the_output_folder(tmp_path, capsys):
     text = fuzz.good_csv().decode().replace(",u\n", ",../../out\n").replace(",v\n", ",/tmp/../etc\n")
     (inside / "data.csv").write_text(text)
     out = inside / "run"
-    assert main(["denoise", str(inside / "data.csv"), "--label", "label", "--trusted", "3", "--steps", "3",
-                 "--no-baselines", "--out", str(out), "--json"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "denoise",
+                str(inside / "data.csv"),
+                "--label",
+                "label",
+                "--trusted",
+                "3",
+                "--steps",
+                "3",
+                "--no-baselines",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["rows"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
     assert sorted(path.name for path in inside.iterdir()) == ["data.csv", "run"]

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, Penalty, Problem, Rows, Run, Solution, solve
-from bilevel.solution import COLUMNS
+from bilevel.results import COLUMNS
 
 
 def upper(u: Any, v: Any, batch: Any) -> Tensor:
@@ -151,9 +151,9 @@ def check(which: str, steps: int, kills: int, seed: int, every: int, folder: Pat
         assert [name for name in straight if straight[name] != end[name]] == []
 
     for until in sorted(draw.randrange(last) for _ in range(kills)):
-        while (end := one_life(
-            which, steps, folder / f"killed-{run}", every, until, draw.uniform(0.0, 0.01)
-        )) is not None:  # on a busy machine it may end before its kill  # fmt: skip
+        while (
+            end := one_life(which, steps, folder / f"killed-{run}", every, until, draw.uniform(0.0, 0.01))
+        ) is not None:  # on a busy machine it may end before its kill
             compared(end)
             run += 1
         readable(folder / f"killed-{run}")

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-from bilevel.cells import Cell, Store, run_cells, run_many
+from bilevel._util.parallel_map import Where
 from bilevel.errors import DataError, OptionError, RunError
-from bilevel.workers import Where
+from bilevel.running.run_many import Cell, Store, run_cells, run_many
 
 NO_RAY = "Ray is not installed: pip install 'bilevel[ray]'"
 
@@ -202,11 +202,22 @@ def addresses():
         pytest.importorskip("ray", reason=NO_RAY)
         port, client = free_port(), free_port()
         start = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", f"--port={port}",
-            f"--ray-client-server-port={client}", "--min-worker-port=0", "--max-worker-port=0",
-            f"--dashboard-agent-listen-port={free_port()}", "--include-dashboard=false", "--disable-usage-stats",
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--num-cpus=2",
+            f"--port={port}",
+            f"--ray-client-server-port={client}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--dashboard-agent-listen-port={free_port()}",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
             f"--temp-dir={folder}",
-        ]  # fmt: skip
+        ]
         head = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             listening(port, head)

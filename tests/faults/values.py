@@ -129,9 +129,18 @@ def run(name: str, fault: Fault, steps: int = 40) -> tuple[Solution, Watch]:
     if name in WITH_DATA:
         data = DataLoader(Examples(None), 4, shuffle=True), DataLoader(Examples(fault), 4, shuffle=True)
     found = solve(
-        Problem(upper, lower), METHODS[name], u, v, data, max_steps=steps, seed=0, log_every=LOG_EVERY,
-        callbacks=[watch], hypergradient=False, engine="eager",
-    )  # fmt: skip
+        Problem(upper, lower),
+        METHODS[name],
+        u,
+        v,
+        data,
+        max_steps=steps,
+        seed=0,
+        log_every=LOG_EVERY,
+        callbacks=[watch],
+        hypergradient=False,
+        engine="eager",
+    )
     return found, watch
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..distributed import first_rank
-from ..errors import OptionError
-from ..options import did_you_mean
-from .naming import by_option
-from .usage import UsageError, lacks, name_of, sentence
+from bilevel._util.checks import did_you_mean
+from bilevel.cli.naming import by_option
+from bilevel.cli.usage import UsageError, lacks, name_of, sentence
+from bilevel.distributed.process_group import first_rank
+from bilevel.errors import OptionError
 
 
 class _Plain:

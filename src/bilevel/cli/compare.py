@@ -15,7 +15,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..applications.comparison import (
+from bilevel._util.checks import did_you_mean
+from bilevel._util.parallel_map import ONCE, one_thread
+from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,
     UNROLLED,
@@ -28,19 +30,17 @@ from ..applications.comparison import (
     rated,
     synthetic,
 )
-from ..applications.synthetic import examples
-from ..cells import Cell, Found, Settings, Store, run_cells
-from ..errors import OptionError
-from ..method import Method
-from ..options import did_you_mean
-from ..workers import ONCE, one_thread
-from . import problem_file, python_file
-from .arguments import JsonOption
-from .bar import Bar
-from .compare_output import draw, show
-from .folder import Folder
-from .stopped import Stopped
-from .telling import tell
+from bilevel.applications.comparison.synthetic_problems import examples
+from bilevel.cli import problem_file, python_file
+from bilevel.cli.compare_output import draw, show
+from bilevel.cli.folder import Folder
+from bilevel.cli.options import JsonOption
+from bilevel.cli.progress import Bar
+from bilevel.cli.stopped import Stopped
+from bilevel.cli.telling import tell
+from bilevel.errors import OptionError
+from bilevel.methods.base import Method
+from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
@@ -117,17 +117,30 @@ def command(
     for name, method in chosen.items():
         _refuse(name, subject, method)
     settings = {
-        "problem": problem, "file": hashlib.sha256(text.encode()).hexdigest(), budget.unit: budget.most, **rates,
-        "trials": trials, "seed": seed,
-    }  # fmt: skip
+        "problem": problem,
+        "file": hashlib.sha256(text.encode()).hexdigest(),
+        budget.unit: budget.most,
+        **rates,
+        "trials": trials,
+        "seed": seed,
+    }
     with one_thread() if problem in NAMES else nullcontext():  # several wait for one another on tensors so small
         rows, complete = _rows(chosen, subject, settings, Store(out / "cells"), budget, seed)
     result = {
-        "command": "compare", "status": "done" if complete else "stopped", "seed": seed, "problem": problem,
-        "trials": trials, "gradients": None, "evaluations": None, "steps": None, budget.unit: budget.most, **rates,
+        "command": "compare",
+        "status": "done" if complete else "stopped",
+        "seed": seed,
+        "problem": problem,
+        "trials": trials,
+        "gradients": None,
+        "evaluations": None,
+        "steps": None,
+        budget.unit: budget.most,
+        **rates,
         "measure": "error" if rows and rows[0]["error"] is not None else "f",
-        "seconds": round(sum(row["seconds"] for row in rows), 3), "methods": rows,
-    }  # fmt: skip
+        "seconds": round(sum(row["seconds"] for row in rows), 3),
+        "methods": rows,
+    }
     folder.write_json("result.json", result)
     if rows:
         draw(result, image)

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from ..applications.comparison import METHODS, WIDTH
-from ..whole import whole
-from ..wording import counted
+from bilevel._util.atomic_files import whole
+from bilevel._util.text import counted
+from bilevel.applications.comparison.compare import METHODS, WIDTH
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -15,25 +15,25 @@ from typing import Annotated, Any
 
 import typer
 
-from ..applications.classifiers import KINDS, Classifier
-from ..applications.cleaning import Cleaned, Prepared, clean, prepare
-from ..applications.comparison import METHODS
-from ..data import apply_decisions, load
-from ..distributed import Ranks, first_rank, restarted
-from ..errors import OptionError
-from ..joining import by_first
-from ..method import Method
-from ..methods.approx_grad import ApproxGrad
-from ..options import did_you_mean
-from ..workers import one_thread
-from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import RunBar, StageBar
-from .denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
-from .device import device_of
-from .given import refuse
-from .model import classifier_of
-from .run_state import begin, finished, folder_of, resumable
-from .telling import tell
+from bilevel._util.checks import did_you_mean
+from bilevel._util.parallel_map import one_thread
+from bilevel.applications.comparison.compare import METHODS
+from bilevel.applications.default_classifier import KINDS, Classifier
+from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared, clean, prepare
+from bilevel.cli.denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
+from bilevel.cli.device import device_of
+from bilevel.cli.given import refuse
+from bilevel.cli.model import classifier_of
+from bilevel.cli.options import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
+from bilevel.cli.progress import RunBar, StageBar
+from bilevel.cli.run_state import begin, finished, folder_of, resumable
+from bilevel.cli.telling import tell
+from bilevel.data import apply_decisions, load
+from bilevel.distributed.process_group import Ranks, first_rank, restarted
+from bilevel.distributed.synchronise import by_first
+from bilevel.errors import OptionError
+from bilevel.methods.approx_grad import ApproxGrad
+from bilevel.methods.base import Method
 
 SMALL = 500_000
 """Weights up to which one thread is as fast as several."""
@@ -117,10 +117,19 @@ def command(
             _apply(data, apply, out, label, json)
         return
     asked = {
-        "command": "denoise", "data": data, "trusted": trusted, "test": test, "label": label, "noise": noise,
-        "noise_kind": str(noise_kind or Noise.symmetric), "model": model, "method": method, "steps": steps,
-        "baselines": baselines, "seed": seed,
-    }  # fmt: skip
+        "command": "denoise",
+        "data": data,
+        "trusted": trusted,
+        "test": test,
+        "label": label,
+        "noise": noise,
+        "noise_kind": str(noise_kind or Noise.symmetric),
+        "model": model,
+        "method": method,
+        "steps": steps,
+        "baselines": baselines,
+        "seed": seed,
+    }
     where = device_of(device)
     chosen = _method(method)
     if noise_kind is not None and noise is None:
@@ -174,9 +183,16 @@ def _apply(data: str, decisions: Path, out: Path | None, label: str | None, json
     counts = f"{done.dropped:,} dropped, {done.relabelled:,} relabelled, {done.unchanged:,} as they were"
     message = f"{done.rows:,} rows: {counts}."
     result = {
-        "command": "denoise --apply", "status": "done", "message": message, "out": str(done.out), "rows": done.rows,
-        "dropped": done.dropped, "relabelled": done.relabelled, "unchanged": done.unchanged, "notes": list(done.notes),
-    }  # fmt: skip
+        "command": "denoise --apply",
+        "status": "done",
+        "message": message,
+        "out": str(done.out),
+        "rows": done.rows,
+        "dropped": done.dropped,
+        "relabelled": done.relabelled,
+        "unchanged": done.unchanged,
+        "notes": list(done.notes),
+    }
     tell(result, lambda result: typer.echo(result["message"]), json=json, data=done.out)
 
 
@@ -203,17 +219,32 @@ def _trusted(text: str | None) -> tuple[int | None, str | None]:
 
 
 def _run(
-    prepared: Prepared, net: Classifier, method: Method, steps: int | None, baselines: bool, seed: int,
-    checkpoint: Path, resume: bool,
-) -> Cleaned:  # fmt: skip
+    prepared: Prepared,
+    net: Classifier,
+    method: Method,
+    steps: int | None,
+    baselines: bool,
+    seed: int,
+    checkpoint: Path,
+    resume: bool,
+) -> Cleaned:
     bar = StageBar()
     weights = sum(p.numel() for p in net.network.parameters())
     small = next(net.network.parameters()).device.type == "cpu" and weights < SMALL
     try:
         with one_thread() if small else nullcontext():
             return clean(
-            prepared, net.network, method=method, steps=steps, augment=net.augment, baselines=baselines, seed=seed,
-            checkpoint=checkpoint, resume=resume, callbacks=[RunBar("learning importances")], tell=bar.tell,
-            )  # fmt: skip
+                prepared,
+                net.network,
+                method=method,
+                steps=steps,
+                augment=net.augment,
+                baselines=baselines,
+                seed=seed,
+                checkpoint=checkpoint,
+                resume=resume,
+                callbacks=[RunBar("learning importances")],
+                tell=bar.tell,
+            )
     finally:
         bar.stop()

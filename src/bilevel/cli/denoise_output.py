@@ -17,17 +17,24 @@ from rich.table import Table
 from safetensors.torch import save_model
 from torch import Tensor
 
-from .. import __version__
-from ..applications.classifiers import Classifier
-from ..applications.cleaning import Cleaned, Prepared, as_bytes, channels_last, is_bytes, thumbnails
-from ..data import Labelled
-from ..data.arrays import array_keys
-from ..report import Table as ReportTable
-from ..report.review import SIDE, Review, Suspect, render_review
-from ..report.values import cell_text
-from ..whole import whole
-from ..wording import agreeing
-from .folder import Folder
+from bilevel import __version__
+from bilevel._util.atomic_files import whole
+from bilevel._util.text import agreeing
+from bilevel.applications.default_classifier import Classifier
+from bilevel.applications.denoising.clean_dataset import (
+    Cleaned,
+    Prepared,
+    as_bytes,
+    channels_last,
+    is_bytes,
+    thumbnails,
+)
+from bilevel.cli.folder import Folder
+from bilevel.data import Labelled
+from bilevel.data.arrays import array_keys
+from bilevel.report.page import Table as ReportTable
+from bilevel.report.review_page import SIDE, Review, Suspect, render_review
+from bilevel.report.values import cell_text
 
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
@@ -72,9 +79,13 @@ def apply_command(source: str, label: str | None) -> str:
 
 
 def summary(
-    prepared: Prepared, cleaned: Cleaned, net: Classifier, asked: Mapping[str, Any], seconds: float,
+    prepared: Prepared,
+    cleaned: Cleaned,
+    net: Classifier,
+    asked: Mapping[str, Any],
+    seconds: float,
     device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     data, found = prepared.data, cleaned.denoised
     suspects = int(found.suspect.sum())
     verb = agreeing(suspects, "is", "are")
@@ -90,31 +101,60 @@ def summary(
         measured |= {"ranks": found.solution.ranks, "bytes_per_step": found.solution.bytes_per_step}
     notes = [*prepared.notes, *([net.why] if net.why else []), *cleaned.notes]
     return {
-        "command": "denoise", "method": asked["method"], "status": found.solution.status.name.lower(),
-        "message": message, "seed": asked["seed"], "seconds": round(seconds, 3), "noise_rate": found.noise_rate,
-        "suspects": suspects, "rows": data.count, "trusted": len(prepared.trusted[1]), "classes": list(data.classes),
-        "trusted_rows": list(prepared.drawn), "test_accuracy": ours, "accuracies": cleaned.accuracies,
-        "held_out": prepared.held_out, **measured,
-        "model": net.kind, "device": str(device), "engine": found.solution.engine, "settings": found.settings,
+        "command": "denoise",
+        "method": asked["method"],
+        "status": found.solution.status.name.lower(),
+        "message": message,
+        "seed": asked["seed"],
+        "seconds": round(seconds, 3),
+        "noise_rate": found.noise_rate,
+        "suspects": suspects,
+        "rows": data.count,
+        "trusted": len(prepared.trusted[1]),
+        "classes": list(data.classes),
+        "trusted_rows": list(prepared.drawn),
+        "test_accuracy": ours,
+        "accuracies": cleaned.accuracies,
+        "held_out": prepared.held_out,
+        **measured,
+        "model": net.kind,
+        "device": str(device),
+        "engine": found.solution.engine,
+        "settings": found.settings,
         "notes": notes,
-    }  # fmt: skip
+    }
 
 
 def write(
     folder: Folder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], command: str
-) -> Path:  # fmt: skip
+) -> Path:
     """Write all files, result.json last; returns the path of the page."""
     data, found = prepared.data, cleaned.denoised
     names = data.classes
     columns = zip(
-        data.positions.tolist(), data.y.tolist(), found.importance.tolist(), found.suspect.tolist(),
-        found.suggested.tolist(), found.confidence.tolist(), found.quality.tolist(), data.keys, strict=True,
-    )  # fmt: skip
+        data.positions.tolist(),
+        data.y.tolist(),
+        found.importance.tolist(),
+        found.suspect.tolist(),
+        found.suggested.tolist(),
+        found.confidence.tolist(),
+        found.quality.tolist(),
+        data.keys,
+        strict=True,
+    )
     rows = (
-        {"index": i, "label": names[y], "importance": f"{w:.6f}", "suspect": int(s), "suggested": names[c],
-         "confidence": f"{p:.6f}", "quality": f"{q:.6f}", "key": key}
+        {
+            "index": i,
+            "label": names[y],
+            "importance": f"{w:.6f}",
+            "suspect": int(s),
+            "suggested": names[c],
+            "confidence": f"{p:.6f}",
+            "quality": f"{q:.6f}",
+            "key": key,
+        }
         for i, y, w, s, c, p, q, key in columns
-    )  # fmt: skip
+    )
     folder.write_csv("importance.csv", COLUMNS, rows)
     history = found.solution.history
     history.to_csv(folder.path / "history.csv")
@@ -136,28 +176,44 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
     data, found = prepared.data, cleaned.denoised
     rows = torch.nonzero(found.suspect).squeeze(1)
     suspects = [
-        Suspect(int(data.positions[i]), data.keys[i], int(data.y[i]), int(found.suggested[i]),
-                float(found.importance[i]), float(found.confidence[i]), float(found.quality[i]))
+        Suspect(
+            int(data.positions[i]),
+            data.keys[i],
+            int(data.y[i]),
+            int(found.suggested[i]),
+            float(found.importance[i]),
+            float(found.confidence[i]),
+            float(found.quality[i]),
+        )
         for i in rows.tolist()
-    ]  # fmt: skip
+    ]
     history = found.solution.history
     return Review(
         run=_name(result, found.importance),
-        title=f"Labels of {data.name}", outcome=result["message"], good=_good(cleaned),
-        accuracy=_accuracy_table(result), classes=data.classes,
+        title=f"Labels of {data.name}",
+        outcome=result["message"],
+        good=_good(cleaned),
+        accuracy=_accuracy_table(result),
+        classes=data.classes,
         history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
-        importance=found.importance.numpy(), suspects=suspects,
+        importance=found.importance.numpy(),
+        suspects=suspects,
         pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,
         fields=_fields(data, rows) if data.kind != "images" else None,
         command=command,
         settings=[
-            ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"), ("Trusted rows", f"{result['trusted']:,}"),
-            ("Method", result["method"]), ("Classifier", result["model"]), ("Seed", str(result["seed"])),
+            ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"),
+            ("Trusted rows", f"{result['trusted']:,}"),
+            ("Method", result["method"]),
+            ("Classifier", result["model"]),
+            ("Seed", str(result["seed"])),
             ("Steps", f"{result['settings']['steps']:,}, then twice {result['settings']['final_steps']:,}"),
-            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+            ("Seconds", f"{result['seconds']:.1f}"),
+            ("bilevel", __version__),
+            ("torch", torch.__version__),
         ],
         notes=result["notes"],
-    )  # fmt: skip
+    )
 
 
 def _name(result: Mapping[str, Any], importance: Tensor) -> str:

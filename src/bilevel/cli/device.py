@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from ..distributed import world
-from ..errors import OptionError
-from ..wording import counted
+from bilevel._util.text import counted
+from bilevel.distributed.process_group import world
+from bilevel.errors import OptionError
 
 
 def device_of(text: str) -> torch.device:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..wording import counted
-from .bar import waiting
+from bilevel._util.text import counted
+from bilevel.cli.progress import waiting
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
@@ -18,7 +18,7 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print it as one J
 
     Paste it in a bug report. It holds paths of this machine, and nothing of your data.
     """
-    from ..doctor import parts
+    from bilevel.cli.diagnosis import parts
 
     found = {}
     for name, part in parts(_trying):
@@ -64,7 +64,7 @@ def _engines(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _data(found: dict[str, str | None]) -> list[str]:
-    from ..doctor import how_to_get
+    from bilevel.cli.diagnosis import how_to_get
 
     return ["data", *(f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found.items())]
 

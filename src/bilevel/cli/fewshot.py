@@ -14,7 +14,10 @@ import torch
 import typer
 from torch import nn
 
-from ..applications.few_shot import (
+from bilevel._util.checks import in_range
+from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
+from bilevel.applications.few_shot.classifier import BACKBONES
+from bilevel.applications.few_shot.meta_train import (
     TRAINING,
     TaskSampler,
     Training,
@@ -25,24 +28,21 @@ from ..applications.few_shot import (
     feature_count,
     meta_train,
 )
-from ..applications.few_shot_classifier import BACKBONES
-from ..augmentation import crop_and_flip, crop_flip_and_erase
-from ..callbacks import Run
-from ..data.image_classes import ClassSplits
-from ..errors import OptionError, ProblemError
-from ..options import in_range
-from ..solution import Status
-from . import python_file
-from .arguments import DeviceOption, JsonOption, ResumeOption, SeedOption
-from .bar import RunBar, stage, waiting
-from .device import device_of
-from .fewshot_again import embed_only, evaluate_again, report, with_embeddings
-from .fewshot_asked import lasting, load, network_of, samplers_of
-from .fewshot_classes import classes_of, refuse_changed_classes
-from .fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, same_classes, summary, write
-from .folder import Folder
-from .given import given, refuse
-from .run_state import CHECKPOINT, begin, finished, folder_of, kept, resumable
+from bilevel.cli import python_file
+from bilevel.cli.device import device_of
+from bilevel.cli.fewshot_again import embed_only, evaluate_again, report, with_embeddings
+from bilevel.cli.fewshot_asked import lasting, load, network_of, samplers_of
+from bilevel.cli.fewshot_classes import classes_of, refuse_changed_classes
+from bilevel.cli.fewshot_output import FILES, WEIGHTS, Trained, image_files, load_weights, same_classes, summary, write
+from bilevel.cli.folder import Folder
+from bilevel.cli.given import given, refuse
+from bilevel.cli.options import DeviceOption, JsonOption, ResumeOption, SeedOption
+from bilevel.cli.progress import RunBar, stage, waiting
+from bilevel.cli.run_state import CHECKPOINT, begin, finished, folder_of, kept, resumable
+from bilevel.data.class_images import ClassSplits
+from bilevel.errors import OptionError, ProblemError
+from bilevel.results import Status
+from bilevel.running.callbacks import Run
 
 WAYS, SHOTS, QUERIES = 5, 1, 15
 VALIDATIONS, VALIDATION_TASKS = 20, 100
@@ -177,15 +177,24 @@ def command(
     in_range("--scale", scale, above=0)
     plan = TRAINING.get(network, Training())
     asked = {
-        "command": "fewshot", "data": lasting(data), "ways": ways or WAYS,
-        "shots": shots or SHOTS, "queries": queries or QUERIES, "train_ways": train_ways,
+        "command": "fewshot",
+        "data": lasting(data),
+        "ways": ways or WAYS,
+        "shots": shots or SHOTS,
+        "queries": queries or QUERIES,
+        "train_ways": train_ways,
         "train_shots": train_shots,
         "backbone": str(Path(network).absolute()) if python_file.is_file(network) else network,
-        "meta_batch": meta_batch, "steps": steps, "rotations": rotations,
-        **asdict(plan), "decay": plan.decay if decay is None else decay,
+        "meta_batch": meta_batch,
+        "steps": steps,
+        "rotations": rotations,
+        **asdict(plan),
+        "decay": plan.decay if decay is None else decay,
         "scale": plan.scale if scale is None else scale,
-        "lists": None if lists is None else str(lists.absolute()), "tasks": tasks, "seed": seed,
-    }  # fmt: skip
+        "lists": None if lists is None else str(lists.absolute()),
+        "tasks": tasks,
+        "seed": seed,
+    }
     with waiting("reading images"):
         splits = load(asked)
     asked["classes"] = classes_of(splits, data)
@@ -240,13 +249,19 @@ def _run(
     colour = splits.train.shape[0] == 3
     try:
         solution = meta_train(
-            net, train, steps=steps, seed=seed, scale=asked["scale"],
+            net,
+            train,
+            steps=steps,
+            seed=seed,
+            scale=asked["scale"],
             method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
             augment=augment if colour else None,
-            callbacks=[*([watch] if watch is not None else []), bar], checkpoint=checkpoint / "solve", resume=True,
+            callbacks=[*([watch] if watch is not None else []), bar],
+            checkpoint=checkpoint / "solve",
+            resume=True,
             precision="bf16" if where.type == "cuda" else None,
             log_every=None if where.type == "cuda" else 1,  # a step may take seconds, and nothing waits for a record
-        )  # fmt: skip
+        )
     except (ProblemError, RuntimeError) as error:
         if not any(words in str(error).lower() for words in NO_MEMORY):
             raise
@@ -273,25 +288,40 @@ def _run(
     if solution.status is Status.DIVERGED:
         notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
     result = summary(
-        asked, found, method="penalty", accuracy_of_means=means.accuracy, data=splits.name, steps=solution.steps,
-        kept_step=best[0] if best else solution.steps, meta_batch=asked["meta_batch"],
-        shape=list(splits.train.shape), engine=solution.engine, seconds=round(time.perf_counter() - began, 2),
-        validation_accuracy=best[1] if best else None, weights=sum(p.numel() for p in net.parameters()),
-        classes=[len(splits.train.names), held, len(splits.test.names)], notes=notes,
-    )  # fmt: skip
+        asked,
+        found,
+        method="penalty",
+        accuracy_of_means=means.accuracy,
+        data=splits.name,
+        steps=solution.steps,
+        kept_step=best[0] if best else solution.steps,
+        meta_batch=asked["meta_batch"],
+        shape=list(splits.train.shape),
+        engine=solution.engine,
+        seconds=round(time.perf_counter() - began, 2),
+        validation_accuracy=best[1] if best else None,
+        weights=sum(p.numel() for p in net.parameters()),
+        classes=[len(splits.train.names), held, len(splits.test.names)],
+        notes=notes,
+    )
     parts = " / ".join(f"{count:,}" for count in result["classes"])
     settings = [
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
-        *([("Ways / shots in training", f"{train.ways} / {train.shots}")] * (
-            (train.ways, train.shots) != (test.ways, test.shots)
-        )),
-        ("Classes for training / validation / test", parts), ("Representation", Path(asked["backbone"]).name),
-        ("Weights", f"{result['weights']:,}"), ("Tasks of a step", str(asked["meta_batch"])),
+        *(
+            [("Ways / shots in training", f"{train.ways} / {train.shots}")]
+            * ((train.ways, train.shots) != (test.ways, test.shots))
+        ),
+        ("Classes for training / validation / test", parts),
+        ("Representation", Path(asked["backbone"]).name),
+        ("Weights", f"{result['weights']:,}"),
+        ("Tasks of a step", str(asked["meta_batch"])),
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
         ("Images in training", _changed(colour, asked["erase"])),
-        ("Steps", f"{result['steps']:,}"), ("Kept", _kept(best)), ("Seed", str(seed)),
+        ("Steps", f"{result['steps']:,}"),
+        ("Kept", _kept(best)),
+        ("Seed", str(seed)),
         ("Seconds", f"{result['seconds']:.1f}"),
-    ]  # fmt: skip
+    ]
     write(folder, Trained(net, solution, rows, found, test, result, settings))
     return result
 

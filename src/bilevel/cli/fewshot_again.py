@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..applications.few_shot import TaskSampler, adapt_and_evaluate
-from ..applications.few_shot_classifier import SCALE
-from ..data.class_sets import NAMES, read_like
-from ..errors import DataError, OptionError
-from . import python_file
-from .bar import stage
-from .fewshot_asked import load, network_of
-from .fewshot_classes import unseen
-from .fewshot_output import (
+from bilevel.applications.few_shot.classifier import SCALE
+from bilevel.applications.few_shot.meta_train import TaskSampler, adapt_and_evaluate
+from bilevel.cli import python_file
+from bilevel.cli.fewshot_asked import load, network_of
+from bilevel.cli.fewshot_classes import unseen
+from bilevel.cli.fewshot_output import (
     EMBEDDINGS,
     UNSEEN,
     WEIGHTS,
@@ -29,9 +26,12 @@ from .fewshot_output import (
     summary,
     write_embeddings,
 )
-from .folder import Folder
-from .run_state import kept
-from .telling import tell
+from bilevel.cli.folder import Folder
+from bilevel.cli.progress import stage
+from bilevel.cli.run_state import kept
+from bilevel.cli.telling import tell
+from bilevel.data.class_sets import NAMES, read_like
+from bilevel.errors import DataError, OptionError
 
 
 def evaluate_again(

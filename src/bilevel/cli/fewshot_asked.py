@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..applications.few_shot import TaskSampler, backbone
-from ..applications.few_shot_classifier import BACKBONES
-from ..data.class_sets import NAMES, load_classes
-from ..data.folder import Reader
-from ..data.image_classes import ClassSplits
-from ..errors import OptionError
-from ..options import did_you_mean
-from ..replay import seeded
-from . import python_file
+from bilevel._util.checks import did_you_mean
+from bilevel._util.random_state import seeded
+from bilevel.applications.few_shot.classifier import BACKBONES
+from bilevel.applications.few_shot.meta_train import TaskSampler, backbone
+from bilevel.cli import python_file
+from bilevel.data.class_images import ClassSplits
+from bilevel.data.class_sets import NAMES, load_classes
+from bilevel.data.image_folders import Reader
+from bilevel.errors import OptionError
 
 LEAST_SIDE = 16
 """Pixels of images that both networks of the paper leave one of, at least."""
@@ -56,9 +56,12 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSamp
             f"{most + queries}; got {asked['train_shots']} and {queries}."
         )
     train = TaskSampler(
-        splits.train, asked["train_ways"] or asked["ways"], asked["train_shots"] or shots, queries,
+        splits.train,
+        asked["train_ways"] or asked["ways"],
+        asked["train_shots"] or shots,
+        queries,
         tasks=asked["meta_batch"],
-    )  # fmt: skip
+    )
     watched = None
     if valid is not None and len(valid.names) >= asked["ways"]:
         watched = TaskSampler(valid, asked["ways"], shots, queries)

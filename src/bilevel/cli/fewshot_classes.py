@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..data.folder import some_of
-from ..data.image_classes import ClassSplits, ImageClasses
-from ..errors import DataError
-from ..wording import agreeing
+from bilevel._util.text import agreeing
+from bilevel.data.class_images import ClassSplits, ImageClasses
+from bilevel.data.image_folders import some_of
+from bilevel.errors import DataError
 
 
 def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | None:
@@ -18,9 +18,7 @@ def classes_of(splits: ClassSplits, data: str) -> dict[str, dict[str, int]] | No
 
 def _parts(splits: ClassSplits) -> dict[str, dict[str, int]]:
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    return {
-        name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None
-    }  # fmt: skip
+    return {name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None}
 
 
 def unseen(

@@ -14,19 +14,19 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .. import __version__
-from ..applications.few_shot import Evaluation, TaskSampler, embed
-from ..data.class_sets import read_like
-from ..data.folder import SUFFIXES
-from ..data.image_classes import ImageClasses
-from ..errors import DataError, OptionError
-from ..report import Card, Report, Table, render
-from ..report.few_shot_figures import FIELD, accuracies, plane, task_picture
-from ..report.figures import losses
-from ..solution import Solution
-from ..whole import whole
-from ..wording import agreeing, counted
-from .folder import Folder
+from bilevel import __version__
+from bilevel._util.atomic_files import whole
+from bilevel._util.text import agreeing, counted
+from bilevel.applications.few_shot.meta_train import Evaluation, TaskSampler, embed
+from bilevel.cli.folder import Folder
+from bilevel.data.class_images import ImageClasses
+from bilevel.data.class_sets import read_like
+from bilevel.data.image_folders import SUFFIXES
+from bilevel.errors import DataError, OptionError
+from bilevel.report.few_shot_figures import FIELD, accuracies, plane, task_picture
+from bilevel.report.figures import losses
+from bilevel.report.page import Card, Report, Table, render
+from bilevel.results import Solution
 
 WEIGHTS = "representation.safetensors"
 EMBEDDINGS = "embeddings.npz"
@@ -44,10 +44,18 @@ def summary(asked: Mapping[str, Any], found: Evaluation, on: str = UNSEEN, **mor
         f"{100 * found.accuracy:.2f}% ± {100 * found.interval:.2f} (95% interval, {len(found.accuracies):,} tasks)."
     )
     return {
-        "command": "fewshot", "status": "done", "message": message, "seed": asked["seed"], "accuracy": found.accuracy,
-        "interval": found.interval, "tasks": len(found.accuracies), "ways": asked["ways"], "shots": asked["shots"],
-        "queries": asked["queries"], **more,
-    }  # fmt: skip
+        "command": "fewshot",
+        "status": "done",
+        "message": message,
+        "seed": asked["seed"],
+        "accuracy": found.accuracy,
+        "interval": found.interval,
+        "tasks": len(found.accuracies),
+        "ways": asked["ways"],
+        "shots": asked["shots"],
+        "queries": asked["queries"],
+        **more,
+    }
 
 
 def same_classes(test: TaskSampler) -> list[str]:
@@ -150,8 +158,13 @@ def write_embeddings(
         was = agreeing(fitted, "was", "were")
         notes.append(f"{counted(fitted, 'image')} {was} brought to {width}x{height} pixels, as in training.")
     message = f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each."
-    return {"embeddings": str(out), "images": len(names), "features": features.shape[1], "message": message,
-            "notes": notes}  # fmt: skip
+    return {
+        "embeddings": str(out),
+        "images": len(names),
+        "features": features.shape[1],
+        "message": message,
+        "notes": notes,
+    }
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -181,18 +194,28 @@ def _report(run: Trained) -> Report:
     cards.append(_plane(run.network, run.test.classes))
     reference = 1 / result["ways"]
     table = Table(
-        "Accuracy on classes that were not seen in training.", ("", "Accuracy", "95% interval"),
-        [("representation with trained classifiers", f"{100 * result['accuracy']:.2f}%",
-          f"± {100 * result['interval']:.2f}"),
-         ("the same, class means alone", f"{100 * result['accuracy_of_means']:.2f}%", ""),
-         ("guessing", f"{100 * reference:.2f}%", "")],
-    )  # fmt: skip
+        "Accuracy on classes that were not seen in training.",
+        ("", "Accuracy", "95% interval"),
+        [
+            (
+                "representation with trained classifiers",
+                f"{100 * result['accuracy']:.2f}%",
+                f"± {100 * result['interval']:.2f}",
+            ),
+            ("the same, class means alone", f"{100 * result['accuracy_of_means']:.2f}%", ""),
+            ("guessing", f"{100 * reference:.2f}%", ""),
+        ],
+    )
     return Report(
-        title=f"Few-shot learning on {result['data']}", outcome=result["message"], good=result["accuracy"] > reference,
-        table=table, cards=cards, heading="What was learnt",
+        title=f"Few-shot learning on {result['data']}",
+        outcome=result["message"],
+        good=result["accuracy"] > reference,
+        table=table,
+        cards=cards,
+        heading="What was learnt",
         settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
         notes=result["notes"],
-    )  # fmt: skip
+    )
 
 
 def _pictures(images: Tensor) -> NDArray[np.uint8]:

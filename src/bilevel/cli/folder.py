@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
-from ..whole import write_whole
+from bilevel._util.atomic_files import write_whole
+from bilevel.errors import OptionError
 
 
 class Folder:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ..errors import OptionError
+from bilevel.errors import OptionError
 
 
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from .. import __version__
-from ..distributed import first_rank, world
-from ..errors import BilevelError, BilevelWarning, OptionError
-from . import compare, demo, denoise, doctor, fewshot, poison, reproduce, tune
-from .bar import LINES
-from .command import Command, Group
-from .starting import over
-from .stopped import BY_CTRL_C, INTERRUPTED, Stopped
+from bilevel import __version__
+from bilevel.cli import compare, denoise, doctor, fewshot, poison, tune
+from bilevel.cli.command import Command, Group
+from bilevel.cli.progress import LINES
+from bilevel.cli.starting import over
+from bilevel.cli.stopped import BY_CTRL_C, INTERRUPTED, Stopped
+from bilevel.distributed.process_group import first_rank, world
+from bilevel.errors import BilevelError, BilevelWarning, OptionError
 
 app = typer.Typer(
     cls=Group,
@@ -29,10 +30,14 @@ app.command("denoise", cls=Command)(denoise.command)
 app.command("poison", cls=Command)(poison.command)
 app.command("tune", cls=Command)(tune.command)
 app.command("fewshot", cls=Command)(fewshot.command)
-app.command("demo", cls=Command)(demo.command)
 app.command("compare", cls=Command)(compare.command)
 app.command("doctor", cls=Command)(doctor.command)
-app.add_typer(reproduce.app, name="reproduce")
+for entry in entry_points(group="bilevel.commands"):
+    found = entry.load()
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=entry.name)
+    else:
+        app.command(entry.name, cls=Command)(found)
 
 
 def _version(asked: bool) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..applications.classifiers import KINDS, Classifier, classifier
-from ..data import Labelled
-from ..errors import OptionError
-from ..options import did_you_mean
-from . import python_file
+from bilevel._util.checks import did_you_mean
+from bilevel.applications.default_classifier import KINDS, Classifier, classifier
+from bilevel.cli import python_file
+from bilevel.data import Labelled
+from bilevel.errors import OptionError
 
 
 def classifier_of(model: str, data: Labelled, source: str, device: torch.device, seed: int) -> Classifier:

@@ -14,23 +14,23 @@ from typing import Annotated, Any
 
 import typer
 
-from ..applications.auditing import Aim, Ground, Outcome, carry_out, goal_of, on_features, prepare
-from ..applications.bounds import Bound
-from ..applications.classifiers import KINDS
-from ..data import Labelled, load
-from ..errors import OptionError
-from ..options import did_you_mean, in_range
-from ..wording import first_of
-from ..workers import one_thread
-from .arguments import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import RunBar
-from .denoise import SMALL
-from .device import device_of
-from .model import classifier_of
-from .poison_audit import Audit, audit_of
-from .poison_output import FILES, show, summary, write
-from .run_state import begin, finished, folder_of, resumable
-from .telling import tell
+from bilevel._util.checks import did_you_mean, in_range
+from bilevel._util.parallel_map import one_thread
+from bilevel._util.text import first_of
+from bilevel.applications.default_classifier import KINDS
+from bilevel.applications.poisoning.audit import Aim, Ground, Outcome, carry_out, goal_of, on_features, prepare
+from bilevel.applications.poisoning.bounds import Bound
+from bilevel.cli.denoise import SMALL
+from bilevel.cli.device import device_of
+from bilevel.cli.model import classifier_of
+from bilevel.cli.options import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
+from bilevel.cli.poison_audit import Audit, audit_of
+from bilevel.cli.poison_output import FILES, show, summary, write
+from bilevel.cli.progress import RunBar
+from bilevel.cli.run_state import begin, finished, folder_of, resumable
+from bilevel.cli.telling import tell
+from bilevel.data import Labelled, load
+from bilevel.errors import OptionError
 
 LEVELS = 255
 """Steps of a pixel, in which an l-infinity bound on images is given."""
@@ -117,13 +117,25 @@ def command(
     own: see docs/poisoning-ethics.md.
     """
     asked = {
-        "command": "poison", "data": data, "attack": str(attack), "points": points, "fraction": fraction,
-        "target_class": target_class, "as": as_class, "target": target, "epsilon": epsilon,
+        "command": "poison",
+        "data": data,
+        "attack": str(attack),
+        "points": points,
+        "fraction": fraction,
+        "target_class": target_class,
+        "as": as_class,
+        "target": target,
+        "epsilon": epsilon,
         "norm": str(norm or Norm.l2),
-        "test": test, "label": label, "rows": rows, "model": model, "steps": steps, "audit": audit,
+        "test": test,
+        "label": label,
+        "rows": rows,
+        "model": model,
+        "steps": steps,
+        "audit": audit,
         "cost": COST if cost is None else cost,
         "seed": seed,
-    }  # fmt: skip
+    }
     where = device_of(device)
     if norm is not None and epsilon is None:
         raise OptionError(f"--norm {norm} says what --epsilon measures; give --epsilon, too.")
@@ -162,9 +174,15 @@ def _run(
     if aim.kind == "clean-label":
         ground = on_features(ground)
     outcome = carry_out(
-        ground, aim, bound=bound, steps=asked["steps"], seed=asked["seed"], checkpoint=checkpoint / "attack",
-        resume=resume, callbacks=[RunBar("moving points")],
-    )  # fmt: skip
+        ground,
+        aim,
+        bound=bound,
+        steps=asked["steps"],
+        seed=asked["seed"],
+        checkpoint=checkpoint / "attack",
+        resume=resume,
+        callbacks=[RunBar("moving points")],
+    )
     return ground, outcome, audit_of(ground, aim, bound, outcome, asked, checkpoint) if asked["audit"] else None
 
 
@@ -184,8 +202,11 @@ def _refuse(asked: Mapping[str, Any]) -> None:
     for name in needed:
         if asked[name] is None:
             raise OptionError(f"--attack {attack} needs --{name.replace('_', '-')}.")
-    for name, attacks in (("target_class", ("targeted",)), ("as", ("targeted", "clean-label")),
-                          ("target", ("clean-label",))):  # fmt: skip
+    for name, attacks in (
+        ("target_class", ("targeted",)),
+        ("as", ("targeted", "clean-label")),
+        ("target", ("clean-label",)),
+    ):
         if asked[name] is not None and attack not in attacks:
             raise OptionError(f"--{name.replace('_', '-')} is for --attack {' or '.join(attacks)}; got {attack}.")
     if not 0 < asked["cost"] <= 100:

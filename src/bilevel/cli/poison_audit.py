@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..applications.auditing import (
+from bilevel._util.parallel_map import ONCE
+from bilevel.applications.poisoning.audit import (
     FRACTIONS,
     PARTS_OF_EPSILON,
     Aim,
@@ -18,10 +19,9 @@ from ..applications.auditing import (
     least,
     noticed,
 )
-from ..applications.bounds import Bound
-from ..cells import Cell, Store, run_cells
-from ..workers import ONCE
-from .bar import RunBar
+from bilevel.applications.poisoning.bounds import Bound
+from bilevel.cli.progress import RunBar
+from bilevel.running.run_many import Cell, Store, run_cells
 
 SUCCESS = 0.5
 """The share of a class that a targeted attack is to have taken for the other."""
@@ -60,9 +60,11 @@ def audit_of(
     store = Store(checkpoint / "audit")
     clean = outcome.clean.accuracy
     by_bound = aim.kind == "clean-label" and bound is not None
-    values = tuple(
-        bound.epsilon * k / PARTS_OF_EPSILON for k in range(1, PARTS_OF_EPSILON + 1)
-    ) if by_bound and bound else _fractions(ground, aim)  # fmt: skip
+    values = (
+        tuple(bound.epsilon * k / PARTS_OF_EPSILON for k in range(1, PARTS_OF_EPSILON + 1))
+        if by_bound and bound
+        else _fractions(ground, aim)
+    )
 
     def run(value: float) -> dict[str, Any]:
         cell = Cell({"what": "epsilon" if by_bound else "fraction", "value": value}, 0)
@@ -74,9 +76,16 @@ def audit_of(
         mine = aim if by_bound else replace(aim, points=max(1, round(value * ground.data.count)))
         limit = replace(bound, epsilon=value) if by_bound and bound else bound
         found = carry_out(
-            ground, mine, bound=limit, steps=asked["steps"], seed=asked["seed"], checkpoint=folder,
-            resume=True, clean=outcome.clean, callbacks=[RunBar(f"audit at {value:.3g}")],
-        )  # fmt: skip
+            ground,
+            mine,
+            bound=limit,
+            steps=asked["steps"],
+            seed=asked["seed"],
+            checkpoint=folder,
+            resume=True,
+            clean=outcome.clean,
+            callbacks=[RunBar(f"audit at {value:.3g}")],
+        )
         success = found.success(ground, mine, found.poisoned)
         enough = {
             "untargeted": 100 * (clean - found.poisoned.accuracy) >= asked["cost"],
@@ -84,9 +93,12 @@ def audit_of(
             "clean-label": bool(success),
         }[aim.kind]
         return {
-            "value": value, "points": mine.points, "accuracy": found.poisoned.accuracy, "success": success,
+            "value": value,
+            "points": mine.points,
+            "accuracy": found.poisoned.accuracy,
+            "success": success,
             "enough": bool(enough),
-        }  # fmt: skip
+        }
 
     if aim.kind == "clean-label" and outcome.success(ground, aim, outcome.clean):
         values = ()

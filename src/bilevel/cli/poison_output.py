@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .. import __version__
-from ..applications.auditing import Aim, Ground, Outcome, target_of, wanted_of
-from ..applications.cleaning import thumbnails
-from ..report import Table as ReportTable
-from ..report.poison import Point, PoisonPage, Target, render_poison
-from ..whole import whole
-from ..wording import agreeing, counted
-from .folder import Folder
-from .poison_audit import Audit, shown
+from bilevel import __version__
+from bilevel._util.atomic_files import whole
+from bilevel._util.text import agreeing, counted
+from bilevel.applications.denoising.clean_dataset import thumbnails
+from bilevel.applications.poisoning.audit import Aim, Ground, Outcome, target_of, wanted_of
+from bilevel.cli.folder import Folder
+from bilevel.cli.poison_audit import Audit, shown
+from bilevel.report.page import Table as ReportTable
+from bilevel.report.poison import Point, PoisonPage, Target, render_poison
 
 FILES = ("poison.npz", "history.csv", "result.json", "report.html")
 SIDE = 128
@@ -35,9 +35,15 @@ HARM = 0.01
 
 
 def summary(
-    ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, model: str, asked: Mapping[str, Any],
-    seconds: float, device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+    ground: Ground,
+    aim: Aim,
+    outcome: Outcome,
+    audit: Audit | None,
+    model: str,
+    asked: Mapping[str, Any],
+    seconds: float,
+    device: torch.device,
+) -> dict[str, Any]:
     names = ground.data.classes
     clean, poisoned, flipped = outcome.clean, outcome.poisoned, outcome.flipped
     success, before = (outcome.success(ground, aim, which) for which in (poisoned, clean))
@@ -65,24 +71,46 @@ def summary(
         message += f" {audit.sentence}"
     settings = outcome.poison.settings
     return {
-        "command": "poison", "attack": aim.kind, "status": "done", "message": message, "seed": asked["seed"],
-        "seconds": round(seconds, 3), "points": aim.points, "fraction": aim.points / ground.data.count,
-        "rows": ground.data.count, "clean_accuracy": clean.accuracy, "poisoned_accuracy": poisoned.accuracy,
-        "flipped_accuracy": flipped.accuracy, "constant_accuracy": ground.constant, "success": success,
+        "command": "poison",
+        "attack": aim.kind,
+        "status": "done",
+        "message": message,
+        "seed": asked["seed"],
+        "seconds": round(seconds, 3),
+        "points": aim.points,
+        "fraction": aim.points / ground.data.count,
+        "rows": ground.data.count,
+        "clean_accuracy": clean.accuracy,
+        "poisoned_accuracy": poisoned.accuracy,
+        "flipped_accuracy": flipped.accuracy,
+        "constant_accuracy": ground.constant,
+        "success": success,
         "clean_success": before,
         "by_class": {
-            names[c]: {k: which.by_class[c] for k, which in
-                       (("clean", clean), ("flipped", flipped), ("poisoned", poisoned))}
+            names[c]: {
+                k: which.by_class[c] for k, which in (("clean", clean), ("flipped", flipped), ("poisoned", poisoned))
+            }
             for c in sorted(clean.by_class)
         },
-        "epsilon": settings["epsilon"], "norm": settings["norm"], "l2": float(outcome.poison.l2.max()),
-        "linf": float(outcome.poison.linf.max()), "model": model, "device": str(device), "settings": settings,
-        "audit": None if audit is None else {
-            "what": audit.what, "least": audit.least, "values": list(audit.values), "runs": audit.runs,
-            "wanted": audit.wanted, "auc": audit.auc,
+        "epsilon": settings["epsilon"],
+        "norm": settings["norm"],
+        "l2": float(outcome.poison.l2.max()),
+        "linf": float(outcome.poison.linf.max()),
+        "model": model,
+        "device": str(device),
+        "settings": settings,
+        "audit": None
+        if audit is None
+        else {
+            "what": audit.what,
+            "least": audit.least,
+            "values": list(audit.values),
+            "runs": audit.runs,
+            "wanted": audit.wanted,
+            "auc": audit.auc,
         },
         "notes": [*ground.notes, *_learnt_nothing(clean.accuracy, ground.constant)],
-    }  # fmt: skip
+    }
 
 
 def _learnt_nothing(accuracy: float, constant: float) -> list[str]:
@@ -105,10 +133,16 @@ def write(
     poison, names = outcome.poison, np.array(ground.data.classes)
     with whole(folder.path / "poison.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(
-            file, allow_pickle=False, base=poison.base.numpy(), poisoned=poison.x.numpy(),
-            y=names[poison.labels.numpy()], labels=poison.labels.numpy(), rows=_rows(ground, aim, poison.rows),
-            l2=poison.l2.numpy(), linf=poison.linf.numpy(),
-        )  # fmt: skip
+            file,
+            allow_pickle=False,
+            base=poison.base.numpy(),
+            poisoned=poison.x.numpy(),
+            y=names[poison.labels.numpy()],
+            labels=poison.labels.numpy(),
+            rows=_rows(ground, aim, poison.rows),
+            l2=poison.l2.numpy(),
+            linf=poison.linf.numpy(),
+        )
     if poison.solution is not None:
         poison.solution.history.to_csv(folder.path / "history.csv")
     page = folder.write("report.html", render_poison(_page(ground, aim, outcome, audit, result)))
@@ -145,34 +179,51 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
     audited = None
     if audit is not None and audit.runs:
         audited = ReportTable(
-            audit.sentence, (audit.what, "points", "accuracy", "enough"),
-            [(shown(audit.what, r["value"]), str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
-             for r in sorted(audit.runs, key=lambda r: r["value"])],
-        )  # fmt: skip
+            audit.sentence,
+            (audit.what, "points", "accuracy", "enough"),
+            [
+                (shown(audit.what, r["value"]), str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
+                for r in sorted(audit.runs, key=lambda r: r["value"])
+            ],
+        )
     return PoisonPage(
-        title=f"Poison in {ground.data.name}: {aim.kind} attack", outcome=result["message"],
+        title=f"Poison in {ground.data.name}: {aim.kind} attack",
+        outcome=result["message"],
         good=learnt and not harmed,
         accuracy=ReportTable(
             f"{victim} trained anew on clean rows, on these and the points where they began, and on these and the "
-            f"points, right on test rows {_unseen(aim)}.", HEADS, rows,
+            f"points, right on test rows {_unseen(aim)}.",
+            HEADS,
+            rows,
         ),
-        points=_points(ground, aim, outcome), target=_target(ground, aim), audit=audited,
-        defence="" if audit is None else (
+        points=_points(ground, aim, outcome),
+        target=_target(ground, aim),
+        audit=audited,
+        defence=""
+        if audit is None
+        else (
             f"bilevel's own denoiser, given the poisoned set, {_trusted(ground, aim, outcome):,} validation rows as "
             f"trusted and {learner} to train, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} "
             "(1: always; 0.5: chance)."
         ),
         settings=[
-            ("Rows", f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
-             f"{len(ground.test[1]):,} for the test"),
-            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"), ("Bound", bound),
+            (
+                "Rows",
+                f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
+                f"{len(ground.test[1]):,} for the test",
+            ),
+            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"),
+            ("Bound", bound),
             ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
             *_victim(result),
-            ("Steps", f"{result['settings']['steps']:,}"), ("Seed", str(result["seed"])),
-            ("Seconds", f"{result['seconds']:.1f}"), ("bilevel", __version__), ("torch", torch.__version__),
+            ("Steps", f"{result['settings']['steps']:,}"),
+            ("Seed", str(result["seed"])),
+            ("Seconds", f"{result['seconds']:.1f}"),
+            ("bilevel", __version__),
+            ("torch", torch.__version__),
         ],
         notes=result["notes"],
-    )  # fmt: skip
+    )
 
 
 def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -182,9 +233,10 @@ def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not body:
         return [("Victim", result["model"]), ("Trained by", recipe)]
     return [
-        ("Victim", f"{result['model']}, its last layer trained anew"), ("Last layer trained by", recipe),
+        ("Victim", f"{result['model']}, its last layer trained anew"),
+        ("Last layer trained by", recipe),
         ("Layers below trained by", f"{body}, on clean rows, once"),
-    ]  # fmt: skip
+    ]
 
 
 def _target(ground: Ground, aim: Aim) -> Target | None:

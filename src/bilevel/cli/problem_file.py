@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..applications.comparison import Start, Subject
-from ..applications.synthetic import nth
-from ..errors import BilevelError, OptionError
-from ..problem import Problem
-from . import python_file
+from bilevel.applications.comparison.compare import Start, Subject
+from bilevel.applications.comparison.synthetic_problems import nth
+from bilevel.cli import python_file
+from bilevel.errors import BilevelError, OptionError
+from bilevel.problem.problem import Problem
 
 NEEDED = ("problem", "u", "v")
 

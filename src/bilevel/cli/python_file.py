@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import OptionError
-from ..replay import seeded
+from bilevel._util.random_state import seeded
+from bilevel.errors import OptionError
 
 
 def is_file(text: str) -> bool:

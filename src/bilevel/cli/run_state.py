@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import __version__
-from ..errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
-from .folder import Folder
-from .stopped import Stopped
+from bilevel import __version__
+from bilevel.cli.folder import Folder
+from bilevel.cli.stopped import Stopped
+from bilevel.errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 
 CHECKPOINT = "checkpoint"
 PREVIOUS = "previous"
@@ -55,8 +55,11 @@ def write_config(folder: Folder, asked: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     return {
-        "bilevel": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()
-    }  # fmt: skip
+        "bilevel": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def begin(folder: Folder, asked: Mapping[str, Any], resume: bool, files: Sequence[str]) -> Path:
@@ -154,8 +157,9 @@ def resumable(checkpoint: Path, *, first: bool = True, files: Sequence[str] = ()
         if first:
             print(
                 f"note: {checkpoint} is left as it is: --resume goes on from it where it can, another --out begins "
-                "anew.", file=sys.stderr,
-            )  # fmt: skip
+                "anew.",
+                file=sys.stderr,
+            )
         raise
     except RankError:
         raise

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .stopped import BY_CTRL_C, INTERRUPTED
+from bilevel.cli.stopped import BY_CTRL_C, INTERRUPTED
 
 
 def is_command(arguments: Sequence[str], given: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from .folder import to_json
+from bilevel.cli.folder import to_json
 
 Result = Mapping[str, Any]
 

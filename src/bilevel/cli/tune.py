@@ -13,16 +13,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..applications.tuned_table import TunedTable, tune_table
-from ..data import Labelled, load, load_numbers
-from ..errors import OptionError
-from ..workers import one_thread
-from .arguments import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
-from .bar import RunBar, StageBar
-from .device import device_of
-from .run_state import begin, finished, folder_of, resumable
-from .telling import tell
-from .tune_output import FILES, show, summary, write
+from bilevel._util.parallel_map import one_thread
+from bilevel.applications.tuning.tune_table import TunedTable, tune_table
+from bilevel.cli.device import device_of
+from bilevel.cli.options import DataArgument, JsonOption, LabelOption, ResumeOption, SeedOption
+from bilevel.cli.progress import RunBar, StageBar
+from bilevel.cli.run_state import begin, finished, folder_of, resumable
+from bilevel.cli.telling import tell
+from bilevel.cli.tune_output import FILES, show, summary, write
+from bilevel.data import Labelled, load, load_numbers
+from bilevel.errors import OptionError
 
 FOLDS = 5
 SMALL = 5_000_000
@@ -87,9 +87,18 @@ def command(
     the validation loss, and what a grid of single penalties would have given.
     """
     asked = {
-        "command": "tune", "data": data, "model": str(model), "penalty": str(penalty), "test": test, "label": label,
-        "numbers": numbers, "folds": folds or FOLDS, "caution": caution, "steps": steps, "seed": seed,
-    }  # fmt: skip
+        "command": "tune",
+        "data": data,
+        "model": str(model),
+        "penalty": str(penalty),
+        "test": test,
+        "label": label,
+        "numbers": numbers,
+        "folds": folds or FOLDS,
+        "caution": caution,
+        "steps": steps,
+        "seed": seed,
+    }
     if numbers and model is Model.logistic:
         raise OptionError("--numbers is for --model ridge, whose labels are numbers anyway, and for mlp.")
     for option, value in (("--caution", caution), ("--folds", folds)):
@@ -121,9 +130,17 @@ def _run(data: Labelled, asked: Mapping[str, Any], where: torch.device, checkpoi
     try:
         with one_thread() if where.type == "cpu" and data.x.numel() < SMALL else nullcontext():
             return tune_table(
-                data, asked["model"], asked["penalty"], folds=asked["folds"], caution=asked["caution"],
-                steps=asked["steps"], seed=asked["seed"], callbacks=[RunBar("tuning")], tell=bar.tell, device=where,
+                data,
+                asked["model"],
+                asked["penalty"],
+                folds=asked["folds"],
+                caution=asked["caution"],
+                steps=asked["steps"],
+                seed=asked["seed"],
+                callbacks=[RunBar("tuning")],
+                tell=bar.tell,
+                device=where,
                 checkpoint=checkpoint,
-            )  # fmt: skip
+            )
     finally:
         bar.stop()

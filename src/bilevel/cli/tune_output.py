@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from .. import __version__
-from ..applications.tuned_table import TunedTable
-from ..data import Labelled
-from ..report import Card, Report, render
-from ..report import Table as ReportTable
-from ..report.figures import losses
-from ..report.tuning_figures import bars, grid
-from ..whole import whole
-from .folder import Folder
+from bilevel import __version__
+from bilevel._util.atomic_files import whole
+from bilevel.applications.tuning.tune_table import TunedTable
+from bilevel.cli.folder import Folder
+from bilevel.data import Labelled
+from bilevel.report.figures import losses
+from bilevel.report.page import Card, Report, render
+from bilevel.report.page import Table as ReportTable
+from bilevel.report.tuning_figures import bars, grid
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")
@@ -40,14 +40,27 @@ def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device:
         f"{best.test_loss:.4g}. {_verdict(valid, test)}"
     )
     return {
-        "command": "tune", "method": "convex" if asked["model"] != "mlp" else "penalty", "status": "done",
-        "message": message, "seed": asked["seed"], "seconds": round(found.seconds, 3), "model": asked["model"],
-        "penalty": asked["penalty"], "penalties": count, "valid_loss": found.valid_loss, "test_loss": found.test_loss,
-        "test_accuracy": found.test_accuracy, "caution": found.caution, "device": str(device),
-        "grid": [vars(point) for point in found.grid], "best_single": vars(best), "worse_than_single": test > 0,
-        "rows": data.count, "steps": len(found.curve),
+        "command": "tune",
+        "method": "convex" if asked["model"] != "mlp" else "penalty",
+        "status": "done",
+        "message": message,
+        "seed": asked["seed"],
+        "seconds": round(found.seconds, 3),
+        "model": asked["model"],
+        "penalty": asked["penalty"],
+        "penalties": count,
+        "valid_loss": found.valid_loss,
+        "test_loss": found.test_loss,
+        "test_accuracy": found.test_accuracy,
+        "caution": found.caution,
+        "device": str(device),
+        "grid": [vars(point) for point in found.grid],
+        "best_single": vars(best),
+        "worse_than_single": test > 0,
+        "rows": data.count,
+        "steps": len(found.curve),
         "notes": [*found.notes, *_cautions(valid, test, count, asked, found.caution)],
-    }  # fmt: skip
+    }
 
 
 def _beside(loss: float, other: float) -> int:
@@ -87,13 +100,15 @@ def write(folder: Folder, data: Labelled, found: TunedTable, result: Mapping[str
     """Write all files, the result last; returns the path of the page."""
     rows = sorted(zip(found.names, found.penalties.tolist(), found.sizes.tolist(), strict=True), key=lambda row: row[1])
     folder.write_csv(
-        "penalties.csv", ("name", "penalty", "weight"),
+        "penalties.csv",
+        ("name", "penalty", "weight"),
         ({"name": name, "penalty": f"{p:.6g}", "weight": f"{w:.6g}"} for name, p, w in rows),
-    )  # fmt: skip
+    )
     folder.write_csv(
-        "history.csv", ("step", "valid_loss"),
+        "history.csv",
+        ("step", "valid_loss"),
         ({"step": k, "valid_loss": f"{value:.9g}"} for k, value in enumerate(found.curve)),
-    )  # fmt: skip
+    )
     about = {
         "model": str(result["model"]),
         "classes": json.dumps(data.classes),
@@ -135,29 +150,43 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
         Card(
             "The path of the validation loss",
             losses("path", {"validation loss": found.curve}, label="Validation loss against step."),
-            note="" if result["model"] == "mlp" else "A single penalty is tuned first, then one for each feature; a "
+            note=""
+            if result["model"] == "mlp"
+            else "A single penalty is tuned first, then one for each feature; a "
             "caution below 1 is reached from 1 in stages. The price of the caution is part of the loss that is shown.",
         ),
         Card(
             "What a grid would have given",
-            grid("grid", [(p.penalty, p.valid_loss) for p in found.grid], found.valid_loss,
-                 label="Validation loss against a single penalty; the tuned penalties' as a dashed line."),
+            grid(
+                "grid",
+                [(p.penalty, p.valid_loss) for p in found.grid],
+                found.valid_loss,
+                label="Validation loss against a single penalty; the tuned penalties' as a dashed line.",
+            ),
         ),
-    ]  # fmt: skip
+    ]
     accuracy = result["test_accuracy"]
     return Report(
-        title=f"Penalties of {data.name}", outcome=result["message"],
+        title=f"Penalties of {data.name}",
+        outcome=result["message"],
         good=not result["worse_than_single"],
-        table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)), cards=cards, heading="How it was tuned",
+        table=ReportTable(f"Losses: {measured}.", HEADINGS, _rows(result)),
+        cards=cards,
+        heading="How it was tuned",
         settings=[
-            ("Rows", f"{result['rows']:,}"), ("Model", result["model"]), ("Penalty", result["penalty"]),
-            ("Penalties", f"{result['penalties']:,}"), ("Seed", str(result["seed"])),
+            ("Rows", f"{result['rows']:,}"),
+            ("Model", result["model"]),
+            ("Penalty", result["penalty"]),
+            ("Penalties", f"{result['penalties']:,}"),
+            ("Seed", str(result["seed"])),
             *([("Test accuracy", f"{100 * accuracy:.1f}%")] if accuracy is not None else []),
-            ("Device", result["device"]), ("Seconds", f"{result['seconds']:.1f}"),
-            ("bilevel", __version__), ("torch", torch.__version__),
+            ("Device", result["device"]),
+            ("Seconds", f"{result['seconds']:.1f}"),
+            ("bilevel", __version__),
+            ("torch", torch.__version__),
         ],
         notes=result["notes"],
-    )  # fmt: skip
+    )
 
 
 def show(result: Mapping[str, Any]) -> None:

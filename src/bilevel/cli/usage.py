@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from ..options import did_you_mean
+from bilevel._util.checks import did_you_mean
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What all of typer's refusals are."""

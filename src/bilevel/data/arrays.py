@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError, OptionError, reason
-from ..wording import agreeing, counted
-from .labelled import Labelled, Pair, row_keys
-from .labels import classes_of, indices, names_of
-from .scale import Scale
-from .size import COPIES, refuse_larger
+from bilevel._util.text import agreeing, counted
+from bilevel.data.labelled import Labelled, Pair, row_keys
+from bilevel.data.labels import classes_of, indices, names_of
+from bilevel.data.scale import Scale
+from bilevel.data.size import COPIES, refuse_larger
+from bilevel.errors import DataError, OptionError, reason
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")

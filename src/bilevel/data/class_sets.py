@@ -21,11 +21,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..errors import DataError, OptionError
-from ..options import did_you_mean, in_range
-from .files import sheet
-from .folder import Reader, load_folder, read_pixels
-from .image_classes import ClassSplits, ImageClasses, split_classes
+from bilevel._util.checks import did_you_mean, in_range
+from bilevel.data.class_images import ClassSplits, ImageClasses, split_classes
+from bilevel.data.files import sheet
+from bilevel.data.image_folders import Reader, load_folder, read_pixels
+from bilevel.errors import DataError, OptionError
 
 OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
 OMNIGLOT_SIDE, OMNIGLOT_TRAIN, OMNIGLOT_SEED = 28, 1200, 0

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..wording import agreeing, counted
-from .labels import name_of
-from .scale import Scale
+from bilevel._util.text import agreeing, counted
+from bilevel.data.labels import name_of
+from bilevel.data.scale import Scale
+from bilevel.errors import DataError
 
 MOST_VALUES = 20
 """Values of a text column that have a column of their own."""

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, OptionError
-from ..wording import first_of
-from .labelled import Labelled
-from .reading import form_of, load
-from .rewriting import (
+from bilevel._util.text import first_of
+from bilevel.data.labelled import Labelled
+from bilevel.data.load import form_of, load
+from bilevel.data.rewriting import (
     Change,
     new_file_or_folder,
     rewrite_csv,
@@ -27,6 +26,7 @@ from .rewriting import (
     rewrite_parquet,
     write_named,
 )
+from bilevel.errors import DataError, OptionError
 
 COLUMNS = ("index", "key", "decision", "label")
 DECISIONS = ("keep", "drop", "relabel")

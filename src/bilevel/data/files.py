@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..errors import DataError
+from bilevel.errors import DataError
 
 Part = tuple[np.ndarray, np.ndarray]
 IDX = tuple(f"{part}-{file}.gz" for part in ("train", "t10k") for file in ("images-idx3-ubyte", "labels-idx1-ubyte"))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from bilevel.errors import DataError
 
 Kind = Literal["images", "table", "arrays"]
 Pair = tuple[Tensor, Tensor]

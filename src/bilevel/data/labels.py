@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
-from ..wording import agreeing, first_of
+from bilevel._util.text import agreeing, first_of
+from bilevel.errors import DataError
 
 MANY = 20
 """More classes than this, and more than half as many as rows, are no classes."""

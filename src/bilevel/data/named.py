@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import DataError
-from .files import ARCHIVE, IDX, MAT, SHEETS, Part, read_archive, read_idx, read_mat, read_sheets
-from .labelled import Labelled
-from .split import split_test
+from bilevel.data.files import ARCHIVE, IDX, MAT, SHEETS, Part, read_archive, read_idx, read_mat, read_sheets
+from bilevel.data.labelled import Labelled
+from bilevel.data.splits import split_test
+from bilevel.errors import DataError
 
 DIGITS_TEST, DIGITS_SEED = 400, 0
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
-from ..options import in_range, one_of
+from bilevel._util.checks import in_range, one_of
+from bilevel.errors import DataError
 
 
 def corrupt(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, OptionError
-from .folder import listings
-from .labelled import Labelled
-from .table import header, import_or_say
+from bilevel.data.image_folders import listings
+from bilevel.data.labelled import Labelled
+from bilevel.data.tables import header, import_or_say
+from bilevel.errors import DataError, OptionError
 
 
 @dataclass(frozen=True)

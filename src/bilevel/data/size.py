@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import DataError
+from bilevel.errors import DataError
 
 COPIES = 4
 """What the reading of a table takes, in sizes of its numbers: the rows stand beside their keys and fields."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..descent import OptimizerFactory
-from ..method import Setting, State
-from ..options import StepOptions, factory, no_constraints
-from ..prices import Prices
-from ..steps import Draw, Steps
+from bilevel._util.checks import factory
+from bilevel.derivatives.prices import Prices
+from bilevel.methods.base import Setting, State
+from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.options import StepOptions, no_constraints
+from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True)

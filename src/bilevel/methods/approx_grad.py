@@ -4,7 +4,8 @@
 
 Domke, *Generic methods for optimization-based modeling*, AISTATS 2012; Pedregosa, *Hyperparameter optimization with
 approximate gradient*, ICML 2016. q is kept from one upper step to the next, so that a few products a step are enough
-where u moves slowly. The solvers are those of `bilevel.linear`; all products of an upper step are of one batch and, but
+where u moves slowly. The solvers are those of `bilevel.optim.linear_solvers`; all products of an upper step are of
+one batch and, but
 for the exceptions below, of one graph of g.
 """
 
@@ -17,18 +18,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..batch_scales import BatchScales
-from ..batches import Pair, detached
-from ..descent import OptimizerFactory
-from ..errors import OptionError
-from ..linear import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
-from ..method import Setting, State
-from ..options import StepOptions, factory, in_range, no_constraints, no_projection, one_of, true_or_false
-from ..prices import Gradients, Prices, added
-from ..replay import keeping, random_state, set_random_state
-from ..rows import together
-from ..steps import Draw, Steps
-from ..vectors import difference, gradient
+from bilevel._util.checks import factory, in_range, one_of, true_or_false
+from bilevel._util.nested import Pair, detached
+from bilevel._util.random_state import keeping, random_state, set_random_state
+from bilevel._util.tensor_lists import difference, gradient
+from bilevel.derivatives.prices import Gradients, Prices, added
+from bilevel.errors import OptionError
+from bilevel.measures.batch_scales import BatchScales
+from bilevel.methods.base import Setting, State
+from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.options import StepOptions, no_constraints, no_projection
+from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
+from bilevel.optim.variable_optimizer import OptimizerFactory
+from bilevel.problem.rows import together
 
 LINEAR_SHARE = 0.1
 """The default rate of Adam on q, as a share of the size of an entry of q."""
@@ -121,11 +123,15 @@ class _Run(Steps):
             return self._record(direct.f, g, direct, d.norm(direct.v), d.norm(slope), left, moving)
         curved = self._curved(batches, direct.v, left)
         total = Gradients(
-            f=direct.f, g=curved.g, slope=curved.slope, residual=curved.slope, constraints=[],
+            f=direct.f,
+            g=curved.g,
+            slope=curved.slope,
+            residual=curved.slope,
+            constraints=[],
             v=difference(direct.v, curved.v),
             u=d.pulled(difference(direct.u, curved.u)),
             rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
-        )  # fmt: skip
+        )
         total.rows = d.all_rows(total.rows)
         self.upper.step(total.u, total.rows, left)
         return self._record(total.f, total.g, total, d.norm(total.v), d.norm(total.slope), left, moving)

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batches import detached
-from ..certificate import adjoint
-from ..double_backward import missing_double_backward
-from ..errors import BilevelWarning, OptionError, ProblemError
-from ..method import Setting, State
-from ..options import in_range
-from ..prices import Prices
-from ..steps import Draw
-from ..unrolled import Run, Unrolled, UnrolledOptions
-from ..vectors import gradient
+from bilevel._util.checks import in_range
+from bilevel._util.nested import detached
+from bilevel._util.tensor_lists import gradient
+from bilevel.derivatives.double_backward import missing_double_backward
+from bilevel.derivatives.prices import Prices
+from bilevel.errors import BilevelWarning, OptionError, ProblemError
+from bilevel.measures.certificate import adjoint
+from bilevel.methods.base import Setting, State
+from bilevel.methods.minibatch_run import Draw
+from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 
 MANY = 20_000
 """Second backwards in an upper step from which a user is told of them."""
@@ -138,9 +138,13 @@ class _Run(Unrolled):
             stop = min(start + self.chunk, self.directions)
             cotangents = [*(p[start:stop] for p in P), *self._units(start, stop)]
             found = torch.autograd.grad(
-                [first[i] for i in live], self.v.leaves, [cotangents[i] for i in live],
-                retain_graph=True, allow_unused=True, is_grads_batched=True,
-            )  # fmt: skip
+                [first[i] for i in live],
+                self.v.leaves,
+                [cotangents[i] for i in live],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
             pairs = zip(found, P, strict=True)
             chunks.append([torch.zeros_like(p[start:stop]) if x is None else x.detach() for x, p in pairs])
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*chunks, strict=True)]

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batches import detached
-from ..errors import OptionError
-from ..method import Setting, State
-from ..options import in_range
-from ..prices import Gradients, Prices
-from ..replay import random_state, set_random_state
-from ..rows import Parts, together
-from ..steps import Draw
-from ..unrolled import Run, Unrolled, UnrolledOptions
+from bilevel._util.checks import in_range
+from bilevel._util.nested import detached
+from bilevel._util.random_state import random_state, set_random_state
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.errors import OptionError
+from bilevel.methods.base import Setting, State
+from bilevel.methods.minibatch_run import Draw
+from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
+from bilevel.problem.rows import Parts, together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_scales import BatchScales
-from ..descent import OptimizerFactory
-from ..method import Setting, State
-from ..options import StepOptions, factory, in_range, no_constraints
-from ..value_steps import ValueSteps
+from bilevel._util.checks import factory, in_range
+from bilevel.measures.batch_scales import BatchScales
+from bilevel.methods.base import Setting, State
+from bilevel.methods.options import StepOptions, no_constraints
+from bilevel.methods.two_lower_variables import ValueSteps
+from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from .figures import ACCENT, STYLE, _inline, _legend
+from bilevel.report.figures import ACCENT, STYLE, _inline, _legend
 
 CELL, GAP = 34, 4
 """Pixels of a small image and between two fields of a task."""
@@ -56,8 +56,16 @@ def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, la
             mine = points[[c == title for c in classes]]
             named = (title if len(title) <= MOST else f"…{title[1 - MOST :]}").replace("$", r"\$")
             named = f" {named}" if named.startswith("_") else named  # matplotlib leaves such a name out of the legend
-            axes.plot(mine[:, 0], mine[:, 1], marks[i % 10], color=colors[i % 10], markersize=5, alpha=0.8,
-                      label=named, linestyle="none")  # fmt: skip
+            axes.plot(
+                mine[:, 0],
+                mine[:, 1],
+                marks[i % 10],
+                color=colors[i % 10],
+                markersize=5,
+                alpha=0.8,
+                label=named,
+                linestyle="none",
+            )
         axes.set(xticks=[], yticks=[])
         _legend(figure)
         return _inline(figure, name, label)

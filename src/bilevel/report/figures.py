@@ -25,10 +25,18 @@ SPREAD = 50
 """The ratio of the largest to the smallest loss from which the axis is logarithmic."""
 BINS = 25
 STYLE: dict[Any, Any] = {
-    "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.spines.right": False, "axes.spines.top": False,
-    "font.size": 10, "grid.alpha": 0.15, "grid.color": INK, "svg.fonttype": "path", "text.color": INK,
-    "xtick.color": INK, "ytick.color": INK,
-}  # fmt: skip
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.alpha": 0.15,
+    "grid.color": INK,
+    "svg.fonttype": "path",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 
 
 def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, label: str) -> Markup:

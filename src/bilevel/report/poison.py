@@ -15,8 +15,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..errors import OptionError
-from . import Facts, Table, fill, read
+from bilevel.errors import OptionError
+from bilevel.report.page import Facts, Table, fill, read
 
 __all__ = ["MOST", "Point", "PoisonPage", "Target", "render_poison"]
 
@@ -73,9 +73,13 @@ def render_poison(page: PoisonPage) -> str:
     factor = amplification(shown)
     cards = [(point, pictures(point, factor)) for point in shown]
     text = fill(
-        "poison.html", page=page, cards=cards, factor=f"{factor:g}", shown=len(shown),
+        "poison.html",
+        page=page,
+        cards=cards,
+        factor=f"{factor:g}",
+        shown=len(shown),
         style=Markup(read("style.css") + read("poison.css")),
-    )  # fmt: skip
+    )
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from .figures import ACCENT, INK, STYLE, _inline, _legend
+from bilevel.report.figures import ACCENT, INK, STYLE, _inline, _legend
 
 MOST_ALONE = 40
 """Bars up to which a list of them is short enough to be seen at a glance."""
@@ -65,8 +65,9 @@ def grid(name: str, points: Sequence[tuple[float, float]], tuned: float, *, labe
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(4.0, 3.7), layout="constrained")
         axes = figure.subplots()
-        axes.semilogx(*zip(*points, strict=True), color=INK, linewidth=1.4, marker="o", markersize=4,
-                      label="single penalties")  # fmt: skip
+        axes.semilogx(
+            *zip(*points, strict=True), color=INK, linewidth=1.4, marker="o", markersize=4, label="single penalties"
+        )
         axes.axhline(tuned, color=ACCENT, linewidth=2.0, linestyle=(0, (4, 2)), label="tuned")
         axes.set(xlabel="penalty", ylabel="validation loss")
         axes.grid(True)

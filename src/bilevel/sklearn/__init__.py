@@ -1,7 +1,7 @@
 """Estimators with scikit-learn's interface: `fit`, `predict`, and what was learnt in attributes that end in `_`."""
 
-from .denoising import DenoisingClassifier
-from .logistic import TunedLogisticRegression
-from .ridge import TunedRidge
+from bilevel.sklearn.denoising import DenoisingClassifier
+from bilevel.sklearn.logistic import TunedLogisticRegression
+from bilevel.sklearn.ridge import TunedRidge
 
 __all__ = ["DenoisingClassifier", "TunedLogisticRegression", "TunedRidge"]

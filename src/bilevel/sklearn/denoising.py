@@ -1,6 +1,7 @@
 """Denoising as a scikit-learn estimator: `fit`, `predict`, and what was learnt of each row in attributes.
 
-scikit-learn hands arrays in and out, and labels of any kind; `bilevel.applications.denoising` has tensors and class
+scikit-learn hands arrays in and out, and labels of any kind; `bilevel.applications.denoising.denoise` has tensors
+and class
 indices. This module is the way from one to the other and back, and finds the trusted rows where they are part of X.
 """
 
@@ -21,15 +22,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ..applications.denoising import denoise
-from ..callbacks import Progress
-from ..data.scale import Scale
-from ..errors import BilevelWarning, DataError, OptionError
-from ..method import Method
-from ..models import mlp
-from ..options import in_range, true_or_false
-from ..replay import seeded
-from ..training import probabilities
+from bilevel._util.checks import in_range, true_or_false
+from bilevel._util.random_state import seeded
+from bilevel.applications.denoising.denoise import denoise
+from bilevel.applications.networks import mlp
+from bilevel.applications.training import probabilities
+from bilevel.data.scale import Scale
+from bilevel.errors import BilevelWarning, DataError, OptionError
+from bilevel.methods.base import Method
+from bilevel.running.callbacks import Progress
 
 ModuleFactory = Callable[[int, int], nn.Module]
 """Called with the numbers in one input and the count of classes; returns the network at its first weights."""
@@ -44,7 +45,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     units. A function is called with the numbers in one input and the count of classes, and its first weights come from
     `random_state`. An `nn.Module` is copied, first weights included. It is trained in float32. With a `module`, X may
     have more than two dimensions, as images (n, channels, height, width) have. `method`, `steps`, `batch` and `rate`
-    are those of `bilevel.applications.denoising.denoise`. `trusted_share` is the share of rows that stands in for the
+    are those of `bilevel.applications.denoising.denoise.denoise`. `trusted_share` is the share of rows that stands
+    in for the
     trusted ones where none are passed. `standardize` brings each column of X to mean 0 and deviation 1, as measured in
     `fit`, and cuts what is beyond 10 deviations; each channel, where X has more than two dimensions. `device` is where
     the module is trained and predicts; None: where it is. `verbose` shows a progress bar of the bilevel run where
@@ -122,10 +124,16 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise DataError(f"some rows of X must be left to judge; all {len(labels)} are trusted or stand in for it.")
         module = self._network(x, seed)
         found = denoise(
-            (x[~known], labels[~known]), (x_trusted, y_trusted), module,
-            method=self.method, steps=steps, batch=batch, rate=_plain(self.rate), seed=seed,
+            (x[~known], labels[~known]),
+            (x_trusted, y_trusted),
+            module,
+            method=self.method,
+            steps=steps,
+            batch=batch,
+            rate=_plain(self.rate),
+            seed=seed,
             callbacks=[Progress("importances")] if self.verbose else [],
-        )  # fmt: skip
+        )
         self.module_, self.history_ = module, found.solution.history
         unjudged = np.nan if trusted is None else 1.0
         self.importance_ = _spread(found.importance, known, unjudged)
@@ -209,8 +217,9 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             f"fit has no trusted labels: {known.sum()} of the {len(labels)} rows stand in for them. Their labels may "
             "be as wrong as the others, so that wrong labels are found less surely, and they are not judged: their "
             "importance is NaN. Pass trusted=(X, y), or a mask of rows whose labels are known to be right.",
-            BilevelWarning, stacklevel=3,
-        )  # fmt: skip
+            BilevelWarning,
+            stacklevel=3,
+        )
         return known
 
     def _network(self, x: Tensor, seed: int) -> nn.Module:

@@ -9,8 +9,8 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from ..errors import DataError
-from .tuned import Tuned
+from bilevel.errors import DataError
+from bilevel.sklearn.tuned import Tuned
 
 
 class TunedLogisticRegression(Tuned, ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn: no types

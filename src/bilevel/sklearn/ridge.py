@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import validate_data
 
-from .tuned import Tuned
+from bilevel.sklearn.tuned import Tuned
 
 
 class TunedRidge(Tuned, RegressorMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types

@@ -12,14 +12,14 @@ from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ..applications.caution import tune_cautiously
-from ..applications.folded_model import Loss, Rows, invertible
-from ..applications.folds import folds_of
-from ..applications.inputs import from_scipy
-from ..applications.linear_tuning import tune_linear
-from ..errors import OptionError
-from ..options import in_range, one_of
-from .denoising import _plain
+from bilevel._util.checks import in_range, one_of
+from bilevel.applications.tuning.caution import tune_cautiously
+from bilevel.applications.tuning.folded_linear_model import Loss, Rows, invertible
+from bilevel.applications.tuning.folds import folds_of
+from bilevel.applications.tuning.linear_tuning import tune_linear
+from bilevel.applications.tuning.sparse_inputs import from_scipy
+from bilevel.errors import OptionError
+from bilevel.sklearn.denoising import _plain
 
 AUTO = "auto"
 FULL = 0.1

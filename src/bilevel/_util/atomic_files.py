@@ -1,0 +1,78 @@
+"""Files that are written whole or not at all: under another name, which becomes theirs when all is on the disk."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from bilevel.errors import WriteError
+
+_mask = os.umask(0)  # which can only be read by setting it
+os.umask(_mask)
+MODE = 0o666 & ~_mask
+"""Of a new file."""
+
+
+@contextmanager
+def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when all went well, and is gone otherwise.
+
+    The file that was there stays until then, and is kept as `before` where that is given. What a killed process left of
+    the same file is cleared away.
+    """
+    moved = False
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not _alive(stale.name.split(".")[-2]):
+            stale.unlink(missing_ok=True)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(MODE)  # safetensors makes files for the owner's eyes alone
+        if before is not None and path.exists():
+            os.replace(path, before)
+            moved = True
+        os.replace(temporary, path)
+        _flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        if before is not None and moved and not path.exists():
+            with suppress(OSError):
+                os.replace(before, path)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise WriteError(f"{path} cannot be written ({why}). The file that was there, if any, is untouched.") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _flush(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    entry = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write text as UTF-8; a file name in it that is no text comes back as the bytes it was."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    return path
+
+
+def _alive(pid: str) -> bool:
+    """Whether a process of this machine has the number."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True

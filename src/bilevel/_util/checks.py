@@ -1,0 +1,58 @@
+"""Checks of options, whose errors name the option, the rule and the value."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from bilevel.errors import OptionError
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to put after a sentence, where one of the known names is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(name: str, value: object, allowed: Sequence[str], *, optional: bool = False) -> None:
+    if value not in allowed and not (optional and value is None):
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+def in_range(
+    name: str,
+    value: float | None,
+    *,
+    least: float = float("-inf"),
+    above: float = float("-inf"),
+    most: float = float("inf"),
+    below: float = float("inf"),
+    whole: bool = False,
+) -> None:
+    """Refuse a number out of its range; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise OptionError(f"{name} must be a{' whole' if whole else ''} number; got {value!r}.")
+    if not least <= value <= most or not above < value < below or not math.isfinite(value):
+        bounds = {"at least": least, "above": above, "below": below, "at most": most}
+        words = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+        if not math.isfinite(value):
+            words.insert(0, "finite")
+        raise OptionError(f"{name} must be {' and '.join(words)}; got {value!r}.")
+
+
+def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise OptionError(f"{name} must be True or False; got {value!r}.")
+
+
+def factory(name: str, value: object) -> None:
+    """Refuse an optimizer in place of what makes one; None passes."""
+    if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
+        raise OptionError(
+            f"{name} must be a factory such as partial(torch.optim.Adam, lr=1e-3), not an optimizer; got {value!r}."
+        )

@@ -1,5 +1,0 @@
-"""Classical small bilevel problems with their best known values: see `cases`."""
-
-from .case import Case, Verdict, cases, judge, run
-
-__all__ = ["Case", "Verdict", "cases", "judge", "run"]

@@ -1,0 +1,1 @@
+"""Compare methods on one problem."""

@@ -1,0 +1,346 @@
+"""A labelled data set cleaned: denoising, what it is compared with, and what a user should know of it.
+
+The accuracies are those on the test set. Where there is none, a fifth of the trusted set is held out from all training
+and stands in for it, if it is large enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from bilevel._util.checks import in_range
+from bilevel._util.random_state import derived
+from bilevel._util.text import agreeing, counted, first_of
+from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
+from bilevel.applications.training import Augment, accuracy, fit
+from bilevel.data import Labelled, Pair, corrupt, split_test, split_trusted
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.errors import DataError, OptionError
+from bilevel.methods.base import Method
+from bilevel.running.callbacks import Callback
+
+PER_CLASS = 10
+"""Trusted examples of each class that are drawn where their number is not given."""
+HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
+"""The share of the trusted set that stands in for a test set, and the rows, in all and of a class, that it needs."""
+AS_GOOD = 0.005
+"""A difference in accuracy that is none, however many rows it is of."""
+Noise = Literal["symmetric", "asymmetric"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data with a trusted set. `truth` holds the labels before `noise` made some of them wrong on purpose."""
+
+    data: Labelled
+    truth: Tensor | None = None
+    held_out: bool = False
+    """Whether `data.test` is a part of the trusted set."""
+    notes: tuple[str, ...] = ()
+    drawn: tuple[int, ...] = ()
+    """The numbers of the rows that were drawn as trusted."""
+
+    @property
+    def trusted(self) -> Pair:
+        return self.data.part("trusted")
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What `clean` found. Accuracies are fractions of 1, by the name of what was trained."""
+
+    denoised: Denoised
+    accuracies: dict[str, float]
+    auc: float | None
+    """Of the quality as a sign of a right label, where the wrong ones are known; likewise F1 of the suspects."""
+    f1: float | None
+    notes: tuple[str, ...]
+
+
+def prepare(
+    data: Labelled, *, trusted: int | None = None, noise: float | None = None, kind: Noise = "symmetric", seed: int = 0
+) -> Prepared:
+    """Data ready for `clean`: rows drawn as trusted where the data has none, wrong labels on purpose, a held-out part.
+
+    `trusted` rows are drawn before `noise` is made, so that their labels are those of the source.
+    """
+    notes = list(data.notes)
+    rows: tuple[int, ...] = ()
+    in_range("noise", noise, least=0, below=1)
+    if data.trusted is None:
+        drawn = trusted or PER_CLASS * len(data.classes)
+        if drawn >= data.count:
+            raise OptionError(
+                f"trusted must be below the {data.count} rows of {data.name}, of which they are drawn; got {drawn}."
+            )
+        before, data = data, split_trusted(data, drawn, seed)
+        rows = tuple(sorted(set(before.positions.tolist()) - set(data.positions.tolist())))
+        if noise is None:
+            notes.append(
+                f"The trusted set is {counted(drawn, 'row')} drawn from the data, whose labels are taken as right. "
+                "Check them (`trusted_rows` in result.json): a wrong label among them counts for many."
+            )
+        if gone := sorted(set(data.part("trusted")[1].tolist()) - set(data.y.tolist())):
+            notes.append(
+                f"All rows labelled {first_of((data.classes[c] for c in gone), 10)} are drawn as trusted, so that none "
+                "is left to clean: see whether this is a class at all."
+            )
+    elif trusted is not None:
+        raise OptionError(f"trusted={trusted} draws rows, but the data has {len(data.trusted[1])} trusted ones.")
+    truth = None
+    if noise is not None:
+        truth = data.y
+        data = replace(data, y=corrupt(data.y, noise, len(data.classes), seed, kind))
+    held_out = False
+    _refuse_missing(data)
+    notes += _duplicates(data)
+    if data.test is None:
+        data, held_out, more = _held_out(data, seed)
+    else:
+        data, more = _untrained(data)
+    notes += more
+    if data.test is not None:
+        count = data.count
+        data, truth, more = _apart(data, truth)
+        notes += more
+        _refuse_missing(data, count - data.count)
+    return Prepared(data, truth, held_out, tuple(notes), rows)
+
+
+def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
+    """The data with a fifth of the trusted set as the test set, whether it could be had, and notes."""
+    kept = data.part("trusted")
+    count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
+    if count < LEAST_TRUSTED or least < LEAST_OF_CLASS:
+        note = (
+            f"No accuracy is measured: there is no test set, and the trusted one, with {counted(count, 'row')} and "
+            f"{least} of its rarest class, is too small to hold a part of it out: that takes {LEAST_TRUSTED} rows, and "
+            f"{LEAST_OF_CLASS} of each class."
+        )
+        return data, False, [note]
+    whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
+    parted = split_test(whole, share=HELD_OUT, seed=seed)
+    part = counted(count - parted.count, "row")
+    try:
+        data, notes = _untrained(replace(data, trusted=(parted.x, parted.y), test=parted.test), "held-out part")
+    except DataError:
+        note = (
+            "No accuracy is measured: there is no test set, and a part of the trusted one cannot be held out, as its "
+            "rows are in the rest of it, too."
+        )
+        return data, False, [note]
+    return data, True, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
+
+
+def _refuse_missing(data: Labelled, out: int = 0) -> None:
+    """Refuse data that nothing can be learnt of; `out` rows of it were left out, as they are in the test set."""
+    if not data.count:
+        raise DataError(
+            "the data must have rows that are not in the test set or the held-out part; all its "
+            f"{counted(out, 'row')} are. Give another test set."
+        )
+    present, known = (set(labels.tolist()) for labels in (data.y, data.part("trusted")[1]))
+    if len(present) < 2:
+        without = f"without the {counted(out, 'row')} in the test set or the held-out part, " if out else ""
+        raise DataError(
+            f"the data must have at least two classes; {without}all its labels are {data.classes[present.pop()]!r}."
+        )
+    if missing := [data.classes[c] for c in sorted(present - known)]:
+        names = first_of(missing, 10)
+        raise DataError(
+            f"the trusted set must have an example of every class; it has none of {names}. Add some, or leave these "
+            "classes out of the data."
+        )
+
+
+def _duplicates(data: Labelled) -> list[str]:
+    """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
+    twins = _twins(data.x, data.part("trusted"))
+    found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
+    if not found:
+        return []
+    other = sum(a != b for a, b in found)
+    rows, are = counted(len(found), "row"), agreeing(len(found), "is", "are")
+    stay = agreeing(len(found), "it stays in", "they stay in")
+    return [f"{rows} {are} in the trusted set, too, {other} of them with another label; {stay}."]
+
+
+def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
+    """The data without test rows that are in the trusted set, which is trained on; `name` is that of the test part."""
+    x, y = data.part("test")
+    rows = torch.tensor([twin is None for twin in _twins(x, data.part("trusted"))])
+    if bool(rows.all()):
+        return data, []
+    if not bool(rows.any()):
+        raise DataError(
+            f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Give "
+            "another one, or none."
+        )
+    out = int((~rows).sum())
+    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
+    note = f"{counted(out, 'row')} of the {name} {are} in the trusted set, too, which is trained on; {left}."
+    return replace(data, test=(x[rows], y[rows])), [note]
+
+
+def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
+    """The data without rows that are in the test set, which must not be trained on."""
+    rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
+    if len(rows) == data.count:
+        return data, truth, []
+    out = data.count - len(rows)
+    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
+    note = f"{counted(out, 'row')} {are} in the test set or the held-out part, too; {left}."
+    return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
+
+
+def _twins(x: Tensor, pair: Pair) -> list[int | None]:
+    """For each row of x the label that the same row has in the pair, where it is there."""
+    known = {row.numpy().tobytes(): int(label) for row, label in zip(*pair, strict=True)}
+    return [known.get(row.numpy().tobytes()) for row in x]
+
+
+def clean(
+    prepared: Prepared,
+    model: nn.Module,
+    *,
+    method: Method | None = None,
+    steps: int | None = None,
+    augment: Augment | None = None,
+    baselines: bool = True,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    tell: Tell = lambda stage, done, total: None,
+    precision: Precision | None = None,
+) -> Cleaned:
+    """Denoise, then train what the result is compared with, in as many steps as one round of `denoise`."""
+    data = prepared.data
+    first = copy.deepcopy(model)
+    denoised = denoise(
+        (data.x, data.y),
+        prepared.trusted,
+        model,
+        method=method,
+        steps=steps,
+        augment=augment,
+        seed=seed,
+        checkpoint=checkpoint,
+        resume=resume,
+        callbacks=callbacks,
+        precision=precision,
+        watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
+    )
+    accuracies: dict[str, float] = {}
+    if data.test is not None:
+        accuracies["denoised"] = accuracy(model, data.test)
+        for name, (x, y) in _rivals(prepared) if baselines else ():
+            rival, total = copy.deepcopy(first), denoised.settings["final_steps"]
+            fit(
+                rival,
+                x,
+                y,
+                steps=total,
+                batch=denoised.settings["batch"],
+                rate=denoised.settings["rate"],
+                seed=derived(seed, "rivals"),
+                augment=augment,
+                precision=precision,
+                checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
+                watch=partial(_told, tell, f"comparing: {name}", total),
+            )
+            accuracies[name] = accuracy(rival, data.test)
+    auc, f1 = _scores(prepared, denoised)
+    return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
+
+
+def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
+    """What `clean` compares with, by name."""
+    data, (x, y) = prepared.data, prepared.trusted
+    yield "trusted set alone", (x, y)
+    inputs = torch.cat([data.x, x])
+    yield "labels as they are", (inputs, torch.cat([data.y, y]))
+    if prepared.truth is not None:
+        yield "right labels", (inputs, torch.cat([prepared.truth, y]))
+
+
+def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | None]:
+    if prepared.truth is None or not bool((wrong := (prepared.data.y != prepared.truth)).any()):
+        return None, None
+    from sklearn.metrics import f1_score, roc_auc_score  # here: it takes as long to import as torch
+
+    auc = roc_auc_score(~wrong.numpy(), found.quality.numpy())
+    return float(auc), float(f1_score(wrong.numpy(), found.suspect.numpy()))
+
+
+def _told(tell: Tell, stage: str, total: int, done: int) -> None:
+    tell(stage, done, total)
+
+
+def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
+    """A note for each way of training that does as well as denoising, as far as the rows measured on can tell."""
+    if "denoised" not in accuracies:
+        return ()
+    ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
+    ways = {
+        "labels as they are": "the labels as they are",
+        "trusted set alone": f"the {counted(len(prepared.trusted[1]), 'trusted row')} alone",
+    }
+    rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
+    found = [
+        f"For a classifier, training on {text} is as good or better, as far as the {rows} can tell: "
+        f"{100 * theirs:.1f}% against {100 * ours:.1f}%."
+        for name, text in ways.items()
+        if (theirs := accuracies.get(name)) is not None and theirs >= ours - _margin(ours, theirs, count)
+    ]
+    return (*found, "The suspects may be worth a look all the same.") if found else ()
+
+
+def _margin(a: float, b: float, count: int) -> float:
+    """A difference in accuracy that is none: the standard error of that of two shares of `count` rows, or AS_GOOD."""
+    return max(AS_GOOD, math.sqrt((a * (1 - a) + b * (1 - b)) / count))
+
+
+def as_bytes(x: Tensor) -> np.ndarray:
+    """Images in [0, 1] as bytes: (n, height, width), of several channels (n, height, width, channels)."""
+    return channels_last(_bytes(x))
+
+
+def is_bytes(x: Tensor) -> bool:
+    """Whether inputs are those of bytes: others, such as sixteenths, would be rounded."""
+    return bool(torch.equal(_bytes(x).float() / 255, x))
+
+
+def channels_last(x: Tensor) -> np.ndarray:
+    """Images as an array: (n, height, width), of several channels (n, height, width, channels)."""
+    found = x.permute(0, 2, 3, 1)
+    return (found[..., 0] if found.shape[3] == 1 else found).numpy()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return (x.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:
+    """Pictures of some rows of images, in grey or colour, with no side longer than `side`."""
+    channels = 3 if x.shape[1] >= 3 else 1
+    scale = min(1.0, side / max(x.shape[2:]))
+    found = []
+    for part in torch.split(rows, 256):
+        small = x[part, :channels]
+        if scale < 1:
+            size = [max(1, round(scale * length)) for length in x.shape[2:]]
+            small = interpolate(small, size=size, mode="area")
+        found.append(as_bytes(small))
+    return np.concatenate(found) if found else as_bytes(x[:0, :channels])

@@ -1,0 +1,220 @@
+"""How good a representation is: classifiers trained on the support of many tasks, and tried on their queries."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel._util.atomic_files import write_whole
+from bilevel._util.checks import in_range, one_of
+from bilevel._util.random_state import derived, seeded
+from bilevel.applications.few_shot.classifier import (
+    PROXIMITY,
+    SCALE,
+    CosineClassifier,
+    Start,
+    Tell,
+    embed,
+    support_loss,
+)
+from bilevel.applications.few_shot.tasks import TaskSampler
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.optim.variable_optimizer import OptimizerFactory
+from bilevel.running import checkpoints as checkpoint
+from bilevel.running.callbacks import Callback, Run
+
+ADAPT_STEPS = 100
+ADAPT_RATE = 0.05
+"""Of gradient descent on the classifiers."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The accuracies of tasks, a number for each."""
+
+    accuracies: Tensor
+    index: Tensor
+    """The numbers of their images, as the sampler drew them."""
+    predictions: Tensor
+    """The class within the task that each query was given."""
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.accuracies.double().mean())
+
+    @property
+    def interval(self) -> float:
+        """Half the width of the 95% interval of the mean (Student's t); not a number where there is one task alone."""
+        count = len(self.accuracies)
+        if count < 2:
+            return math.nan
+        from scipy import stats  # it takes a second, which every command would wait for
+
+        return float(stats.t.ppf(0.975, count - 1)) * float(self.accuracies.double().std()) / math.sqrt(count)
+
+
+def adapt(
+    support: Tensor,
+    ways: int,
+    *,
+    steps: int = ADAPT_STEPS,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    optimizer: OptimizerFactory | None = None,
+) -> CosineClassifier:
+    """Train a classifier for each task on its support (tasks, ways * shots, features), all of them at once."""
+    tasks, images, features = support.shape
+    v = CosineClassifier(tasks, features, ways, scale=scale, device=support.device, dtype=support.dtype)
+    if start == "means":
+        v.start_at_means(support)
+    labels = torch.arange(ways, device=support.device).repeat_interleave(images // ways)
+    descent = (optimizer or partial(torch.optim.SGD, lr=ADAPT_RATE))([v.weight])
+    for _ in range(steps):
+        descent.zero_grad()
+        support_loss(v, support, labels, proximity).backward()  # type: ignore[no-untyped-call]
+        descent.step()
+    return v
+
+
+def adapt_and_evaluate(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    tasks: int = 600,
+    steps: int = ADAPT_STEPS,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    optimizer: OptimizerFactory | None = None,
+    seed: int = 0,
+    precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
+) -> Evaluation:
+    """Hold the representation, train a classifier on the support of each of `tasks` tasks, and try it on the queries.
+
+    The representation is in evaluation mode: what it says of an image depends on no other image. `tell` is called as
+    the images of the tasks are embedded, which takes most of the time: how many are done, and how many there are.
+    """
+    in_range("tasks", tasks, least=1, whole=True)
+    in_range("steps", steps, least=0, whole=True)
+    one_of("start", start, ("means", "random"))
+    device = next(representation.parameters()).device
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, tell)
+    labels = sampler.labels(device)[1]
+    said = []
+    with seeded(derived(seed, "classifiers"), device):
+        for part in torch.split(place, max(1, 30_000 // (sampler.ways * sampler.shots))):
+            found = z[part]
+            support, query = found[:, :, : sampler.shots].flatten(1, 2), found[:, :, sampler.shots :].flatten(1, 2)
+            v = adapt(
+                support, sampler.ways, steps=steps, scale=scale, proximity=proximity, start=start, optimizer=optimizer
+            )
+            with torch.no_grad():
+                said.append(v(query).argmax(-1))
+    predictions = torch.cat(said)
+    return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())
+
+
+def embedded_tasks(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    tasks: int,
+    seed: int,
+    precision: Precision | None = None,
+    tell: Tell = lambda done, total: None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tasks as the numbers of their images, the features of the images in them, and the tasks as rows of these."""
+    index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
+    used, place = torch.unique(index, return_inverse=True)
+    z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
+    return index, z, place.to(z.device)
+
+
+class Best:
+    """The weights of the step at which the accuracy was best, in memory, and in a folder for another process."""
+
+    def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
+        self.representation, self.folder = representation, folder
+        self.state: dict[str, Any] | None = None
+        if folder is not None and checkpoint.exists(folder):
+            self.state = checkpoint.load(folder)
+
+    def hear(self, step: int, accuracy: float) -> None:
+        if self.state is not None and accuracy <= self.state["accuracy"]:
+            return
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.representation.state_dict().items()}
+        self.state = {"step": step, "accuracy": accuracy, "weights": weights}
+        if self.folder is not None:
+            checkpoint.save(self.folder, self.state)
+
+    def restore(self) -> tuple[int, float] | None:
+        """Give the representation these weights; returns their step and accuracy, or None where nothing was heard."""
+        if self.state is None:
+            return None
+        self.representation.load_state_dict(self.state["weights"])
+        return int(self.state["step"]), float(self.state["accuracy"])
+
+
+class Validation(Callback):
+    """Accuracy on tasks of the sampler every so many steps of a run; `rows` has them, and a file where one is named.
+
+    `seconds` of a row are those of training alone. With `keep`, `best` has the weights of the step with the best
+    accuracy, in a folder beside the file, too.
+    """
+
+    def __init__(
+        self,
+        representation: nn.Module,
+        sampler: TaskSampler,
+        *,
+        every: int,
+        tasks: int = 100,
+        file: Path | None = None,
+        deadline: float | None = None,
+        keep: bool = False,
+        **options: Any,
+    ) -> None:
+        self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
+        self.file, self.deadline, self.options = file, deadline, options
+        self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
+        self.rows: list[dict[str, float]] = []
+        self.spent = 0.0
+        if file is not None and file.is_file():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            self.rows, self.spent = kept["rows"], kept["spent"]
+
+    def start(self, run: Run) -> None:
+        self.rows = [row for row in self.rows if row["step"] <= run.step]
+        self.spent = run.seconds - self.trained(run.seconds)
+        self.next = (run.step // self.every + 1) * self.every
+
+    def log(self, run: Run) -> bool:
+        if run.step >= self.next or run.step >= run.max_steps:
+            self.next = (run.step // self.every + 1) * self.every
+            began = time.perf_counter()
+            found = adapt_and_evaluate(self.representation, self.sampler, tasks=self.tasks, **self.options)
+            row = {"step": run.step, "seconds": self.trained(run.seconds), "accuracy": found.accuracy}
+            self.rows.append(row | {"interval": found.interval})
+            if self.best is not None:
+                self.best.hear(run.step, found.accuracy)
+            self.spent += time.perf_counter() - began
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self.file, json.dumps({"rows": self.rows, "spent": self.spent}) + "\n")
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def trained(self, seconds: float) -> float:
+        """Those of training alone, of the seconds of a run at its last step.
+
+        These do not include a measurement after that step, which is in `spent`.
+        """
+        return max(seconds - self.spent, self.rows[-1]["seconds"] if self.rows else 0.0)

@@ -1,0 +1,224 @@
+"""Few-shot learning: one representation for many tasks, each with a classifier of its own.
+
+    min_u  sum_i f_i(u, w_i)   subject to   w_i = argmin_w g_i(u, w)                           (the paper's Eq. 4)
+
+g_i is the cross-entropy of task i on the few images to learn from (its support), f_i that on its other images (its
+queries). Scores are cosines between the representation T(x; u) and the class weights w_i, times a fixed scale. All
+tasks of a meta-batch are solved at once: v has a leading dimension of tasks, and so have the multipliers, which start
+anew with every meta-batch. The representation of a meta-batch is computed once for each upper step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel._util.checks import in_range, one_of
+from bilevel.applications.few_shot.classifier import (
+    PROXIMITY,
+    SCALE,
+    TRAINING,
+    CosineClassifier,
+    Start,
+    Training,
+    backbone,
+    embed,
+    pixels,
+    support_loss,
+    task_loss,
+)
+from bilevel.applications.few_shot.evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
+from bilevel.applications.few_shot.tasks import TaskSampler
+from bilevel.applications.training import Augment
+from bilevel.data.class_images import ImageClasses
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.errors import OptionError
+from bilevel.methods.base import Method
+from bilevel.methods.penalty import Penalty
+from bilevel.optim.variable_optimizer import OptimizerFactory
+from bilevel.problem.problem import Problem
+from bilevel.results import Solution
+from bilevel.running.callbacks import Callback
+from bilevel.running.solve import solve
+
+__all__ = [
+    "TRAINING",
+    "CosineClassifier",
+    "Episodes",
+    "Evaluation",
+    "TaskSampler",
+    "Training",
+    "Validation",
+    "adapt",
+    "adapt_and_evaluate",
+    "backbone",
+    "default_method",
+    "embed",
+    "meta_train",
+]
+
+GAMMA, LOWER_STEPS = 4.0, 10
+"""A high price, and steps enough to solve the lower problem at it: u then moves by the hypergradient."""
+REACH = 0.864
+"""The lower rate times the curvature of F, in which the loss adds about 1 to the proximity; 2 is where steps swing."""
+UPPER_RATE = TRAINING["conv4"].rate
+"""Of Adam on the representation."""
+
+
+class Episodes:
+    """The problem of a sampler's tasks: images live on the device, a batch is the numbers of some of them."""
+
+    def __init__(
+        self,
+        sampler: TaskSampler,
+        device: torch.device,
+        *,
+        start: Start = "means",
+        proximity: float = PROXIMITY,
+        augment: Augment | None = None,
+    ) -> None:
+        self.images = sampler.classes.images.to(device)
+        self.shots, self.start, self.proximity, self.augment = sampler.shots, start, proximity, augment
+        self.support_labels, self.query_labels = sampler.labels(device)
+
+    def problem(self) -> Problem:
+        return Problem(self.upper, self.lower, prepare=self.prepare, start_lower=self.start_lower)
+
+    def prepare(self, u: nn.Module, batches: Any) -> tuple[Tensor, Tensor]:
+        """The representation of the support (tasks, ways * shots, features) and of the queries."""
+        index = batches[0]
+        tasks, ways, images = index.shape
+        x = pixels(self.images[index.reshape(-1)], next(u.parameters()).dtype)
+        z = u(self.augment(x) if self.augment is not None else x)
+        z = (z.float() if z.dtype is torch.bfloat16 else z).reshape(tasks, ways, images, -1)
+        return z[:, :, : self.shots].flatten(1, 2), z[:, :, self.shots :].flatten(1, 2)
+
+    def start_lower(self, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> None:
+        if self.start == "means":
+            v.start_at_means(prepared[0])
+        else:
+            v.start_at_random()
+
+    def lower(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        return support_loss(v, prepared[0], self.support_labels, self.proximity)
+
+    def upper(self, u: nn.Module, v: CosineClassifier, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        return task_loss(v, prepared[1], self.query_labels)
+
+
+def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory:
+    """What moves the representation: AdamW, which without a decay is Adam."""
+    return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
+
+
+def default_method(
+    *,
+    lower_steps: int = LOWER_STEPS,
+    upper_rate: float = UPPER_RATE,
+    lower_rate: float | None = None,
+    gamma: float = GAMMA,
+    proximity: float = PROXIMITY,
+    decay: float = 0.0,
+    **options: Any,
+) -> Penalty:
+    """`Penalty` as `meta_train` uses it: a fixed price. `decay` is that of AdamW on the representation, for large ones
+    and few images.
+
+    F is curved mostly by gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers: the lower rate is that
+    which suits both where none is given. Fewer lower steps than ten, and a proximity below 1, want a lower gamma.
+    """
+    in_range("gamma", gamma, above=0)
+    in_range("proximity", proximity, least=0)
+    lower_rate = REACH / (gamma * (proximity + 1) ** 2) if lower_rate is None else lower_rate
+    base: dict[str, Any] = {
+        "mode": "stochastic",
+        "lower_steps": lower_steps,
+        "gamma": gamma,
+        "lam": 0.0,
+        "advances": 0,
+        "upper_optimizer": upper_adam(upper_rate, decay),
+        "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
+    }
+    return Penalty(**(base | options))
+
+
+def meta_train(
+    representation: nn.Module,
+    sampler: TaskSampler,
+    *,
+    steps: int,
+    method: Method | None = None,
+    scale: float = SCALE,
+    proximity: float = PROXIMITY,
+    start: Start = "means",
+    augment: Augment | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    engine: str | None = None,
+    precision: Precision | None = None,
+    log_every: int | None = None,
+    seed: int = 0,
+) -> Solution:
+    """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
+
+    `method` is any method of the library; None is `default_method` for the proximity. `scale` and `start` are those of
+    the classifiers: at the class means of the support, or at random, from where the default method's ten steps are
+    too few. Half the `proximity` times their squared distance from the class means is part of g. `augment` changes
+    images at random. `engine` is that of `solve`; None captures the steps on a GPU and compiles nothing.
+    """
+    in_range("steps", steps, least=1, whole=True)
+    in_range("proximity", proximity, least=0)
+    one_of("start", start, ("means", "random"))
+    features = feature_count(representation, sampler.classes)
+    first = next(representation.parameters())
+    episodes = Episodes(sampler, first.device, start=start, proximity=proximity, augment=augment)
+    v = CosineClassifier(sampler.tasks, features, sampler.ways, scale=scale, device=first.device, dtype=first.dtype)
+    representation.train()
+    method = method or default_method(proximity=proximity)
+    solution = solve(
+        episodes.problem(),
+        method,
+        representation,
+        v,
+        (sampler, [torch.zeros(0)]),
+        max_steps=steps,
+        callbacks=callbacks,
+        checkpoint=checkpoint,
+        resume=resume,
+        log_every=log_every,
+        seed=seed,
+        engine=engine or _engine(first.device),
+        precision=precision,
+        hypergradient=False,
+    )
+    representation.eval()
+    return solution
+
+
+def _engine(device: torch.device) -> str:
+    return "graph" if device.type == "cuda" else "eager"
+
+
+def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
+    """How many numbers the representation has for an image; refuses one that is not a row of them."""
+    if next(representation.parameters(), None) is None:
+        raise OptionError("representation must have parameters; this module has none.")
+    try:
+        found = embed(representation, classes.images[:2])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        shape = "x".join(map(str, classes.shape))
+        raise OptionError(
+            f"representation must take images of shape {shape} (channels, height, width); it fails on them: {error}"
+        ) from error
+    if found.ndim != 2 or len(found) != len(classes.images[:2]):
+        raise OptionError(
+            f"representation must give a row of features for each image; it gives shape {tuple(found.shape)} for "
+            f"{len(classes.images[:2])} images."
+        )
+    return found.shape[1]

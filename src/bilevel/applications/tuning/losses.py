@@ -1,0 +1,97 @@
+"""The training loss that knobs make, the validation loss, and the bilevel problem of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
+from bilevel.problem.problem import Problem
+
+Batch = Sequence[Tensor]
+OwnLoss = Callable[[Mapping[str, Tensor], nn.Module, Batch], Tensor]
+"""(values of the hyper-parameters, model, batch) -> Tensor."""
+PART = 2000
+"""Examples that are measured together."""
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """A function of the values of hyper-parameters, the model, and a batch."""
+
+    hyper: Mapping[str, Knob]
+    classes: int | None
+    """None: the targets are numbers, or `own` knows what they are."""
+    own: OwnLoss | None = None
+    valid: OwnLoss | None = None
+
+    def __call__(self, value: Mapping[str, Tensor], model: nn.Module, batch: Batch) -> Tensor:
+        loss = self._data(value, model, batch) if self.own is None else self.own(value, model, batch)
+        parameters = parameters_of(model)
+        for name, knob in self.hyper.items():
+            penalty = knob.penalty(value[name], parameters)
+            loss = loss if penalty is None else loss + penalty
+        return loss
+
+    def _data(self, value: Mapping[str, Tensor], model: nn.Module, batch: Batch) -> Tensor:
+        x, y, *rest = batch
+        for name, knob in self.hyper.items():
+            x = knob.inputs(value[name], x)
+        scores = model(x)
+        target = y if self.classes is None else one_hot(y, self.classes).to(scores.dtype)
+        losses, weight = None, None
+        for name, knob in self.hyper.items():
+            if self.classes is not None:
+                target = knob.targets(value[name], target)
+            own = knob.weights(value[name], y, rest[0] if rest else None)
+            weight = own if weight is None else weight if own is None else weight * own
+        for name, knob in self.hyper.items():
+            mixed = knob.losses(value[name], scores, target)
+            losses = mixed if losses is None else losses
+        if losses is None:
+            losses = self._losses(scores, target)
+        return losses.mean() if weight is None else (weight * losses).sum() / weight.sum()
+
+    def _losses(self, scores: Tensor, target: Tensor) -> Tensor:
+        if self.classes is None:
+            return (scores.reshape(len(target)) - target).square() / 2
+        return cross_entropy(scores, target, reduction="none")
+
+    def validation(self, value: Mapping[str, Tensor], model: nn.Module, batch: Batch) -> Tensor:
+        """The loss on validation data, in which the knobs have no part, unless it is the user's own."""
+        if self.valid is not None:
+            return self.valid(value, model, batch)
+        x, y = batch[:2]
+        if self.classes is None:
+            return self._losses(model(x), y).mean()
+        return cross_entropy(model(x), y)
+
+    def problem(self, train: Batch | None = None, valid: Batch | None = None) -> Problem:
+        """On minibatches; with `train` and `valid`, on all of these examples."""
+
+        def upper(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
+            # A million values take as long as a pass through the model: they are made where a loss reads them.
+            value = {} if self.valid is None else values(self.hyper, u)
+            return self.validation(value, v, batch if valid is None else valid)
+
+        def lower(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
+            return self(values(self.hyper, u), v, batch if train is None else train)
+
+        return Problem(upper, lower)
+
+    @torch.no_grad()
+    def measured(self, value: Mapping[str, Tensor], model: nn.Module, columns: Batch) -> float:
+        """The validation loss of all of these examples, in evaluation mode."""
+        device, training = next(model.parameters()).device, model.training
+        held = {name: tensor.to(device) for name, tensor in value.items()}
+        model.eval()
+        total = 0.0
+        for part in zip(*(torch.split(c, PART) for c in columns), strict=True):
+            total += len(part[0]) * self.validation(held, model, [c.to(device) for c in part]).item()
+        model.train(training)
+        return total / len(columns[0])

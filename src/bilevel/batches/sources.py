@@ -1,0 +1,269 @@
+"""Where batches come from: two iterables, each cycled on its own.
+
+Each pass over a source starts from the seed (seed, source, pass), so that a resumed run draws what the straight one
+drew: it starts the pass that it was in and goes to the batch it had reached. How a pass is read: see
+`bilevel.batches.readers`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel.batches.rank_shares import Sharing
+from bilevel.batches.readers import Divided, Indexed, Listed, Reader, Ready, Shelf, reader, receive, shared_reader
+from bilevel.errors import DataError
+
+
+class _Generators:
+    """A state of the global generators (torch's, numpy's, Python's), entered to draw and left as it was found."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed: int | None = seed
+        self._cuda = device if device.type == "cuda" else None
+        self._inside: Any = None
+
+    def __enter__(self) -> None:
+        self._outside = self._get()
+        if self._seed is not None:
+            torch.default_generator.manual_seed(self._seed)
+            if self._cuda is not None:
+                torch.cuda.default_generators[self._cuda.index or 0].manual_seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            random.seed(self._seed)
+            self._seed = None
+        else:
+            self._set(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._get()
+        self._set(self._outside)
+
+    def _get(self) -> Any:
+        cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+        return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda
+
+    def _set(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(state[3], self._cuda)
+
+
+class Source:
+    """One iterable, cycled; `position` is (pass, batches handed out in it)."""
+
+    position: list[int]
+    _drawn: list[int]  # the position with the batches drawn ahead
+    _waiting: deque[tuple[Ready, list[int]] | Exception]
+    _batches: Iterator[Ready] | None
+    _generators: AbstractContextManager[None]
+
+    def __init__(
+        self, items: Iterable[Any], name: str, seed: int, shelf: Shelf, sharing: Sharing | None = None
+    ) -> None:
+        if isinstance(items, Iterator):
+            raise DataError(
+                f"the {name} data is a one-shot iterator ({type(items).__name__}), which cannot be cycled or resumed. "
+                "Pass the list, the DataLoader or an object whose __iter__ starts anew."
+            )
+        if not isinstance(items, Iterable):
+            raise DataError(f"the {name} data must be an iterable of batches; got {type(items).__name__}.")
+        if isinstance(items, Tensor):
+            raise DataError(
+                f"the {name} data must be an iterable of batches; got a tensor. Wrap it in a list for one full batch, "
+                "or in a DataLoader."
+            )
+        self.items, self.name, self.device = items, name, shelf.device
+        self._seed = seed
+        self._reader: Reader = reader(items, name, shelf)
+        if sharing is not None:
+            self._reader = shared_reader(items, self._reader, name, shelf.device, sharing)
+        self.seek([0, 0])
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """The generators that the loader or its sampler was given by the user."""
+        found = [getattr(owner, "generator", None) for owner in (self.items, *self._samplers())]
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def _samplers(self) -> list[Any]:
+        batches = getattr(self.items, "batch_sampler", None)
+        return [getattr(self.items, "sampler", None), batches, getattr(batches, "sampler", None)]
+
+    def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Ready], AbstractContextManager[None]]:
+        """Start a pass at its batch `first`: the batches, and the generators to draw each of them under."""
+        if isinstance(_undivided(self._reader), Listed):  # draws nothing at random
+            return self._reader.begin(first), nullcontext()
+        seed = hash_seed(self._seed, self.name, epoch)
+        for generator in self._own_generators():
+            generator.manual_seed(seed)
+        for sampler in self._samplers():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        generators = _Generators(seed, self.device)
+        with generators:
+            batches = self._reader.begin(first)
+        return batches, nullcontext() if isinstance(self._reader, Indexed) else generators
+
+    def _next(self) -> tuple[Ready, list[int]]:
+        """The batch after those drawn so far, and the position after it."""
+        while True:
+            epoch, taken = self._drawn
+            if self._batches is None:
+                self._batches, self._generators = self._open(epoch, taken)
+            with self._generators:
+                ready = next(self._batches, None)
+            if ready is not None:
+                self._drawn = [epoch, taken + 1]
+                return ready, self._drawn
+            if taken == 0:
+                raise self._empty()
+            self._drawn, self._batches = [epoch + 1, 0], None
+
+    def _empty(self) -> DataError:
+        return DataError(f"the {self.name} data is empty: it gave no batch. Pass at least one.")
+
+    def ahead(self) -> None:
+        """Draw a batch before it is asked for. What goes wrong is raised where it is asked for."""
+        if self._waiting and isinstance(self._waiting[-1], Exception):
+            return
+        try:
+            self._waiting.append(self._next())
+        except Exception as error:
+            self._waiting.append(error)
+
+    @property
+    def held(self) -> int:
+        """How many batches are drawn and not yet handed out."""
+        return len(self._waiting)
+
+    def draw(self) -> Any:
+        found = self._waiting.popleft() if self._waiting else self._next()
+        if isinstance(found, Exception):
+            raise found
+        ready, self.position = found
+        return receive(ready, self.device)
+
+    def peek(self, most: int) -> tuple[list[Any], bool]:
+        """The first batches of pass 0, at most `most`, and whether these were all. The position is not moved."""
+        held = [(generator, generator.get_state()) for generator in self._own_generators()]
+        epochs = [(sampler, sampler.epoch) for sampler in self._samplers() if hasattr(sampler, "epoch")]
+        batches: list[Any] = []
+        try:
+            found, generators = self._open(0)
+            with generators:
+                for ready in found:
+                    if len(batches) == most:
+                        return batches, False
+                    batches.append(receive(ready, self.device))
+        finally:
+            for generator, state in held:
+                generator.set_state(state)
+            for sampler, epoch in epochs:
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(epoch)
+            if getattr(self.items, "persistent_workers", False):
+                self.seek(self.position)  # such a loader has one iterator only, and it was just restarted
+        if not batches:
+            raise self._empty()
+        return batches, True
+
+    def seek(self, position: list[int]) -> None:
+        """Go to a position. The next draw starts its pass."""
+        self.position = self._drawn = list(position)
+        self._waiting, self._batches, self._generators = deque(), None, nullcontext()
+
+
+class Sources:
+    """The pair of sources, or none."""
+
+    def __init__(self, data: object, seed: int, device: torch.device, sharing: Sharing | None = None) -> None:
+        self.pair: tuple[Source, Source] | None = None
+        self.device = device
+        self.waited = 0.0
+        """Seconds that the run has waited for data."""
+        if data is None:
+            return
+        if not isinstance(data, (tuple, list)) or len(data) != 2:
+            raise DataError(
+                "data must be None or a pair (upper, lower) of iterables of batches; "
+                f"got {type(data).__name__}{f' of {len(data)}' if isinstance(data, (tuple, list)) else ''}."
+            )
+        shelf = Shelf(device)
+        self.pair = (
+            Source(data[0], "upper", seed, shelf, sharing),
+            Source(data[1], "lower", seed, shelf, sharing),
+        )
+
+    def __bool__(self) -> bool:
+        return self.pair is not None
+
+    def draw(self, count: int = 1) -> list[Pair]:
+        """The next `count` pairs."""
+        if self.pair is None:
+            return [(None, None)]
+        upper, lower = self.pair
+        return [(self._draw(upper), self._draw(lower)) for _ in range(count)]
+
+    def draw_lower(self, count: int = 1) -> list[Pair]:
+        """The next `count` lower batches, without an upper one."""
+        if self.pair is None:
+            return [(None, None)]
+        return [(None, self._draw(self.pair[1])) for _ in range(count)]
+
+    def _draw(self, source: Source) -> Any:
+        with self._timed():
+            return source.draw()
+
+    def ahead(self, count: int) -> None:
+        """Draw the next `count` pairs, and send them to the device, while it is busy with what was launched.
+
+        They are the batches that would be drawn anyway; the position stays that of the batches handed out.
+        """
+        for i in range(count):
+            for source in self.pair or ():
+                if source.held <= i:
+                    with self._timed():
+                        source.ahead()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time inside as waiting; on CUDA only where the device is by its end out of work."""
+        work = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        started = time.perf_counter()
+        yield
+        if work is None or work.query():
+            self.waited += time.perf_counter() - started
+
+    def sample(self, most: int) -> tuple[list[Any], list[Any], bool]:
+        """The first batches of both sources, at most `most` of each, without moving."""
+        if self.pair is None:
+            return [None], [None], True
+        (upper, full_u), (lower, full_l) = (source.peek(most) for source in self.pair)
+        return upper, lower, full_u and full_l
+
+    def state_dict(self) -> list[list[int]]:
+        return [] if self.pair is None else [source.position for source in self.pair]
+
+    def load_state_dict(self, state: list[list[int]]) -> None:
+        for source, position in zip(self.pair or (), state, strict=True):
+            source.seek(position)
+
+
+def _undivided(found: Reader) -> Reader:
+    return found.whole if isinstance(found, Divided) else found
+
+
+def hash_seed(seed: int, name: str, epoch: int) -> int:
+    """A seed for this pass of this source; neighbouring seeds and passes are unrelated."""
+    return int(np.random.SeedSequence([seed, *name.encode(), epoch]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,1 @@
+"""Call the user's functions and differentiate them."""

@@ -1,0 +1,280 @@
+"""The objectives and constraints of a problem at the current u and v, with their first derivatives.
+
+The user's functions are called here: in the precision in force, counted, and with u in the graph only where its
+derivative is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair, each_tensor
+from bilevel._util.tensor_lists import dot, gradient, norm, spread, summed
+from bilevel.derivatives.mixed_precision import Precision, reduced, widened
+from bilevel.derivatives.prices import Gradients, added
+from bilevel.errors import ProblemError
+from bilevel.problem.problem import Objective, Problem
+from bilevel.problem.rows import Parts
+from bilevel.problem.variables import Variable
+
+
+class Evaluations:
+    """Evaluates a problem at the current u and v, which are live: nothing is copied, and u and v are read in place."""
+
+    def __init__(self, problem: Problem, u: Variable, v: Variable, precision: Precision | None = None) -> None:
+        self.problem, self.u, self.v = problem, u, v
+        self.precision: Precision | None = precision
+        self.lower_evaluations = 0
+        self.upper_evaluations = 0
+        self.tapes: list[list[tuple[Tensor, Tensor]]] = []
+        """The rows of u that the last evaluation read, with their leaves"""
+        self.cuts: list[tuple[Tensor, Tensor]] = []
+        """What `prepare` made, each tensor with the leaf that `cut` put in its place"""
+
+    # -- what ranks agree on (see `bilevel.distributed.derivatives`); one process has nothing to agree on
+    # ---------------------------
+
+    gradient = staticmethod(gradient)
+    """The derivative of outputs in leaves: see `bilevel._util.tensor_lists`"""
+    shared = False
+    """Whether the batches are shares of those of all ranks"""
+
+    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The mean over ranks."""
+        return tensors
+
+    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
+        """The mean over ranks of what belongs to the leaves of v and u; what follows belongs to rows that were read."""
+        return found
+
+    def agreed_gradients(self, found: Gradients) -> Gradients:
+        """f, g and their derivatives as means over ranks. Rows stay each rank's own: see `all_rows`."""
+        return found
+
+    def all_rows(self, parts: Parts) -> Parts:
+        """The rows that were read on any rank, with the gradients that they have in the mean."""
+        return parts
+
+    def size(self, found: list[Tensor]) -> Tensor:
+        """The norm of what `agreed_beside_rows` returned, rows included."""
+        return norm(found)
+
+    def square(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of squares, of each trial where there are trials, of tensors like those of u and then of v."""
+        return self.dot(tensors, tensors)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The sum over the shards of v, where it is divided among ranks."""
+        return part
+
+    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to take the mean over ranks; what is returned waits for it."""
+        return lambda: tensors
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def lower(self, batch: Any) -> Tensor:
+        self.lower_evaluations += 1
+        return self._scalar(self._call(self.problem.lower, batch), "lower")
+
+    def upper(self, batch: Any) -> Tensor:
+        self.upper_evaluations += 1
+        return self._scalar(self._call(self.problem.upper, batch), "upper")
+
+    def _scalar(self, value: Any, name: str) -> Tensor:
+        """One number, or one for each trial."""
+        if not isinstance(value, Tensor):
+            raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
+        if (trials := self.problem.trials) is not None:
+            if value.shape != (trials,):
+                raise ProblemError(
+                    f"{name} must return {trials} numbers, one a trial; got a tensor of shape {tuple(value.shape)}."
+                )
+            return value
+        if value.numel() != 1:
+            raise ProblemError(
+                f"{name} must return one number; got a tensor of shape {tuple(value.shape)}. Take its mean or its sum."
+            )
+        return value.reshape(())
+
+    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """<a, b>, of each trial where there are trials. Every tensor is shaped like one of u or v."""
+        return dot(a, b, trials=self.problem.trials is not None)
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The Euclidean norm over all tensors, of each trial where there are trials."""
+        if self.problem.trials is None:
+            return norm(tensors)
+        return self.dot(tensors, tensors).detach().sqrt()
+
+    def constraints(self, batch: Any) -> list[Tensor]:
+        functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
+        return [self._call(function, batch) for function in functions]
+
+    def lower_constraints(self, batch: Any) -> list[Tensor]:
+        functions: list[Objective] = [*self.problem.lower_equalities, *self.problem.lower_inequalities]
+        return [self._call(function, batch) for function in functions]
+
+    def _call(self, function: Objective, batch: Any) -> Any:
+        """The user's function, in the precision in force; half-precision results as float32."""
+        if self.precision is None:
+            return function(self.u.value, self.v.value, batch)
+        with reduced(self.precision, self.v.device):
+            value = function(self.u.value, self.v.value, batch)
+        return widened(value)
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """Evaluate in the precision of the variables, whatever `precision` says."""
+        held, self.precision = self.precision, None
+        try:
+            yield
+        finally:
+            self.precision = held
+
+    def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
+        """g and s = grad_v g, first order only, over the batches."""
+        share = 1.0 / len(batches)
+        total: list[Tensor] = []
+        with self.holding_u(False):
+            for _, batch in batches:
+                g = self.lower(batch) * share
+                part = [g.detach(), *self.gradient(g, self.v.leaves)]
+                total = summed([total, part]) if total else part
+        return total[0], total[1:]
+
+    def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
+        """f, g, h, grad_v f and s over the batches, without curvature; with `lam`, v is of f + lam g."""
+        share, count = 1.0 / len(batches), len(self.v.leaves)
+        h: list[Tensor] = []
+        total: list[Tensor] = []
+        with self.holding_u(False), torch.enable_grad():
+            for upper_batch, lower_batch in batches:
+                g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
+                part = [g.detach(), f.detach(), *self.gradient(g, self.v.leaves), *self.gradient(f, self.v.leaves)]
+                total = summed([total, part]) if total else part
+                with torch.no_grad():
+                    values = [x * share for x in self.constraints(upper_batch)]
+                h = summed([h, values]) if h else values
+        slope, v = total[2 : 2 + count], total[2 + count :]
+        if lam is not None:
+            v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
+        return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
+
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
+        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints."""
+        share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
+        total: Gradients | None = None
+        for batch, _ in batches:
+            with self.holding_u(True) as inputs:
+                f = self.upper(batch) * share
+                leaves = self.v.leaves[:count]
+                slopes = self.gradient(f, [*leaves, *inputs()], retain=self.problem.prepare is not None)
+                found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
+            total = found if total is None else added(total, found)
+        if total is None:
+            raise ProblemError("direct needs at least one batch; got none.")
+        return total
+
+    def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
+        """r, from s."""
+        if not self.v.projected:
+            return list(slope)
+        with torch.no_grad():
+            moved = self.v.project_leaves([v - s for v, s in zip(self.v.leaves, slope, strict=True)])
+            return [v - p for v, p in zip(self.v.leaves, moved, strict=True)]
+
+    def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
+        """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
+        self.cuts = []
+        if self.problem.prepare is None:
+            return list(batches)
+        with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
+            made = [
+                self.problem.prepare(self.u.value, None if pair[0] is None and pair[1] is None else pair)
+                for pair in batches
+            ]
+        if self.precision is not None:
+            made = widened(made)
+        return [(item, item) for item in made]
+
+    def cut(self, batches: Sequence[Pair]) -> list[Pair]:
+        """The batches with leaves in place of what `prepare` made of u.
+
+        Derivatives in u are then followed by those in these leaves. Where there are several, they are added up, and
+        `pulled` takes the sum through `prepare`, which may be a large network, once. What `prepare` made that is no
+        tensor of a tuple, list or dict stays as it is, and is passed through each time.
+        """
+        if self.problem.prepare is None:
+            return list(batches)
+        leaves: dict[int, Tensor] = {}
+
+        def leaf(made: Tensor) -> Tensor:
+            if not made.requires_grad:
+                return made
+            if id(made) not in leaves:
+                leaves[id(made)] = made.detach().requires_grad_()
+                self.cuts.append((made, leaves[id(made)]))
+            return leaves[id(made)]
+
+        return [each_tensor(leaf, pair) for pair in batches]
+
+    def pulled(self, found: list[Tensor]) -> list[Tensor]:
+        """The derivative in u, from those in its leaves and in those of `cut`."""
+        count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
+        self.cuts = []
+        if not made:
+            return found
+        through = self.gradient(made, self.u.leaves, cotangent=found[count:])
+        return summed([found[:count], self.agreed(through)])
+
+    def gathered(
+        self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
+    ) -> Gradients:
+        """What was found in `count` leaves of v, the leaves of u and of `cut`, and the rows that were read, in this
+        order."""
+        static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
+        rest = iter(found[count + static :])
+        rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
+        return Gradients(
+            f=f.detach() * share,
+            g=g.detach() * share,
+            slope=slope,
+            residual=self.residual(slope) if slope else [],
+            constraints=h,
+            v=found[:count],
+            u=found[count : count + static],
+            rows=rows,
+        )
+
+    @contextmanager
+    def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
+        """u is part of the graph only where its derivative is wanted. Yields what lists its leaves, after the reads."""
+        self.tapes = []
+        if with_u:
+            for rows in self.u.rows:
+                rows.start_tape()
+
+            def inputs() -> list[Tensor]:
+                self.tapes = [rows.tape() for rows in self.u.rows]
+                read = (leaf for tape in self.tapes for _, leaf in tape)
+                return [*self.u.leaves, *(leaf for _, leaf in self.cuts), *read]
+
+            try:
+                yield inputs
+            finally:
+                for rows in self.u.rows:
+                    rows.stop_tape()
+        else:
+            for leaf in self.u.leaves:
+                leaf.requires_grad_(False)
+            try:
+                yield list
+            finally:
+                for leaf in self.u.leaves:
+                    leaf.requires_grad_(True)

@@ -1,0 +1,318 @@
+"""A lower level with constraints as one without: its KKT conditions in place of the slope.
+
+With c <= 0 the lower inequalities, d = 0 the lower equalities, and L = g + <alpha, c> + <beta, d>, the conditions are
+
+    s = grad_v L = 0,   d = 0,   phi_t(a, b) = a + b - sqrt(a^2 + b^2 + 2 t^2) = 0   (Fischer-Burmeister, smoothed)
+
+alpha and beta are variables beside u, L stands in the place of g, and d and phi_t are equalities as any other: F and
+its derivatives stay what they are. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as has
+beta / k.
+phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once it is small, pieces take the place of phi_t:
+
+    active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
+
+which are constraints without kinks, and bring all digits. A piece that ends where a = b = 0 is left for its neighbour
+where the multiplier says that f falls there. Cuts are inequalities beside those of the upper level: see
+`bilevel.derivatives.constraint_cuts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.tensor_lists import gradient, norm
+from bilevel.derivatives.constraint_cuts import Cuts
+from bilevel.problem.problem import Objective, Problem
+from bilevel.problem.variables import Variable
+
+ROWS = 200
+"""Most numbers of a constraint that are measured one by one; beyond, they share one size."""
+TINY = 1e-12
+
+
+class Extended(Variable):
+    """u together with the scaled multipliers of the lower level, or these alone. `value` is the user's u."""
+
+    def __init__(self, u: Variable, more: Sequence[Tensor], *, alone: bool = False) -> None:
+        self.value, self.name, self.modules = u.value, u.name, u.modules
+        self._dense_rows, self.shards = [], []
+        self.rows, self.row_names = ([], []) if alone else (list(u.rows), list(u.row_names))
+        self.names = [*(() if alone else u.names), *(f"lower multiplier {i}" for i in range(len(more)))]
+        self.leaves = [*(() if alone else u.leaves), *more]
+        self._projection = {} if alone else u._projection
+
+
+class KKT:
+    """The constraints of a lower level, their multipliers, and the problem that they turn it into."""
+
+    def __init__(self, problem: Problem, u: Variable, v: Variable, batch: Any) -> None:
+        self.source, self.v, self.plain_u = problem, v, u
+        with torch.no_grad():
+            c, d = self.constraints(batch)
+        self.a, self.b = (
+            [torch.zeros(x.shape, dtype=v.dtype, device=v.device, requires_grad=True) for x in values]
+            for values in (c, d)
+        )
+        self.sizes_c, self.sizes_d = [torch.ones_like(x) for x in c], [torch.ones_like(x) for x in d]
+        self.bend = 1.0
+        self.t = torch.ones((), dtype=v.dtype, device=v.device)
+        self.active: list[Tensor] | None = None
+        self.cuts = Cuts(self)
+        self.gap: float | None = None
+        self.gap_starts = 0
+        self._sharing = False
+        self._shared: tuple[list[int], tuple[Tensor, list[Tensor], list[Tensor]]] | None = None
+        self.u = Extended(u, [*self.a, *self.b])
+        self.alone = Extended(u, [*self.a, *self.b], alone=True)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def parts(self, batch: Any, v: Any = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """g, c and d at the present u and v, or at another v."""
+        g = self.source.lower(self.plain_u.value, self.v.value if v is None else v, batch).reshape(())
+        return (g, *self.constraints(batch, v))
+
+    def constraints(self, batch: Any, v: Any = None) -> tuple[list[Tensor], list[Tensor]]:
+        """c and d at the present u and v, or at another v."""
+        p, u, at = self.source, self.plain_u.value, self.v.value if v is None else v
+        return (
+            [function(u, at, batch) for function in p.lower_inequalities],
+            [function(u, at, batch) for function in p.lower_equalities],
+        )
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """For one gradient of F: g, c and d of the present point are evaluated for L, and taken from there.
+
+        Only so long as nothing moves u or v, which a difference of gradients does.
+        """
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing, self._shared = False, None
+
+    def _made(self) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        """What L was last made of, where it is shared and still that of the present point."""
+        return self._shared[1] if self._shared is not None and self._shared[0] == self._versions() else None
+
+    def _versions(self) -> list[int]:
+        """Numbers that change whenever u or v does."""
+        return [leaf._version for leaf in (*self.plain_u.leaves, *self.v.leaves)]
+
+    def lower_value(self, batch: Any) -> Tensor:
+        """g at the present point."""
+        made = self._made()
+        return self.source.lower(self.plain_u.value, self.v.value, batch).reshape(()) if made is None else made[0]
+
+    @property
+    def alpha(self) -> list[Tensor]:
+        return [a * self.bend / size for a, size in zip(self.a, self.sizes_c, strict=True)]
+
+    @property
+    def beta(self) -> list[Tensor]:
+        return [b * self.bend / size for b, size in zip(self.b, self.sizes_d, strict=True)]
+
+    @torch.no_grad()
+    def write(self, alpha: Sequence[Tensor], beta: Sequence[Tensor]) -> None:
+        """Set the multipliers."""
+        for a, x, size in zip(self.a, alpha, self.sizes_c, strict=True):
+            a.copy_(x * size / self.bend)
+        for b, x, size in zip(self.b, beta, self.sizes_d, strict=True):
+            b.copy_(x * size / self.bend)
+
+    def measure(self, batch: Any, curvature: float) -> None:
+        """Take the units from the present point: |g_vv| is given, |J| of each constraint measured."""
+        slope = norm(gradient(self.parts(batch)[0], self.v.leaves)).item()
+        self.bend = max(curvature, slope / (1 + norm(self.v.leaves).item()), TINY)
+        nearby = self._secant(batch)
+        if self.bend < 1e-3 * nearby:  # g is flat just here
+            self.bend = nearby
+        self.measure_rows(batch)
+
+    def measure_rows(self, batch: Any) -> None:
+        """|J| of each number of each constraint at the present point."""
+        c, d = self.constraints(batch)
+        self.sizes_c = [self._row_sizes(x) for x in c]
+        self.sizes_d = [self._row_sizes(x) for x in d]
+
+    def _secant(self, batch: Any) -> float:
+        """How much the slope of g changes over a tenth of the size of v, relative to that; 0 where it is not finite."""
+        held = [leaf.detach().clone() for leaf in self.v.leaves]
+        step = 0.1 * (1 + norm(held).item()) / sum(leaf.numel() for leaf in held) ** 0.5
+        first = gradient(self.parts(batch)[0], self.v.leaves)
+        found = 0.0
+        for sign in (1, -1):
+            with torch.no_grad():
+                for leaf, value in zip(self.v.leaves, held, strict=True):
+                    leaf.copy_(value + sign * step)
+            moved = gradient(self.parts(batch)[0], self.v.leaves)
+            change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
+            size = step * sum(leaf.numel() for leaf in held) ** 0.5
+            found = max(found, change / size if math.isfinite(change) else 0.0)
+        with torch.no_grad():
+            for leaf, value in zip(self.v.leaves, held, strict=True):
+                leaf.copy_(value)
+        return found
+
+    def _row_sizes(self, h: Tensor) -> Tensor:
+        """|grad h_i| of each number of a constraint, in v, and a thousandth of that in u where it is larger."""
+
+        def size(weight: Tensor) -> float:
+            own = [leaf for leaf in self.plain_u.leaves if leaf.requires_grad]
+            found = gradient(h, [*self.v.leaves, *own], cotangent=[weight], retain=True)
+            count = len(self.v.leaves)
+            return max(norm(found[:count]).item(), 1e-3 * norm(found[count:]).item() if own else 0.0, TINY)
+
+        if h.numel() > ROWS:
+            weight = torch.full_like(h, h.numel() ** -0.5)
+            return torch.full_like(h, size(weight)).detach()
+        flat = torch.eye(h.numel(), dtype=h.dtype, device=h.device)
+        found = [size(row.reshape(h.shape)) for row in flat]
+        return torch.tensor(found, dtype=h.dtype, device=h.device).reshape(h.shape)
+
+    # -- the problem ---------------------------------------------------------------------------------------------------
+
+    def problem(self) -> Problem:
+        """The problem without lower constraints, as the present phase has it."""
+        source = self.source
+        equalities: list[Objective] = [*source.equalities, *(self._equality(j) for j in range(len(self.b)))]
+        inequalities: list[Objective] = list(source.inequalities)
+        for i in range(len(self.a)):
+            equalities.append(self._complementarity(i))
+            if self.active is not None:
+                inequalities.append(self._signs(i))
+        inequalities += self.cuts.functions()
+        return replace(
+            source,
+            lower=self._lagrangian,
+            equalities=equalities,
+            inequalities=inequalities,
+            lower_equalities=(),
+            lower_inequalities=(),
+        )
+
+    def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
+        parts = g, c, d = self.parts(batch)
+        if self._sharing:
+            self._shared = self._versions(), parts
+        for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):
+            g = g + torch.sum(multiplier * value)
+        return g
+
+    def _equality(self, j: int) -> Objective:
+        def equality(u: Any, v: Any, batch: Any) -> Tensor:
+            made = self._made()
+            return self.source.lower_equalities[j](u, v, batch) if made is None else made[2][j]
+
+        return equality
+
+    def _slack(self, i: int, batch: Any) -> Tensor:
+        """b_i = -c / |J_c|."""
+        made = self._made()
+        function = self.source.lower_inequalities[i]
+        c = function(self.plain_u.value, self.v.value, batch) if made is None else made[1][i]
+        return -c / self.sizes_c[i]
+
+    def _complementarity(self, i: int) -> Objective:
+        def smooth(u: Any, v: Any, batch: Any) -> Tensor:
+            a, b = self.a[i], self._slack(i, batch)
+            if self.active is not None:
+                return torch.where(self.active[i], b, a)
+            residual: Tensor = a + b - torch.sqrt(a * a + b * b + 2 * self.t**2)
+            return residual
+
+        return smooth
+
+    def _signs(self, i: int) -> Objective:
+        def signs(u: Any, v: Any, batch: Any) -> Tensor:
+            active = self.active
+            if active is None:
+                raise RuntimeError("signs are of a piece")
+            return torch.where(active[i], -self.a[i], -self._slack(i, batch))
+
+        return signs
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def choose_piece(self, batch: Any) -> None:
+        """Fix which constraints are active: those whose multiplier is larger than their slack."""
+        self.active = [a > self._slack(i, batch) for i, a in enumerate(self.a)]
+
+    @torch.no_grad()
+    def wrong(self, batch: Any, pulls: Sequence[Tensor], near: float) -> list[Tensor]:
+        """Where a = b = 0 within `near` and the multiplier of the piece says that f falls in the other one."""
+        found = []
+        first = len(self.source.equalities) + len(self.b)
+        for i in range(len(self.a)):
+            pull = pulls[first + i]
+            both = (self.a[i].abs() <= near) & (self._slack(i, batch).abs() <= near)
+            # The piece holds b (where active) or a at zero, the other one lets it grow: df = -pull there.
+            found.append(both & (pull > 1e-6 * pull.abs().max()))
+        return found
+
+    # -- what a certificate says -----------------------------------------------------------------------------------
+
+    def own(self, values: Sequence[Tensor], pulls: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], int]:
+        """Values and multipliers of the upper level's constraints among all, and how many of them are equalities."""
+        equal, less = len(self.source.equalities), len(self.source.inequalities)
+        first = equal + len(self.a) + len(self.b)
+        kept = [*range(equal), *range(first, first + less)]
+        return [values[i] for i in kept], [pulls[i] for i in kept], equal
+
+    @torch.no_grad()
+    def measures(self, batch: Any) -> dict[str, Any]:
+        """The fields of a certificate that are about lower constraints."""
+        c, d = self.constraints(batch)
+        slacks = [-x / size for x, size in zip(c, self.sizes_c, strict=True)]
+        both = [torch.minimum(a, b).abs().amax().item() for a, b in zip(self.a, slacks, strict=True)]
+        outside = [(-b).amax().clamp(min=0).item() for b in slacks]
+        outside += [(x / size).abs().amax().item() for x, size in zip(d, self.sizes_d, strict=True)]
+        return {
+            "lower_violation": max(outside),
+            "complementarity": max(both, default=0.0),
+            "lower_unit": 1 + norm(self.v.leaves).item(),
+            "lower_gap": self.gap,
+            "lower_starts": self.gap_starts,
+        }
+
+    def multipliers(self) -> dict[str, list[Tensor]]:
+        return {
+            "lower_equalities": [x.detach().clone() for x in self.beta],
+            "lower_inequalities": [x.detach().clamp(min=0) for x in self.alpha],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "a": [x.detach() for x in self.a],
+            "b": [x.detach() for x in self.b],
+            "t": self.t,
+            "bend": self.bend,
+            "sizes_c": self.sizes_c,
+            "sizes_d": self.sizes_d,
+            "cuts": list(self.cuts.points),
+            "active": [x.to(torch.uint8) for x in self.active or ()],
+            "piece": self.active is not None,
+            "gap": self.gap,
+            "gap_starts": self.gap_starts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for leaf, value in zip((*self.a, *self.b), (*state["a"], *state["b"]), strict=True):
+                leaf.copy_(value)
+        self.t, self.bend = state["t"].clone(), state["bend"]
+        self.sizes_c, self.sizes_d = list(state["sizes_c"]), list(state["sizes_d"])
+        self.active = [x.bool() for x in state["active"]] if state["piece"] else None
+        self.gap, self.gap_starts = state["gap"], state["gap_starts"]
+        self.cuts = Cuts(self)
+        for w in state["cuts"]:
+            self.cuts.add(w)

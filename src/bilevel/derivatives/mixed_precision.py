@@ -1,0 +1,93 @@
+"""Mixed precision: the user's functions run under autocast; variables, moments, prices and results stay float32.
+
+Matrix products and convolutions of upper, lower, prepare and the constraints take bfloat16, forward, backward and in
+the second backward. What they return is brought to float32 before it is differentiated, and gradients arrive in float32
+because the variables are. The certificate, which is a measurement, is taken in full precision.
+
+Losses over classes get their scores in float32 before autocast sees them. Its own way on CUDA, one kernel that reads
+bfloat16 and computes in float32, has a second derivative that is rounded to bfloat16 where large terms cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from bilevel._util.nested import each_tensor
+from bilevel.errors import OptionError
+from bilevel.problem.variables import Variable
+
+Precision = Literal["bf16"]
+LOSSES: frozenset[Callable[..., Any]] = frozenset(
+    {
+        functional.cross_entropy,
+        functional.nll_loss,
+        functional.log_softmax,
+        functional.softmax,
+        torch.log_softmax,
+        torch.softmax,
+        torch.logsumexp,
+        Tensor.log_softmax,
+        Tensor.softmax,
+        Tensor.logsumexp,
+        functional.softmin,
+        torch.special.log_softmax,
+        torch.special.softmax,
+        torch.special.logsumexp,
+    }
+)
+
+
+def reduced(precision: Precision | None, device: torch.device) -> AbstractContextManager[None]:
+    """What a user's function runs in."""
+    if precision is None:
+        return nullcontext()
+    # Without the cache of casts. It outlives an evaluation where the caller is under autocast too, and would then hand
+    # out weights as they were before the last step; it saves nothing where a forward pass reads each weight once; and
+    # a captured graph must make its own casts.
+    return _autocast(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
+
+
+@contextmanager
+def _autocast(context: torch.autocast) -> Iterator[None]:
+    with context, _WideLosses():
+        yield
+
+
+class _WideLosses(TorchFunctionMode):
+    """Gives the functions in LOSSES float32."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function in LOSSES:
+            args, kwargs = widened(args), widened(kwargs)
+        return function(*args, **(kwargs or {}))
+
+
+def widened(value: Any) -> Any:
+    """The value with every half-precision tensor in it as float32."""
+    return each_tensor(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, value)
+
+
+def refuse_precision(precision: object, *variables: Variable) -> None:
+    """Refuse a precision that is not known, or that these variables cannot be run in."""
+    if precision is None:
+        return
+    if precision not in get_args(Precision):
+        raise OptionError(f"precision must be None or 'bf16'; got {precision!r}.")
+    for variable in variables:
+        tensors = [*variable.leaves, *(rows.values for rows in variable.rows)]
+        for name, tensor in zip([*variable.names, *variable.row_names], tensors, strict=True):
+            if tensor.dtype != torch.float32:
+                where = f"{variable.name}[{name!r}]" if name else variable.name
+                raise OptionError(
+                    f"precision='bf16' needs float32 variables, whose products alone it rounds; {where} is "
+                    f"{str(tensor.dtype).removeprefix('torch.')}. Convert it with .float(), or leave precision out."
+                )

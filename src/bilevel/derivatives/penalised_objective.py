@@ -1,0 +1,290 @@
+"""First and second order products of the two objectives.
+
+With s = grad_v g, and r = s, or r = v - P(v - s) where the lower variable is projected, the penalised objective is
+
+    F(u, v) = f + <nu, r> + gamma/2 |r|^2
+                + <mu, h> + gamma_h/2 |h|^2                                          (equalities)
+                + gamma_h/2 |max(0, h + mu/gamma_h)|^2 - |mu|^2 / (2 gamma_h)        (inequalities)
+
+Its derivative needs g once: a first backward that keeps the graph gives s, and one second backward with the cotangent
+nu + gamma r, held fixed, gives the derivatives in u and in v together. `curvature="difference"` replaces the second
+backward by a central difference of grad g along the cotangent: three evaluations of g instead of one, first order only.
+Linear layers whose Gram form is cheaper take that (see `bilevel.derivatives.gram`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping, random_state, set_random_state
+from bilevel._util.tensor_lists import spread, summed
+from bilevel.derivatives.double_backward import missing_double_backward, refuse_once_differentiable
+from bilevel.derivatives.evaluator import Evaluations
+from bilevel.derivatives.gram import LEAST, Layer, layers, terms
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.derivatives.prices import Gradients, Prices, added, paid
+from bilevel.errors import BilevelWarning, ProblemError
+from bilevel.problem.problem import Problem
+from bilevel.problem.variables import Variable
+
+if TYPE_CHECKING:
+    from bilevel.derivatives.lower_constraints import KKT
+
+Curvature = Literal["auto", "exact", "gram", "difference"]
+
+
+class Derivatives(Evaluations):
+    """Derivatives of the penalised objective, and products with second derivatives of g."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        u: Variable,
+        v: Variable,
+        curvature: Curvature = "auto",
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(problem, u, v, precision)
+        self.curvature: Curvature = curvature
+        self.gram_layers = 0
+        """Linear layers in Gram form, in the last evaluation of F"""
+        self.kkt: KKT | None = None
+        """What the lower level's constraints were turned into; `problem` is then without them"""
+        self._proved = False  # whether an exact evaluation has gone through
+
+    # -- the derivative of F -------------------------------------------------------------------------------------
+
+    def penalised(
+        self,
+        batches: Sequence[Pair],
+        prices: Prices,
+        *,
+        with_u: bool,
+        slope: Sequence[Tensor] | None = None,
+        lam: Tensor | None = None,
+    ) -> Gradients:
+        """The derivative of F in v, and in u where asked; with `lam`, which is for v alone, that of F + lam g.
+
+        Over several batches F is that of the mean objectives: s and h are averaged first, in a pass of their own, and
+        then pulled on in each batch. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
+        """
+        if with_u and lam is not None:
+            raise ProblemError("lam must be None with with_u=True: u descends F, without lam g.")
+        if len(batches) == 1:
+            only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, lam, 1.0, slope, None))
+            return only
+        share = 1.0 / len(batches)
+        states: list[Any] = []
+        mean: list[Tensor] = []
+        with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
+            for batch in batches:
+                states.append(random_state(self.v.device))
+                g = self.lower(batch[1])
+                s = self.gradient(g * share, self.v.leaves)
+                with torch.no_grad():
+                    part = s + [h * share for h in self.constraints(batch[0])]
+                    mean = summed([mean, part]) if mean else part
+        count, mean = len(self.v.leaves), self.agreed(mean)
+        pulled = mean[:count] if slope is None else list(slope)
+
+        # g and h are evaluated again with the draws they had; f goes on from where those ended.
+        onward = random_state(self.v.device)
+        total: Gradients | None = None
+        for batch, state in zip(batches, states, strict=True):
+            resume = partial(set_random_state, onward, self.v.device)
+
+            def one(batch: Pair = batch, state: Any = state, resume: Callable[[], None] = resume) -> Gradients:
+                set_random_state(state, self.v.device)
+                return self._one(batch, prices, with_u, lam, share, pulled, mean[count:], resume)
+
+            found: Gradients = self._guarded(one)
+            onward = random_state(self.v.device)
+            total = found if total is None else added(total, found)
+        if total is None:
+            raise ProblemError("penalised needs at least one batch; got none.")
+        total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
+        return total
+
+    def _one(
+        self,
+        batch: Pair,
+        prices: Prices,
+        with_u: bool,
+        lam: Tensor | None,
+        share: float,
+        given_slope: Sequence[Tensor] | None,
+        given_constraints: Sequence[Tensor] | None,
+        before_upper: Callable[[], None] | None = None,
+    ) -> Gradients:
+        exact = self.curvature != "difference"
+        leaves = self.v.leaves
+        with self.holding_u(with_u) as inputs:
+            state = random_state(self.v.device) if not exact else None
+            g = self.lower(batch[1])
+            direct: list[Tensor] | None = None
+            # The Gram form knows no cotangent but nu + gamma s.
+            nu = prices.nu if prices.multipliers else None
+            plain = given_slope is not None or self.v.projected or self.problem.trials is not None or self.shared
+            gram = [] if plain else self._gram(g, with_slope=lam is None, with_nu=prices.multipliers)
+            self.gram_layers = len(gram)
+            if gram:
+                s, pull, slope = terms(g, leaves, gram, prices.gamma, nu, with_slope=lam is None)
+            else:
+                s = self.gradient(g, leaves, keep_graph=exact, retain=with_u)
+                slope = [x.detach() for x in s]
+            # Ranks average s while f is evaluated. Of several batches it has been averaged before.
+            landed = self._agreeing(slope) if given_constraints is None else None
+            h = self.constraints(batch[0])
+            if before_upper is not None:
+                before_upper()
+            f = self.upper(batch[0])
+            slope = slope if landed is None else landed()
+            if not gram:
+                direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
+            values = self.agreed([x.detach() for x in h]) if given_constraints is None else list(given_constraints)
+            pull_h = self.constraint_cotangents(values, prices)
+            wrt = [*leaves, *inputs()]
+            if exact:
+                if not self._proved:
+                    refuse_once_differentiable(s)
+                # lam g rides along: its cotangents join those of the second backward before any product is formed.
+                first, weights = ([f], [None]) if lam is None else ([f, g], [None, lam.to(g.dtype)])
+                found = self.gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
+            else:
+                found = self.gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
+                found = summed([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
+                if lam is not None:
+                    found = summed([found, [spread(lam, x) * x for x in slope]])
+            # Never in place: autograd may hand out one tensor for two inputs.
+            if direct is not None:
+                found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
+            if share != 1.0:
+                found = list(torch._foreach_mul(found, share))
+            return self.gathered(f, g, slope, values, found, share, len(leaves))
+
+    def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
+        """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
+        if self.curvature == "gram":
+            return layers(g, self.v.leaves)
+        found = layers(g, self.v.leaves, LEAST) if self.curvature == "auto" else []
+        return [layer for layer in found if layer.wins(with_slope=with_slope, with_nu=with_nu)]
+
+    def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
+        """(a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
+
+        With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
+        """
+        if not self.v.projected:
+            return None, [(spread(prices.gamma, x) * x).add_(n) for n, x in zip(prices.nu, slope, strict=True)]
+        points = [(v - s).detach().requires_grad_() for v, s in zip(self.v.leaves, slope, strict=True)]
+        with torch.enable_grad():
+            moved = self.v.project_leaves(points)
+        pull = [
+            n + prices.gamma * (v.detach() - m.detach())
+            for n, v, m in zip(prices.nu, self.v.leaves, moved, strict=True)
+        ]
+        back = self.gradient(moved, points, cotangent=pull)
+        return [p - w for p, w in zip(pull, back, strict=True)], back
+
+    def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
+        """What is paid for each constraint; see `paid`. Refuses values whose shape is not that of the multipliers."""
+        for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
+            if m.shape != h.shape:
+                raise ProblemError(
+                    f"constraint {i} must return the same shape for every batch; it returned {tuple(m.shape)} first "
+                    f"and {tuple(h.shape)} now. Return a mean or a sum over the batch."
+                )
+        return paid(values, prices, len(self.problem.equalities))
+
+    # -- products for scales and certificates --------------------------------------------------------------------
+
+    def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
+        """g_vv d, followed by g_uv d where asked, by the curvature in force.
+
+        `self.tapes` then says which rows of u the last entries belong to.
+        """
+        share = 1.0 / len(batches)
+
+        def one(batch: Any) -> list[Tensor]:
+            with self.holding_u(with_u) as inputs:
+                if self.curvature == "difference":
+                    state = random_state(self.v.device)
+                    if with_u and self.u.rows:
+                        self.lower(batch)  # notes the rows that are read, whose leaves are differentiated
+                    return self._difference(batch, [*self.v.leaves, *inputs()], direction, state)
+                s = self.gradient(self.lower(batch), self.v.leaves, keep_graph=True)
+                if not self._proved:
+                    refuse_once_differentiable(s)
+                return self.gradient(
+                    s, [*self.v.leaves, *inputs()], cotangent=list(direction), retain=self.problem.prepare is not None
+                )
+
+        return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
+
+    def _guarded(self, evaluate: Callable[[], Any]) -> Any:
+        """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
+        if self.curvature == "difference":
+            return evaluate()
+        state = None if self._proved else random_state(self.v.device)
+        buffers = [] if self._proved else [*self.v.buffers(), *self.u.buffers()]
+        saved = [buffer.clone() for buffer in buffers]
+        try:
+            found = evaluate()
+        except RuntimeError as error:
+            operator = missing_double_backward(error)
+            if operator is None:
+                raise
+            if self.curvature in ("exact", "gram"):
+                raise ProblemError(
+                    f"{operator} has no double backward, which curvature={self.curvature!r} needs. Use "
+                    "curvature='difference', or replace the operator (for attention: "
+                    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+                ) from error
+            warnings.warn(
+                f"{operator} has no double backward: the curvature is approximated by finite differences "
+                "(curvature='difference') from here on.",
+                BilevelWarning,
+                stacklevel=2,
+            )
+            self.curvature = "difference"
+            if state is not None:
+                set_random_state(state, self.v.device)
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.data.copy_(value)
+            return evaluate()
+        self._proved = True
+        return found
+
+    def _difference(
+        self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
+    ) -> list[Tensor]:
+        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
+
+        The generators are left at `after`, or where one evaluation leaves them.
+        """
+        leaves = self.v.leaves
+        held = [leaf.detach().clone() for leaf in leaves]
+        eps = torch.finfo(leaves[0].dtype).eps ** (1 / 3)
+        size = self.norm(pull)
+        step = eps * (1 + self.norm(held)) / torch.where(size > 0, size, torch.ones_like(size))
+        sides = []
+        with keeping([*leaves, *self.v.buffers(), *self.u.buffers()]):
+            for sign in (1.0, -1.0):
+                with torch.no_grad():
+                    for leaf, value, direction in zip(leaves, held, pull, strict=True):
+                        leaf.copy_(value + sign * spread(step, value) * direction)
+                set_random_state(state, self.v.device)
+                for rows in self.u.rows:
+                    rows.replay()
+                value = self.lower(batch)
+                after = random_state(self.v.device) if after is None else after
+                sides.append(self.gradient(value, wrt, retain=True))
+        set_random_state(after, self.v.device)
+        return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]

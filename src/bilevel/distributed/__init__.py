@@ -1,0 +1,1 @@
+"""Means and derivatives over ranks."""

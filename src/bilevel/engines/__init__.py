@@ -1,0 +1,1 @@
+"""How a step runs: as written, compiled, or as a CUDA graph."""

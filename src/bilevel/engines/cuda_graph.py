@@ -1,0 +1,85 @@
+"""A step captured as one CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bilevel.engines.recording import Engine, Host, Recorded, recordable
+
+
+class Captured(Recorded):
+    """Captures a step, or a whole upper iteration, as one CUDA graph, with buffers of its own for the batches."""
+
+    name = "graph"
+
+    def __init__(self, host: Host, inner: Engine) -> None:
+        super().__init__(host)
+        self.inner = inner
+        self._pool: Any = None
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """What the steps run in, where no compiled ones are captured."""
+        plain = not isinstance(self.inner, Recorded) or self.inner.failed
+        return recordable(self.host.optimizers()) if plain else nullcontext()
+
+    def give_up(self, why: str, *, quietly: bool = False) -> None:
+        super().give_up(why, quietly=quietly or (isinstance(self.inner, Recorded) and self.inner.failed))
+
+    def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        held = [tensor.clone() for tensor in tensors]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            with self._undone():
+                step(held)  # an engine inside this one compiles here
+            with self._undone(), self._computing():
+                self._try(step, held)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+
+        def capture() -> Any:
+            # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
+            # Threads of a loader may pin memory meanwhile: only what this one does can spoil the capture.
+            safe = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with _capturing(), safe, self._computing():
+                return step(held)
+
+        with self._undone():
+            out, count = self._counted(capture)
+        self._pool = self._pool or graph.pool()
+        leaves, form = pytree.tree_flatten(out)
+
+        def unit(given: list[Tensor]) -> Any:
+            if held:
+                torch._foreach_copy_(held, given, non_blocking=True)
+            graph.replay()
+            count()
+            return pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+
+        return unit
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """No garbage is collected inside: an old graph among it would free its memory, which spoils a capture."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    except BaseException:
+        # torch leaves the generator inside a capture that failed, where nothing can be drawn from it.
+        generator.graphsafe_set_state(before.graphsafe_get_state())
+        raise
+    finally:
+        if collecting:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Measure a problem: scales, minima of the lower level, certificates, checks."""

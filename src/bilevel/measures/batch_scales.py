@@ -1,0 +1,136 @@
+"""The sizes of a problem with data, from its first batches: what the first prices and the default rates come from.
+
+    lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|
+
+`scales` is the same for a problem without data. Over trials, the sizes are those of all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel.derivatives.penalised_objective import Derivatives
+
+GAMMA_SHARE = 1.0
+"""The first gamma |g_vv s| as a multiple of |f_v|."""
+LOWER_RATES = (1e-4, 3e-2)
+"""The least and the largest default lower rate."""
+LOWER_SHARE = 0.06
+"""How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
+DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
+"""Above this rate, a step of Adam may not move the product of the layers of v by more than this share of it."""
+
+
+@dataclass
+class BatchScales:
+    gamma: float
+    lam: float
+    gamma_h: list[float]
+    """The first price of each constraint."""
+    shapes: list[torch.Size]
+    """Of the constraints."""
+    coverage: float
+    """The share of the Rows that one gradient reads."""
+    sizes: tuple[float, float, float]
+    """|f_z|, |s| and |h|, which the certificate is judged against."""
+    f: tuple[float, float]
+    """The sums of f and of the entries of |grad_v f| over the batches."""
+    g: tuple[float, float]
+    """The same of g."""
+    most: float = LOWER_RATES[1]
+    """The largest default lower rate."""
+    sizes_h: list[float] = field(default_factory=list)
+    """|h| of each constraint, of which `sizes` has the least."""
+
+    def lower_rate(self, lam: float | None) -> float:
+        """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
+
+        Without lam, v descends g alone.
+        """
+        (f, f_sum), (g, s_sum) = self.f, self.g
+        value, fall = (g, s_sum) if lam is None else (f + lam * g, f_sum + lam * s_sum)
+        rate = LOWER_SHARE * abs(value) / max(fall, 1e-300)
+        return min(max(rate, LOWER_RATES[0]), self.most)
+
+
+def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
+    """Measure a problem on what `prepare` made of its first batches, at the present u and v."""
+    f_v = f_z = slope = bent = coverage = 0.0
+    f_size, g_size = (0.0, 0.0), (0.0, 0.0)
+    shapes: list[torch.Size] = []
+    size_h: list[float] = []
+    leaves, count = d.v.leaves, len(pairs)
+    for pair in pairs:
+        g, s = d.slope([pair])
+        g_size = (g_size[0] + g.sum().item(), g_size[1] + _entries(d, s))
+        slope += d.size(s).item()
+        bent += d.size(d.hessian_product([pair], s, with_u=False)).item()
+        with d.holding_u(True) as inputs:
+            d.lower(pair[1])
+            f, values = d.upper(pair[0]), d.constraints(pair[0])
+            wrt = [*leaves, *inputs()]
+            first = d.agreed_beside_rows(d.gradient(f, wrt, retain=True))
+            (value,) = d.agreed([f.detach()])
+            f_v += d.size(first[: len(leaves)]).item()
+            f_z += d.size(first).item()
+            f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(d, first[: len(leaves)]))
+            if d.u.rows:
+                tapes = zip(d.all_rows(d.tapes), d.u.rows, strict=True)
+                read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
+                coverage += max(read, default=0.0) / count
+            shapes = shapes or [h.shape for h in values]
+            size_h = size_h or [0.0] * len(values)
+            for i, h in enumerate(values):
+                slopes = d.agreed_beside_rows(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
+                pulled = d.size(slopes).item()
+                size_h[i] += pulled / math.sqrt(max(1, h.numel()))
+    length = 1.0 + d.size(leaves).item()
+    if not bent > 1e-12 * max(slope, 1e-300):
+        direction = d.agreed_beside_rows([torch.randn_like(leaf) for leaf in leaves])
+        product = d.hessian_product(pairs[:1], [x / d.size(direction) for x in direction], with_u=False)
+        bent = count * max(d.size(product).item() ** 2 * length, 1e-12)
+    sizes = [s / count * length for s in size_h]
+    return BatchScales(
+        gamma=GAMMA_SHARE * f_v / bent if f_v > 0 else 1.0,
+        lam=f_v / slope if slope > 0 and f_v > 0 else 1.0,
+        gamma_h=[(f_v / count) / max((s / count) ** 2 * 0.1 * length, 1e-12) or 1.0 for s in size_h],
+        shapes=shapes,
+        coverage=min(1.0, coverage * accumulate) or 1.0,
+        sizes=(f_z / count or 1.0, slope / count or 1.0, min(sizes, default=1.0) or 1.0),
+        f=f_size,
+        g=g_size,
+        most=_largest_rate(d),
+        sizes_h=sizes,
+    )
+
+
+def _largest_rate(d: Derivatives) -> float:
+    """What a network of many layers bears.
+
+    At its first weights the losses of a deep network hardly fall: 6% of them would ask for steps as long as the weights
+    themselves, after which no unit is open.
+    """
+    layers = [leaf.detach() for leaf in d.v.leaves if leaf.ndim > 1]
+    count = sum(leaf.numel() for leaf in d.v.shards or d.v.leaves if leaf.ndim > 1)
+    size = d.size(layers).item() / math.sqrt(count) if len(layers) > 1 else 0.0
+    if size == 0.0:
+        return LOWER_RATES[1]
+    return min(max(DEEP_RATE, DEEP_SHARE * size / len(layers)), LOWER_RATES[1])
+
+
+def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
+    """gamma at the present v, without a host read; not finite or zero where it cannot be told."""
+    found = [(d.first_order([pair], None), pair) for pair in pairs]
+    f_v = torch.stack([d.size(gradients.v) for gradients, _ in found]).sum()
+    bends = [d.size(d.hessian_product([pair], gradients.slope, with_u=False)) for gradients, pair in found]
+    return GAMMA_SHARE * f_v / torch.stack(bends).sum()
+
+
+def _entries(d: Derivatives, tensors: Sequence[Tensor]) -> float:
+    return d.whole(torch.stack([t.detach().abs().sum() for t in tensors]).sum()).item()

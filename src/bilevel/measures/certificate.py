@@ -1,0 +1,204 @@
+"""Measures how far (u, v) is from a solution: see `Certificate`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping, undisturbed
+from bilevel._util.tensor_lists import norm, spread
+from bilevel.batches.sources import Sources
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Prices, violation
+from bilevel.problem.problem import Problem
+from bilevel.results import Certificate
+
+BATCHES = 64
+"""Most batches of each source that a certificate is measured on."""
+SMALL = 1000
+"""Largest size of v for which the hypergradient is solved for without being asked."""
+CG_ITERATIONS = 200
+
+
+class Ended(Protocol):
+    """What a certificate asks of a run: a part of its `State`."""
+
+    @property
+    def derivatives(self) -> Derivatives: ...
+    def prices(self) -> Prices: ...
+    def lam(self) -> Tensor: ...
+    def scales(self) -> tuple[float, float, float]: ...
+    def episode(self) -> list[Pair] | None: ...
+
+
+def certify(
+    state: Ended, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
+) -> tuple[Certificate, dict[str, list[Tensor]]]:
+    """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
+    d = state.derivatives
+    counts = d.lower_evaluations, d.upper_evaluations
+    d.u.make_dense()
+    try:
+        with undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
+            return _measure(state, sources, minimiser, hypergradient)
+    finally:
+        d.u.release()
+        d.lower_evaluations, d.upper_evaluations = counts
+
+
+def _measure(
+    state: Ended, sources: Sources, minimiser: bool | None, hypergradient: bool | None
+) -> tuple[Certificate, dict[str, list[Tensor]]]:
+    d, problem = state.derivatives, state.derivatives.problem
+    upper, lower, full = _batches(state, sources, problem)
+    _, slope = d.slope([pair for make in lower for pair in make(False)])
+    residual = d.residual(slope)
+    values = d.agreed(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
+    pulls = d.constraint_cotangents(values, state.prices())
+    # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
+    leaves = [*d.v.leaves, *d.u.leaves]
+    lagrangian = []
+    for make in upper:
+        for pair in make(True):
+            outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
+            lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
+    slopes = d.agreed_beside_rows(_mean(lagrangian))
+    direct, pull = d.cotangent(slope, state.prices())
+    curved = _product(d, lower, pull)
+    total = [a + b for a, b in zip(slopes, curved, strict=True)]
+    count = len(d.v.leaves)
+    if direct is not None:
+        total[:count] = [a + b for a, b in zip(total[:count], direct, strict=True)]
+    slope_u = total[count:]
+    error = None
+    if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and d.v.size <= SMALL)):
+        error = _hypergradient_error(d, lower, slopes, slope_u)
+    if d.u.projected:
+        moved = d.u.project_leaves([x.detach() - y for x, y in zip(d.u.leaves, slope_u, strict=True)])
+        slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
+    equal = len(problem.equalities)
+    own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
+    scale, lower_scale, violation_scale = state.scales()
+    prices = state.prices()
+    certificate = Certificate(
+        stationarity_u=norm(slope_u).item(),
+        stationarity_v=d.size(total[:count]).item(),
+        lower_residual=d.size(residual).item(),
+        violation=violation(own[0], own[2]).item() if own[0] else 0.0,
+        scale=scale,
+        lower_scale=lower_scale,
+        violation_scale=violation_scale,
+        lower_minimiser=minimiser,
+        hypergradient_error=error,
+        damping=_damping(state.lam(), prices.gamma),
+        batches=max(len(upper), len(lower)) if sources else 0,
+        full_data=full,
+        **(d.kkt.measures(d.prepare([(None, None)], graph=False)[0][1]) if d.kkt else {}),
+    )
+    paid = [n + spread(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
+    multipliers = {"nu": paid, "equalities": own[1][: own[2]], "inequalities": own[1][own[2] :]}
+    return certificate, multipliers | (d.kkt.multipliers() if d.kkt else {})
+
+
+def _damping(lam: Tensor, gamma: Tensor) -> float:
+    """lam / gamma, the mean over trials."""
+    if not bool(lam.any()):
+        return 0.0
+    return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
+
+
+def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
+    """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
+    d = state.derivatives
+    count = len(d.v.leaves)
+    with keeping(d.v.buffers() + d.u.buffers()):
+        upper, lower, _ = _batches(state, sources, d.problem)
+        f_v = _mean([d.direct(make(False)).v for make in upper])
+        return conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], f_v)[0]
+
+
+def conjugate_gradients(
+    d: Derivatives, product: Callable[[list[Tensor]], list[Tensor]], target: list[Tensor]
+) -> tuple[list[Tensor], float]:
+    """(q, largest relative residual) of g_vv q = target, in each trial. It ends early, which it decides on the host."""
+    q, r, p = [torch.zeros_like(t) for t in target], list(target), list(target)
+    square = start = d.dot(r, r)
+    goal = start * _accuracy(d) ** 2
+    going = square > goal
+    for _ in range(min(CG_ITERATIONS, 2 * d.v.size)):
+        if not bool(going.any()):
+            break
+        hp = product(p)
+        bend = d.dot(p, hp)
+        going = going & (bend > 1e-14 * d.dot(p, p))
+        length = torch.where(going, square / torch.where(going, bend, 1.0), 0.0)
+        q = [x + spread(length, x) * y for x, y in zip(q, p, strict=True)]
+        r = [x - spread(length, x) * y for x, y in zip(r, hp, strict=True)]
+        new = d.dot(r, r)
+        ratio = torch.where(going, new / torch.where(going, square, 1.0), 0.0)
+        p = [x + spread(ratio, x) * y for x, y in zip(r, p, strict=True)]
+        square = torch.where(going, new, square)
+        going = going & (square > goal)
+    relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
+    return q, float(relative.max().sqrt())
+
+
+def _accuracy(d: Derivatives) -> float:
+    """The relative residual that is worth reaching."""
+    return 1e-10 if d.v.dtype == torch.float64 else 1e-4
+
+
+_Maker = Callable[[bool], list[Pair]]
+"""The batch (True: with the graph of `prepare`), as a list of one pair. Made anew for each backward."""
+
+
+def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
+    """What to average the upper and the lower objective over."""
+
+    def maker(pair: Pair) -> _Maker:
+        return lambda graph: state.derivatives.prepare([pair], graph=graph)
+
+    if (episode := state.episode()) is not None:
+        makers = [maker(pair) for pair in episode]
+        return makers, makers, False
+    upper, lower, full = sources.sample(BATCHES)
+    if problem.prepare is not None:
+        count = max(len(upper), len(lower))
+        pairs = itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count)
+        makers = [maker(pair) for pair in pairs]
+        return makers, makers, full
+    return [maker((x, None)) for x in upper], [maker((None, x)) for x in lower], full
+
+
+def _mean(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack([x.detach() for x in items]).mean(0) for items in zip(*lists, strict=True)]
+
+
+def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
+    """g_vv x followed by g_uv x."""
+    total: list[Tensor] | None = None
+    for make in lower:
+        part = d.hessian_product(make(True), direction, with_u=True)
+        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+    return [t / len(lower) for t in total or []]
+
+
+def _hypergradient_error(
+    d: Derivatives, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
+) -> float | None:
+    """Solve g_vv q = f_v by conjugate gradients and compare f_u - g_uv q with grad_u F."""
+    count = len(d.v.leaves)
+    target = list(slopes[:count])
+    q, left = conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], target)
+    if left > max(_accuracy(d), 1e-3):
+        return None
+    through = _product(d, lower, q)[count:]
+    exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]
+    size = norm(slopes[count:]).item() + norm(through).item()
+    return norm([a - b for a, b in zip(found, exact, strict=True)]).item() / size if size > 0 else None

@@ -1,0 +1,231 @@
+"""Minimises g(u, .) under the lower constraints for a fixed u, without data: the augmented Lagrangian, by L-BFGS.
+
+    rounds: L-BFGS over v on g + <beta, d> + rho_d/2 |d|^2 + rho_c/2 |max(0, c + alpha/rho_c)|^2 - |alpha|^2/(2 rho_c)
+            alpha = max(0, alpha + rho_c c);  beta += rho_d d;  rho *= 10 where the violation fell by less than 4 times
+
+First order only, and apart from the run that it starts and checks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilevel._util.tensor_lists import gradient
+from bilevel.derivatives.lower_constraints import KKT
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.measures.lower_minimum import flatten, write
+from bilevel.optim.lbfgs import LBFGS
+
+ROUNDS = 20
+ITERATIONS = 50
+EVALUATIONS = 600
+"""Most evaluations of one minimisation: where g is flat the line searches are long."""
+LARGEST = 1e-4
+"""The most that g may be less by, relative to its size, and still be explained by the accuracy."""
+MOST = 1e8
+"""The largest price of a lower constraint, in the unit of g's curvature."""
+VAIN = 4
+"""Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
+REACHES = (0.1, 1.0)
+"""How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
+LOOKS = 128
+"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v
+has more than `LARGE` numbers."""
+PROMISING, LARGE = 4, 1000
+APART = 0.3
+"""How far these lie from v and from one another at least, relative to 1 + |v|."""
+COARSE = 1e-5
+"""The tolerance of a minimisation that ends where g is larger, or where one ended before."""
+SAME = 1e-3
+"""Ends that differ by less, relative to 1 + |v|, are one."""
+NONE = 1e-3
+"""The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
+
+
+@dataclass
+class LowerPoint:
+    """An end of a lower minimisation."""
+
+    value: float
+    """g"""
+    v: Tensor
+    alpha: list[Tensor]
+    beta: list[Tensor]
+    violation: float
+    """The largest violation of a lower constraint, in the unit of v."""
+    slope: float
+    """|grad_v L|"""
+
+
+def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
+    """The largest violation of a lower constraint, in the unit of v."""
+    sizes = [(x.detach() / size).amax().clamp(min=0) for x, size in zip(c, kkt.sizes_c, strict=True)]
+    sizes += [(x.detach() / size).abs().amax() for x, size in zip(d, kkt.sizes_d, strict=True)]
+    return torch.stack(sizes).amax().item()
+
+
+def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
+    """Minimise g under the lower constraints from the present v, where it leaves v.
+
+    Multipliers start at zero, or where an earlier minimisation left them.
+    """
+    size = 1 + flatten(d.v.leaves).norm().item()
+    alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else list(start.alpha)
+    beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else list(start.beta)
+    rho = 10.0
+
+    def prices(sizes: list[Tensor]) -> list[Tensor]:
+        return [rho * kkt.bend / x**2 for x in sizes]
+
+    def value(v: Tensor) -> tuple[float, Tensor, None]:
+        write(v, d.v.leaves)
+        with d.holding_u(False):
+            d.lower_evaluations += 1
+            g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
+            for m, r, x, paid in zip(alpha, rho_c, c, constant, strict=True):
+                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - paid) / 2
+            for m, r, x in zip(beta, rho_d, e, strict=True):
+                g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
+            return g.item(), flatten(gradient(g, d.v.leaves)), None
+
+    goal = max(0.1 * tolerance, 1e-10)
+    most = d.lower_evaluations + EVALUATIONS
+    best, epsilon = math.inf, 0.1
+    x, far = flatten(d.v.leaves), 1e6 * size
+    slope = outside = math.inf
+    vain = 0
+    for _ in range(ROUNDS):
+        origin = x
+        rho_c, rho_d = prices(kkt.sizes_c), prices(kkt.sizes_d)
+        constant = [torch.sum(m * m / r) for m, r in zip(alpha, rho_c, strict=True)]
+        search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
+        for _ in range(ITERATIONS):
+            slope = search.gradient.norm().item()
+            if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(value):
+                break
+            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # far: no minimum this way
+                break
+        x = search.x
+        if not x.norm().item() <= far and rho < MOST:  # g falls faster than the price rises
+            x, rho = origin, 100 * rho
+            write(x, d.v.leaves)
+            continue
+        size = 1 + x.norm().item()
+        write(x, d.v.leaves)
+        slope = search.gradient.norm().item()
+        with torch.no_grad():
+            _, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
+            moved = [
+                (torch.maximum(v, -m / r) / s).abs().amax()
+                for v, m, r, s in zip(c, alpha, rho_c, kkt.sizes_c, strict=True)
+            ]
+            outside = max(violation_of(kkt, c, e), *(m.item() for m in moved), 0.0)
+            alpha = [(m + r * v).clamp(min=0) for m, r, v in zip(alpha, rho_c, c, strict=True)]
+            beta = [m + r * v for m, r, v in zip(beta, rho_d, e, strict=True)]
+        if (outside <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
+            break
+        if outside > max(best / 4, goal * size):
+            rho = min(10 * rho, MOST)
+        vain = 0 if outside <= best / 2 else vain + 1
+        # No point meets the constraints, or none nearer by in this precision.
+        if vain >= VAIN or d.lower_evaluations >= most:
+            break
+        best, epsilon = min(best, outside), epsilon / 10
+    with torch.no_grad():
+        g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
+    return LowerPoint(g.item(), x, alpha, beta, violation_of(kkt, c, e), slope)
+
+
+@dataclass
+class Resolved:
+    """What solving the lower problem again from several points found."""
+
+    gap: float
+    """g(u, v) less the least g that was found; at least 0."""
+    better: LowerPoint | None
+    """A lower point whose g is less by more than the accuracy explains."""
+    starts: int
+    met: int = 0
+    """How many of these ended at a point that meets the lower constraints."""
+    tied: list[LowerPoint] = field(default_factory=list)
+    """Other lower points whose g is the same, as far as the accuracy goes."""
+
+
+def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
+    """Solve the lower problem at the present u from several points; leaves v and the multipliers as they are.
+
+    `slope` is |grad_v L| at the present point.
+    """
+    held = flatten(d.v.leaves)
+    size = 1 + held.norm().item()
+    with torch.no_grad():
+        at, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
+        weights = sum(m.abs().sum().item() for m in (*kkt.alpha, *kkt.beta))
+        largest = max(x.max().item() for x in (*kkt.sizes_c, *kkt.sizes_d))
+    g = at.item()
+    noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
+    margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
+
+    def allowed(point: LowerPoint) -> float:
+        """By how much its g may be less. A point outside by x is as low as g may fall by x times its multipliers."""
+        own = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
+        explained = margin + 2 * own * largest * point.violation
+        return float(min(explained, LARGEST * (abs(g) + abs(point.value)) + 1e-7))
+
+    points = [held]
+    for reach in REACHES:
+        direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
+        direction *= reach * size / direction.norm()
+        points += [held + direction, held - direction]
+    points += promising(d, kkt, held, 2 * weights * largest + kkt.bend * size, generator)
+    best, lowest, met = None, g, 0
+    ends: list[LowerPoint] = []
+    for k, point in enumerate(points):
+        write(point, d.v.leaves)
+        found = minimise_constrained(d, kkt, tolerance if k == 0 else max(tolerance, COARSE))
+        if k == 0 and found.violation > NONE * size:
+            write(held, d.v.leaves)
+            return Resolved(0.0, None, 1)
+        known = any((found.v - end.v).norm() <= SAME * size for end in ends)
+        if k and not known and found.value <= lowest + max(margin, COARSE * (abs(g) + kkt.bend * size**2)):
+            found = minimise_constrained(d, kkt, tolerance, found)
+            known = any((found.v - end.v).norm() <= SAME * size for end in ends)
+        if found.violation > 1e-6 * size:
+            continue
+        met += 1
+        if not known:
+            ends.append(found)
+        if found.value < lowest - (allowed(found) if best is None else 0.0):
+            best, lowest = found, found.value
+    write(held, d.v.leaves)
+    tied = [end for end in ends if abs(end.value - g) <= allowed(end) and (end.v - held).norm() > SAME * size]
+    return Resolved(max(0.0, g - lowest), best, len(points), met, [] if best else tied)
+
+
+@torch.no_grad()
+def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
+    """Points away from `held` where g + price * violation is small: every other one differs in one number alone."""
+    size = 1 + held.norm().item()
+    batch = d.prepare([(None, None)], graph=False)[0][1]
+    looked: list[tuple[float, Tensor]] = []
+    for k in range(LOOKS if held.numel() <= LARGE else LOOKS // 10):
+        direction = torch.randn(held.shape, generator=generator, dtype=held.dtype)
+        if k % 2:
+            only = int(torch.randint(held.numel(), (), generator=generator))
+            direction *= torch.arange(held.numel()) == only
+        reach = APART + 3 * torch.rand((), generator=generator).item() ** 2
+        point = held + (reach * size / max(direction.norm().item(), 1e-300) * direction).to(held)
+        write(point, d.v.leaves)
+        g, c, e = kkt.parts(batch)
+        value = g.item() + price * violation_of(kkt, c, e)
+        if math.isfinite(value):
+            looked.append((value, point))
+    kept: list[Tensor] = []
+    for _, point in sorted(looked, key=lambda pair: pair[0]):
+        if len(kept) < PROMISING and all((point - other).norm() > APART * size for other in kept):
+            kept.append(point)
+    return kept

@@ -1,0 +1,111 @@
+"""Minimises g(u, .) for a fixed u, without data: where a run starts, and what its end is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bilevel._util.tensor_lists import norm
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.optim.lbfgs import LBFGS
+
+ITERATIONS = 50
+PROBES = (1e-3, 0.1, 1.0)
+"""How far, relative to 1 + |v|, a probe moves v before it minimises g again; each way and back."""
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All tensors as one vector."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+@torch.no_grad()
+def write(vector: Tensor, leaves: Sequence[Tensor]) -> None:
+    """The vector's parts into the leaves, in place."""
+    for leaf, part in zip(leaves, torch.split(vector, [leaf.numel() for leaf in leaves]), strict=True):
+        leaf.copy_(part.reshape(leaf.shape))
+
+
+def lower_value(d: Derivatives, v: Tensor) -> tuple[float, Tensor, None]:
+    """g and grad_v g at v, which is written to the leaves."""
+    write(v, d.v.leaves)
+    g, s = d.slope(d.prepare([(None, None)], graph=False))
+    return g.sum().item(), flatten(s), None
+
+
+def minimise(d: Derivatives, tolerance: float) -> float:
+    """Minimise g from the present v, in few iterations; leaves v at the best point and returns g there."""
+    start = flatten(d.v.leaves)
+    if d.v.projected:
+        return _minimise_projected(d, start, tolerance)
+    value, slope, _ = lower_value(d, start)
+    first = min(1.0, (1 + start.norm().item()) * 0.1 / max(slope.norm().item(), 1e-300))
+    search = LBFGS(start, value, slope, metric=torch.full_like(start, first))
+    enough = 1e-3 * tolerance * slope.norm().item()
+    far = 1e6 * (1 + start.norm().item())
+    for _ in range(ITERATIONS):
+        if search.gradient.norm().item() <= enough or not search.iterate(lambda v: lower_value(d, v)):
+            break
+        if not search.x.norm().item() <= far:  # g has no minimum this way
+            break
+    write(search.x, d.v.leaves)
+    return search.value
+
+
+def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
+    """A v where g is less than at the present one, found by moving v away and minimising g again; None if none is.
+
+    `curvature` is |g_vv|. A fall that rounding explains, or an end just short of the minimum, does not count.
+    """
+    held = flatten(d.v.leaves)
+    at, slope = d.slope(d.prepare([(None, None)], graph=False))
+    g = at.sum().item()
+    best, lowest = None, g
+    size = 1 + held.norm().item()
+    noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
+    margin = noise * (abs(g) + 1e-6 * curvature * size**2) + 1e-2 * size * norm(d.residual(slope)).item()
+    for reach in PROBES:
+        direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
+        direction *= reach * size / direction.norm()
+        for sign in (1, -1):
+            write(held + sign * direction, d.v.leaves)
+            value = minimise(d, tolerance)
+            if value < lowest - margin:
+                best, lowest = flatten(d.v.leaves), value
+        if best is not None:
+            break
+    write(held, d.v.leaves)
+    return best
+
+
+def _minimise_projected(d: Derivatives, x: Tensor, tolerance: float) -> float:
+    """The same over the set of `project_lower`: projected gradient with Barzilai-Borwein steps."""
+
+    def projected(point: Tensor) -> Tensor:
+        write(point, d.v.leaves)
+        d.v.project()
+        return flatten(d.v.leaves)
+
+    x = projected(x)
+    value, slope, _ = lower_value(d, x)
+    t = 0.1 * (1 + x.norm().item()) / max(slope.norm().item(), 1e-300)
+    for _ in range(4 * ITERATIONS):
+        for _ in range(40):
+            trial = projected(x - t * slope)
+            move = trial - x
+            square = torch.dot(move, move).item()
+            new_value, new_slope, _ = lower_value(d, trial)
+            if new_value <= value - 1e-4 / t * square:
+                break
+            t /= 2
+        else:
+            break
+        bend = torch.dot(move, new_slope - slope).item()
+        x, value, slope = trial, new_value, new_slope
+        if square**0.5 <= 1e-2 * tolerance * (1 + x.norm().item()):
+            break
+        t = square / bend if bend > 0 else 2 * t
+    write(x, d.v.leaves)
+    return value

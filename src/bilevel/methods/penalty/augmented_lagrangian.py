@@ -1,0 +1,409 @@
+"""The penalty method without data: the augmented Lagrangian, minimised over z = (u, v) together by L-BFGS.
+
+    v minimises g(u, .) first;  Lg = |g_vv|, Lf = |f_zz| by power iterations
+    gamma = 10 max(Lf, 1e-3 |f_z| / (1 + |u| + |v|)) / Lg^2;   nu = 0;   epsilon = 0.1 |grad F|
+    rounds: L-BFGS on F until |grad F| <= epsilon, or for at most `inner_steps` iterations
+        unbounded (moved by more than 100 (1 + |z|), or not finite): back to the round's start, gamma *= 10
+        nu += gamma r;  if the round met epsilon:  epsilon /= 10, and gamma *= 10 if |r| fell by less than 4 times
+    at the end: move v away and minimise g again; if g falls, v was no minimiser, and the run goes on from there
+
+Each constraint has its own gamma_h = 10 Lf / |J_h|^2, raised by the same rule on its own violation. `project_upper` is
+the constraint u in U: with y = u + m/c it adds c/2 |y - P(y)|^2, and m = c (y - P(y)) is its multiplier.
+
+A step is one L-BFGS iteration. Values are read on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair, each_tensor
+from bilevel._util.tensor_lists import dot, norm
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import Gradients, Prices, paid, violation
+from bilevel.errors import BilevelWarning, OptionError
+from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
+from bilevel.measures.problem_scales import Scales, measure
+from bilevel.methods.base import Setting
+from bilevel.optim.lbfgs import LBFGS
+from bilevel.results import Status
+
+if TYPE_CHECKING:
+    from bilevel.methods.penalty import Penalty
+
+RESTARTS = 5
+SETTLING = 20
+"""Most L-BFGS iterations on v after the last projection of u."""
+RAISES = 8
+"""How often the price of a constraint is raised in vain before the run is called infeasible."""
+STALLS = 20
+"""Rounds in a row that bring nothing nearer before the run is over; one that cannot move at all counts for several."""
+
+
+def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
+    """What the relative measures of the certificate can be expected to reach in the coarsest of these precisions."""
+    return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
+
+
+class Lagrangian:
+    """A run of the deterministic mode. Lower and upper evaluations: one for each gradient of F."""
+
+    mode = "deterministic"
+    engine = "eager"
+    draws = 0
+    patience = STALLS
+    shortest = 0.0
+    """A step of this length along its direction, or less, counts as none."""
+
+    def __init__(self, options: Penalty, setting: Setting) -> None:
+        self.options, self.setting = options, setting
+        self.problem, self.u, self.v = setting.problem, setting.u, setting.v
+        if setting.engine not in ("auto", "eager"):
+            raise OptionError(
+                f"engine={setting.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
+                "it out, or pass mode='stochastic'."
+            )
+        if setting.precision is not None:
+            raise OptionError(
+                f"precision must be None in deterministic mode, which works to the last digits; got "
+                f"{setting.precision!r}. Leave it out, or pass mode='stochastic'."
+            )
+        self.u.make_dense()
+        self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
+        self.leaves = [*self.u.leaves, *self.v.leaves]
+        self.split = sum(leaf.numel() for leaf in self.u.leaves)
+        dtypes = sorted({leaf.dtype for leaf in self.leaves}, key=lambda dtype: torch.finfo(dtype).eps)
+        coarse = str(dtypes[-1]).removeprefix("torch.")
+        if torch.finfo(dtypes[-1]).eps > 1e-4:
+            raise OptionError(f"u and v must be float32 or float64 in deterministic mode; got {coarse}. Use .double().")
+        self.tolerance: float | None = setting.tolerance or default_tolerance(dtypes)
+        # What the rounds aim at, so that the certificate passes, which is measured after the last projection.
+        self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
+        if setting.tolerance is None and dtypes[-1] != torch.float64:
+            warnings.warn(
+                f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
+                "that precision can reach. Use float64 for more digits.",
+                BilevelWarning,
+                stacklevel=7,
+            )
+        self.status: Status | None = None
+        self.restarts = self.stalls = 0
+        self.search: LBFGS
+        self.minimiser: bool | None = None
+        if self.problem.start_lower is not None:
+            with torch.no_grad():
+                self.problem.start_lower(self.v.value, self._batches(graph=False)[0][0])
+        self._minimise_lower()
+        self._measure()
+        self._start()
+
+    def _minimise_lower(self) -> None:
+        """Put v where g is least, near its start."""
+        minimise(self.derivatives, self.goal)
+
+    # -- functions of the flat vector z ----------------------------------------------------------------------------
+
+    def _batches(self, *, graph: bool) -> list[Pair]:
+        return self.derivatives.prepare([(None, None)], graph=graph)
+
+    def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
+        """F, grad F and their parts at z; leaves u and v there."""
+        write(z, self.leaves)
+        at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
+        slope = flatten([*at.u, *at.v])
+        value = at.f + dot(self.price.nu, at.residual) + self.price.gamma / 2 * dot(at.residual, at.residual)
+        equal = len(self.problem.equalities)
+        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, at.constraints, strict=True)):
+            if i < equal:
+                value = value + torch.sum(m * h) + c / 2 * torch.sum(h * h)
+            else:
+                value = value + (torch.sum((m + c * h).clamp(min=0) ** 2) - torch.sum(m * m)) / (2 * c)
+        if self.u.projected:
+            out = self._outside()
+            value = value + (dot(out, out) * self.set_price**2 - dot(self.set_mu, self.set_mu)) / (2 * self.set_price)
+            slope[: self.split] += self.set_price * flatten(out)
+        return value.item(), slope, at
+
+    @torch.no_grad()
+    def _outside(self) -> list[Tensor]:
+        """y - P(y) at y = u + m/c."""
+        points = [u + m / self.set_price for u, m in zip(self.u.leaves, self.set_mu, strict=True)]
+        return [y - p for y, p in zip(points, self.u.project_leaves(points), strict=True)]
+
+    def at(self) -> Gradients:
+        """The parts of F at the present point."""
+        if self.search.extra is None:
+            self.search.extra = self._penalised(self.search.x)[2]
+        parts: Gradients = self.search.extra
+        return parts
+
+    def _measure(self) -> None:
+        """Measure the problem at the present point and set the prices by its sizes."""
+        scales = self._sizes()
+        with torch.no_grad():
+            shapes = [torch.zeros_like(h) for h in self.derivatives.constraints(self._batches(graph=False)[0][0])]
+        new = partial(torch.tensor, dtype=self.v.dtype, device=self.v.device)
+        gamma, gamma_h = self.options.gamma, self.options.gamma_h
+        self.price = Prices(
+            gamma=new(10 * scales.f / scales.g**2 if gamma is None else gamma),
+            nu=[torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves],
+            gamma_h=[new(10 * scales.f / j**2 if gamma_h is None else gamma_h) for j in scales.jacobians],
+            mu=shapes,
+        )
+        self.set_price = new(10 * scales.f)
+        self.set_mu = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
+        self.sizes = scales
+
+    def _sizes(self) -> Scales:
+        return measure(self.derivatives, self.setting.generator)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin with no multipliers at the present z."""
+        count = len(self.price.mu) + 1
+        self.lowest = math.inf
+        self.epsilon, self.best, self.best_h, self.raises = math.inf, math.inf, [math.inf] * count, [0] * count
+        self._new_round()
+        self.epsilon = 0.1 * self.search.gradient.norm().item()
+
+    def _new_round(self, *, keep: bool = False) -> None:
+        """Minimise F anew from the present z. New multipliers leave its curvature as it is, new prices do not."""
+        gamma = self.price.gamma.item()
+        z = flatten(self.leaves)
+        metric = torch.empty_like(z)
+        metric[: self.split] = 1 / (self.sizes.f + gamma * self.sizes.cross**2)
+        metric[self.split :] = 1 / (self.sizes.f + gamma * self.sizes.g**2)
+        pairs = (self.search.moves, self.search.bends) if keep else ([], [])
+        self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
+        self.search.moves, self.search.bends = pairs
+        self.search.shortest = self.shortest
+        self.origin, self.taken = self.search.x.clone(), 0
+
+    def step(self, k: int) -> Tensor:
+        moved = self.search.iterate(self._penalised) and self.search.length > self.shortest
+        self.taken += 1
+        limit = 100 * (1 + self.origin.norm().item())
+        if moved and not (self.search.x - self.origin).norm().item() <= limit:
+            write(self.origin, self.leaves)
+            for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
+                price.mul_(10)
+            self._new_round()
+            return self._record(0)
+        write(self.search.x, self.leaves)  # the line search may have left another trial there
+        size = self.search.gradient.norm().item()
+        met = size <= self.epsilon or size <= 0.1 * self.goal * self.scales()[0]
+        record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
+        if met or not moved or self.taken >= (self.options.inner_steps or 50):
+            self._end_round(met, moved)
+        return record
+
+    def _end_round(self, met: bool, moved: bool) -> None:
+        """Move the multipliers; then either finish, or set out on the next round."""
+        sizes = self._violations()
+        residual = norm(self.at().residual).item()
+        measure = self._measure_of(residual, sizes)
+        if measure < 0.9 * self.lowest:
+            self.lowest, self.stalls = measure, 0
+        else:
+            self.stalls += 1 if moved or self.taken > 1 else self.patience // 3
+        vain = self.stalls >= self.patience or max(self.raises[:-1], default=0) >= RAISES
+        if measure <= self.goal or vain or self._over():
+            self._check_end()
+            return
+        with torch.no_grad():
+            for n, r in zip(self.price.nu, self.at().residual, strict=True):
+                n += self.price.gamma * r
+            self.price.mu = paid(self.at().constraints, self.price, len(self.problem.equalities))
+            if self.u.projected:
+                self.set_mu = [self.set_price * o for o in self._outside()]
+        raised = False
+        if met:
+            self.epsilon /= 10
+            if residual > max(self.best / 4, 0.1 * self.goal * self.scales()[1]):
+                self.price.gamma *= 10
+                raised = True
+            for i, size in enumerate(sizes):
+                if size > max(self.best_h[i] / 4, self.goal * self._constraint_scales()[i]):
+                    self.raises[i] += 1
+                    raised = True
+                    (self.set_price if i == len(self.price.gamma_h) else self.price.gamma_h[i]).mul_(10)
+            self.best, self.best_h = residual, sizes
+        self._new_round(keep=not self._tighten(met) and not raised)
+
+    def _over(self) -> bool:
+        """Whether a phase of the run has had its rounds."""
+        return False
+
+    def _tighten(self, met: bool) -> bool:
+        """Change what F is between two rounds; False where it stays."""
+        return False
+
+    def _violations(self) -> list[float]:
+        """|h| of each constraint, with the part of an inequality that its multiplier explains; then that of u in U."""
+        sizes = []
+        equal = len(self.problem.equalities)
+        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
+            sizes.append((h if i < equal else torch.maximum(h, -m / c)).norm().item())
+        if self.u.projected:
+            moved = [o - m / self.set_price for o, m in zip(self._outside(), self.set_mu, strict=True)]
+            sizes.append(norm(moved).item())
+        return sizes
+
+    def _measure_of(self, residual: float, sizes: Sequence[float]) -> float:
+        """The largest of the relative measures: what is compared with the tolerance."""
+        scale, lower, _ = self.scales()
+        measures = [self.search.gradient.norm().item() / scale, residual / lower]
+        measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
+        return float(max(measures))
+
+    def _constraint_scales(self) -> list[float]:
+        """How much each constraint changes over the size of z; then u in U, in units of z itself."""
+        reach = self._reach()
+        return [j * reach for j in self.sizes.jacobians] + [reach]
+
+    def _reach(self) -> float:
+        """The size of z that measures are relative to."""
+        return 1 + norm(self.leaves).item()
+
+    def scales(self) -> tuple[float, float, float]:
+        reach = self._reach()
+        return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
+
+    def _check_end(self) -> None:
+        """End here, or, where g can be made smaller, go on from the lower point."""
+        better = self._lower_point()
+        self.minimiser = better is None
+        if better is None or not self._may_restart():
+            self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
+            if self._measure_of(norm(self.at().residual).item(), sizes := self._violations()) > self.goal:
+                constraints = zip(sizes, self._constraint_scales()[:-1], strict=False)  # the set is met by projection
+                infeasible = any(size > self.goal * scale for size, scale in constraints)
+                self.status = Status.INFEASIBLE if infeasible else Status.STALLED
+            return
+        self.restarts += 1
+        self.minimiser = None
+        self._restart(better)
+
+    def _may_restart(self) -> bool:
+        return self.restarts < RESTARTS
+
+    def _lower_point(self) -> Tensor | None:
+        """A v with a lower g, or None where none was found."""
+        return lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g)
+
+    def _restart(self, better: Tensor) -> None:
+        write(better, self.v.leaves)
+        self._measure()
+        # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
+        self.price.gamma.mul_(10.0**self.restarts)
+        self._start()
+
+    def _record(self, reason: int) -> Tensor:
+        at, price = self.at(), self.price
+        size_u = self.search.gradient[: self.split].norm().item()
+        size_v = self.search.gradient[self.split :].norm().item()
+        worst = violation(at.constraints, len(self.problem.equalities)).item() if at.constraints else 0.0
+        row = [
+            at.f.item(),
+            at.g.item(),
+            size_u,
+            size_v,
+            norm(at.residual).item(),
+            worst,
+            price.gamma.item(),
+            0.0,
+            self.epsilon,
+            self.search.length,
+            self.search.length,
+            float(reason),
+        ]
+        return torch.tensor(row, dtype=torch.float64)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------------
+
+    def ended(self) -> Status | None:
+        return self.status
+
+    def finish(self) -> bool | None:
+        """Put u and v in their sets exactly: the multipliers bring them there only to the tolerance."""
+        if self.u.projected:
+            self.u.project()
+            self._settle_lower()
+        self.v.project()
+        if self.minimiser is None:  # the budget ended before the end was checked
+            self.minimiser = self._lower_point() is None
+        return self.minimiser
+
+    def _settle_lower(self) -> None:
+        """Minimise F over v alone: u was moved by a hair, which the price of the slope magnifies."""
+
+        def restricted(v: Tensor) -> tuple[float, Tensor, None]:
+            value, slope, _ = self._penalised(torch.cat([z[: self.split], v]))
+            return value, slope[self.split :], None
+
+        z = flatten(self.leaves)
+        metric = torch.full_like(z[self.split :], 1 / (self.sizes.f + self.price.gamma.item() * self.sizes.g**2))
+        search = LBFGS.start(restricted, z[self.split :], metric=metric)
+        for _ in range(SETTLING):
+            if search.gradient.norm().item() <= 0.1 * self.goal * self.scales()[0] or not search.iterate(restricted):
+                break
+        write(torch.cat([z[: self.split], search.x]), self.leaves)
+
+    def episode(self) -> list[Pair] | None:
+        return None
+
+    def prices(self) -> Prices:
+        return self.price
+
+    def lam(self) -> Tensor:
+        return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        d = self.derivatives
+        return {
+            "gamma": self.price.gamma,
+            "nu": self.price.nu,
+            "gamma_h": self.price.gamma_h,
+            "mu": self.price.mu,
+            "set_price": self.set_price,
+            "set_mu": self.set_mu,
+            "search": self.search.state_dict(),
+            "origin": self.origin,
+            "curvature": d.curvature,
+            "sizes": asdict(self.sizes),
+            "numbers": [self.lowest, self.epsilon, self.best, *self.best_h],
+            "counters": [self.taken, self.restarts, self.stalls],
+            "raises": self.raises,
+            "evaluations": [d.lower_evaluations, d.upper_evaluations],
+            "minimiser": self.minimiser,
+            "status": self.status.name if self.status else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        d = self.derivatives
+        state = each_tensor(lambda tensor: tensor.to(self.v.device), state)
+        self.price = Prices(
+            gamma=state["gamma"].clone(),
+            nu=[t.clone() for t in state["nu"]],
+            gamma_h=[t.clone() for t in state["gamma_h"]],
+            mu=[t.clone() for t in state["mu"]],
+        )
+        self.set_price, self.set_mu = state["set_price"].clone(), [t.clone() for t in state["set_mu"]]
+        self.search = LBFGS(**state["search"])
+        self.origin, d.curvature = state["origin"], state["curvature"]
+        self.lowest, self.epsilon, self.best, *self.best_h = state["numbers"]
+        self.sizes = Scales(**state["sizes"])
+        self.taken, self.restarts, self.stalls = state["counters"]
+        self.raises = list(state["raises"])
+        d.lower_evaluations, d.upper_evaluations = state["evaluations"]
+        self.minimiser = state["minimiser"]
+        self.status = Status[state["status"]] if state["status"] else None

@@ -1,0 +1,235 @@
+"""The penalty method on minibatches where the lower level has constraints: its KKT conditions are priced.
+
+With L = g + <alpha, c> + <beta, d>, s = grad_v L, and d = 0 and phi_t(alpha, -c) = 0 as equalities (see
+`bilevel.derivatives.lower_constraints`),
+
+    v descends F + lam A,   alpha and beta descend F, beside v,   u descends F
+    A = g + rho/2 |max(0, c + alpha/rho)|^2 - |alpha|^2 / (2 rho) + <beta, d> + rho/2 |d|^2
+
+A is the augmented Lagrangian of the lower level; alpha and beta are held fixed in it, and where the conditions hold its
+slope is s = 0, so that it moves nothing but keeps v at a minimum. In the warm-up v descends f + lam A with alpha and
+beta zero; at its end they are set to what A says, alpha = max(0, rho c) and beta = rho d. t falls to 0.7 of itself at
+each advance of the schedule.
+
+The constraints are functions of u and v alone: with data their batch is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.tensor_lists import gradient, norm, spread
+from bilevel.derivatives.lower_constraints import KKT, TINY
+from bilevel.derivatives.prices import Gradients
+from bilevel.distributed.derivatives import derivatives
+from bilevel.engines.compiled import Compiled
+from bilevel.errors import OptionError
+from bilevel.measures.batch_scales import BatchScales
+from bilevel.measures.constrained_lower_minimum import resolve
+from bilevel.measures.problem_scales import lower_curvature
+from bilevel.methods.base import Setting
+from bilevel.methods.minibatch_run import Draw
+from bilevel.methods.penalty.minibatch import Stepwise
+from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.problem.problem import Objective
+from bilevel.problem.variables import Variable
+
+if TYPE_CHECKING:
+    from bilevel.methods.penalty import Penalty
+
+FIRST_T = 0.1
+"""The first t, in the unit of one number of v."""
+T_FACTOR = 0.7
+RHO = 1.0
+"""The price of a lower constraint in A, in the unit of g's curvature."""
+
+
+class ConstrainedSteps(Stepwise):
+    """A run on minibatches with lower constraints.
+
+    Each gradient evaluates f and g once, and each lower constraint three times: in L, in its own condition, and in A.
+    """
+
+    multipliers: Descent
+
+    def __init__(self, options: Penalty, setting: Setting) -> None:
+        problem = setting.problem
+        for name in ("prepare", "start_lower"):
+            if getattr(problem, name) is not None:
+                raise OptionError(
+                    f"{name} cannot be used with lower_equalities or lower_inequalities on minibatches, where these "
+                    "are functions of u and v alone. Use project_lower, or pass data=None."
+                )
+        if setting.v.shards or setting.u.shards:
+            raise OptionError(
+                "lower_equalities and lower_inequalities cannot be used where v is sharded by fully_shard. Use "
+                "project_lower."
+            )
+        alone = replace(
+            problem,
+            lower_equalities=[without_batch(h) for h in problem.lower_equalities],
+            lower_inequalities=[without_batch(h) for h in problem.lower_inequalities],
+        )
+        self.kkt = KKT(alone, setting.u, setting.v, None)
+        self._measure_units(setting)
+        super().__init__(options, replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
+        self.derivatives.kkt = self.kkt
+        if setting.v.device.type == "cuda":
+            self._leave_uncompiled()
+
+    def _leave_uncompiled(self) -> None:
+        """Compiled for a GPU, these steps leave the path of the written ones (torch 2.11); captured, they keep it."""
+        why = "on a GPU, steps with lower constraints are not compiled."
+        for engine in self.engines.made:
+            if isinstance(engine, Compiled):
+                engine.give_up(why, quietly=self.setting.engine == "auto")
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _measure_units(self, setting: Setting) -> None:
+        """|g_vv| on the first batches, |J| of each constraint, and the first t."""
+        kkt, d = self.kkt, derivatives(replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
+        upper, lower, _ = setting.sources.sample(1)
+        pairs = [(upper[0], lower[0])]
+        slope = d.size(d.slope(pairs)[1]).item()
+        size = 1 + norm(setting.v.leaves).item()
+        kkt.bend = max(lower_curvature(d, setting.generator, pairs), slope / size, TINY)
+        kkt.measure_rows(None)
+        kkt.t.fill_(FIRST_T * size / setting.v.size**0.5)
+
+    def _measured(self) -> BatchScales:
+        measured = super()._measured()
+        equal, less = len(self.kkt.source.equalities), len(self.kkt.source.inequalities)
+        first = equal + len(self.kkt.a) + len(self.kkt.b)
+        own = [measured.sizes_h[i] for i in (*range(equal), *range(first, first + less))]
+        self._scale_values = (*measured.sizes[:2], min(own, default=1.0) or 1.0)
+        return measured
+
+    def _shrinking(self) -> list[tuple[Tensor, float]]:
+        return [(self.kkt.t, T_FACTOR)]
+
+    def _upper_descent(
+        self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
+    ) -> Descent:
+        return super()._upper_descent(factory, measured, self.kkt.plain_u if u is None else u)
+
+    def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
+        self.multipliers = Descent(self.kkt.alone, factory or adam(self.kkt.alone, rate), "lower_optimizer")
+        return super()._lower_descent(factory, rate)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        """Move v, alpha and beta."""
+        factor = self._factor(self.lower_power, left)
+        if not moving:
+            gradients = self.derivatives.first_order(draw[0], None)
+        else:
+            with self._holding_u():
+                gradients = self._penalised(draw, with_u=True)
+        self.lower.step(self._lowered(gradients), (), factor)
+        self._move_multipliers(gradients.u, factor, moving)
+
+    @contextmanager
+    def _holding_u(self) -> Iterator[None]:
+        """Differentiate in v, alpha and beta alone."""
+        d = self.derivatives
+        d.u = self.kkt.alone
+        for leaf in self.kkt.plain_u.leaves:
+            leaf.requires_grad_(False)
+        try:
+            yield
+        finally:
+            d.u = self.kkt.u
+            for leaf in self.kkt.plain_u.leaves:
+                leaf.requires_grad_(True)
+
+    def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
+        count = len(self.kkt.plain_u.leaves)
+        if moving:
+            self.upper.step(gradients.u[:count], gradients.rows, factors[0])
+        if self.options.joint:
+            self._move_multipliers(gradients.u[count:], factors[1], moving)
+
+    def _move_multipliers(self, slopes: Sequence[Tensor], factor: Tensor, moving: bool) -> None:
+        if moving:
+            self.multipliers.step(slopes, (), factor)
+
+    def _warmed(self, k: int) -> None:
+        kkt = self.kkt
+        if k > 0:
+            with torch.no_grad():
+                c, d = kkt.constraints(None)
+                for a, x, size in zip(kkt.a, c, kkt.sizes_c, strict=True):
+                    a.copy_((RHO * x / size).clamp(min=0))
+                for b, x, size in zip(kkt.b, d, kkt.sizes_d, strict=True):
+                    b.copy_(RHO * x / size)
+        super()._warmed(k)
+
+    def _lowered(self, gradients: Gradients) -> list[Tensor]:
+        kkt, lam = self.kkt, self.schedule.lam
+        with self._holding_u(), torch.enable_grad():
+            c, d = kkt.constraints(None)
+            pulls = []
+            for a, x, size in zip(kkt.a, c, kkt.sizes_c, strict=True):
+                held = a.detach()
+                pulls.append(((held + RHO * x.detach() / size).clamp(min=0) - held) * kkt.bend / size)
+            pulls += [RHO * kkt.bend * x.detach() / size**2 for x, size in zip(d, kkt.sizes_d, strict=True)]
+            # A's slope is s and this: max(0, alpha + rho c) and beta + rho d in the place of alpha and beta.
+            more = gradient([*c, *d], self.v.leaves, cotangent=pulls)
+        lowered = super()._lowered(gradients)
+        return [x + spread(lam, m) * m for x, m in zip(lowered, more, strict=True)]
+
+    # -- what solve asks -----------------------------------------------------------------------------------------
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        own = self.multipliers.optimizer
+        return [*super().optimizers(), *([] if own is None else [own])]
+
+    def finish(self) -> bool | None:
+        """Without data, the lower problem is solved again from several points."""
+        if self.setting.sources:
+            return None
+        d, kkt = self.derivatives, self.kkt
+        slope = norm(d.slope([(None, None)])[1]).item()
+        found = resolve(d, kkt, self.setting.generator, self.tolerance or 1e-6, slope)
+        kkt.gap, kkt.gap_starts = found.gap, found.starts
+        return found.better is None and found.met > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        kkt = self.kkt
+        return super().state_dict() | {
+            "a": list(kkt.a),
+            "b": list(kkt.b),
+            "t": kkt.t,
+            "bend": kkt.bend,
+            "sizes_c": kkt.sizes_c,
+            "sizes_d": kkt.sizes_d,
+            "multipliers": self.multipliers.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        kkt = self.kkt
+        for name in ("a", "b", "sizes_c", "sizes_d"):
+            for mine, saved in zip(getattr(kkt, name), state[name], strict=True):
+                mine.copy_(saved)
+        kkt.t.copy_(state["t"])
+        kkt.bend = state["bend"]
+        self.multipliers.load_state_dict(state["multipliers"])
+
+
+def without_batch(function: Objective) -> Objective:
+    """The constraint as a function of u and v alone."""
+
+    def constraint(u: Any, v: Any, _: Any) -> Tensor:
+        return function(u, v, None)
+
+    return constraint

@@ -1,0 +1,250 @@
+"""The penalty method on minibatches: T descent steps on v, one on u, and a schedule that raises the prices.
+
+    v descends F + lam g, u descends F           (F: see `bilevel.derivatives.penalised_objective`; the schedule: see
+    `bilevel.methods.penalty.schedule`)
+
+With data and no options, the scales come from the first batches (see `bilevel.measures.batch_scales`), gamma at the
+end of the
+warm-up. In the warm-up v descends f + lam g. The learning rates fall linearly to zero. The step on u moves v, too
+(`joint`), so that T may be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
+from bilevel._util.tensor_lists import spread
+from bilevel.derivatives.prices import Gradients, Prices, violation
+from bilevel.errors import OptionError
+from bilevel.measures.batch_scales import gamma_now
+from bilevel.methods.base import Setting
+from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.penalty.schedule import Schedule
+from bilevel.optim.variable_optimizer import Descent
+from bilevel.results import REASONS
+
+if TYPE_CHECKING:
+    from bilevel.methods.penalty import Penalty
+
+
+class Stepwise(Steps):
+    """A run of the penalty method, step by step.
+
+    Lower evaluations: one for each of the T + 1 gradients; docs/method.md has the exceptions.
+    """
+
+    like_v = (*Steps.like_v, "running", *(f"schedule/{name}" for name in ("nu", "nu_start", "mean", "smooth")))
+
+    def __init__(self, options: Penalty, setting: Setting) -> None:
+        self.options = options
+        if options.cotangent == "other" and (setting.problem.prepare or setting.problem.start_lower):
+            raise OptionError(
+                "cotangent='other' cannot be used with prepare or start_lower: another batch is another lower problem. "
+                "Use cotangent='same'."
+            )
+        super().__init__(
+            setting,
+            lower_steps=options.lower_steps or 0,
+            curvature=options.curvature,
+            shared=options.lower_batches == "shared",
+            warm_up=options.warm_up or 0.0,
+            falling=options.decay == "linear",
+        )
+        asked = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
+        if setting.problem.start_lower is not None and all(option is not None for option in asked):
+            self.scale_batches = 1  # nothing is chosen by the scales, and an episode may be a pass of a large network
+        self._start()
+        self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
+        self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        self._ready()
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
+        options = self.options
+        measured = self._measured()
+        trials, new = self.problem.trials, self._price
+        lam = measured.lam if options.lam is None else options.lam
+        shapes = measured.shapes
+        gamma_h = measured.gamma_h if options.gamma_h is None else [options.gamma_h] * len(shapes)
+        prices = Prices(
+            gamma=new("gamma", measured.gamma if options.gamma is None else options.gamma),
+            nu=[torch.full_like(leaf, options.nu or 0.0, requires_grad=False) for leaf in self.v.leaves],
+            gamma_h=[new("gamma_h", c) for c in gamma_h],
+            mu=[torch.zeros(shape, dtype=self.v.dtype, device=self.v.device) for shape in shapes],
+            multipliers=bool(options.multipliers or options.nu),
+        )
+        every = options.advance_every
+        if every is None and options.advances:
+            every = max(1, (self.setting.max_steps - self.warm_up) // options.advances)
+        self.schedule = Schedule(
+            prices,
+            new("lam", lam),
+            None if options.epsilon is None else new("epsilon", options.epsilon),
+            factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
+            every=every,
+            smoothing=options.smoothing,
+            multipliers=bool(options.multipliers),
+            averaged=bool(options.average_residual),
+            equalities=len(self.problem.equalities),
+            like=[*self.u.leaves, *self.v.leaves],
+            shrinking=self._shrinking(),
+            square=self.derivatives.square,
+        )
+        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
+        self.upper = self._upper_descent(options.upper_optimizer, measured)
+        self.lower_power, self.upper_power = (self._rate_power(descent) for descent in (self.lower, self.upper))
+        if trials and (self.lower_power or self.upper_power):
+            raise OptionError("rate_power must be 0 with trials, which share their learning rates. Use Adam.")
+
+    def _price(self, name: str, value: float | Sequence[float]) -> Tensor:
+        """A first price as a tensor, one number for each trial where there are trials."""
+        trials = self.problem.trials
+        shape = () if trials is None else (trials,)
+        if isinstance(value, (int, float)):
+            return torch.full(shape, value, dtype=self.v.dtype, device=self.v.device)
+        if shape != (len(value),):
+            raise OptionError(
+                f"{name} must be one number, or one for each trial; got {len(value)} numbers and trials={trials}."
+            )
+        return torch.tensor(value, dtype=self.v.dtype, device=self.v.device)
+
+    def _rate_power(self, descent: Descent) -> float:
+        """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""
+        if self.options.rate_power is not None:
+            return self.options.rate_power
+        return 1.0 if isinstance(descent.optimizer, torch.optim.SGD) else 0.0
+
+    def _measure_gamma(self) -> None:
+        """Set the first gamma by what the warm-up has led to: at its start the slopes are those of an untrained v."""
+        d, prices = self.derivatives, (self.schedule.prices.gamma, self.schedule.gamma_start)
+        counts = d.lower_evaluations, d.upper_evaluations
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            gamma = gamma_now(d, d.prepare(self._sample(), graph=False))
+        for price in prices:
+            price.copy_(torch.where(torch.isfinite(gamma) & (gamma > 0), gamma, price))
+        d.lower_evaluations, d.upper_evaluations = counts
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, k: int) -> Tensor:
+        record = super().step(k)
+        if self.moving and self.schedule.count():
+            record[-1:].fill_(REASONS.index("steps"))  # an assignment would wait for the device
+        return record
+
+    def _warmed(self, k: int) -> None:
+        if k > 0 and self.options.gamma is None:
+            self._measure_gamma()
+
+    def _restart(self) -> None:
+        self.schedule.restart_multipliers()
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        gradients = self._gradients(draw, moving, with_u=False, lam=self.schedule.lam)
+        self.lower.step(gradients.v, (), self._factor(self.lower_power, left))
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        """Move u, and v where that is `joint`, then the schedule; returns the record of the step."""
+        schedule = self.schedule
+        factor = self._factor(self.lower_power, self._lower_left(left))
+        upper_factor = self._factor(self.upper_power, left)
+        gradients = self._gradients(draw, moving, with_u=moving)
+        gradients.rows = self.derivatives.all_rows(gradients.rows)
+        lowered = self._lowered(gradients)
+        if self.options.joint:
+            self.lower.step(lowered, (), factor)
+        self._move_upper(gradients, (upper_factor, factor), moving)
+        size_u = self._size_u(gradients)
+        size_v = self.derivatives.norm(lowered)
+        residual, worst = self.derivatives.norm(gradients.residual), self._worst(gradients.constraints)
+        record = [
+            gradients.f,
+            gradients.g,
+            size_u,
+            size_v,
+            residual,
+            worst,
+            schedule.prices.gamma,
+            schedule.lam,
+            schedule.epsilon,
+            upper_factor * self.upper.rate * moving,
+            factor * self.lower.rate,
+        ]
+        row = torch.stack([x.detach().to(torch.float64).mean() for x in record])
+        reason = torch.zeros_like(row[0])
+        if moving:
+            reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
+        return torch.cat([row, reason.to(torch.float64).amax().reshape(1)])
+
+    def _lowered(self, gradients: Gradients) -> list[Tensor]:
+        """What v descends along: the derivative of F + lam g, from that of F and s."""
+        lam = self.schedule.lam
+        return [(spread(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
+
+    def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
+        """Move u, where it is time; `factors` are those of the rates of u and of v."""
+        if moving:
+            self.upper.step(gradients.u, gradients.rows, factors[0])
+
+    def _shrinking(self) -> list[tuple[Tensor, float]]:
+        """What else an advance of the schedule multiplies, and by what."""
+        return []
+
+    def _draw_other(self) -> list[Pair] | None:
+        if self.options.cotangent != "other":
+            return None
+        return self.setting.sources.draw_lower(self.setting.accumulate)
+
+    def _factor(self, power: float, left: Tensor) -> Tensor:
+        """What a learning rate is multiplied by: `left` of it, and less as gamma grows."""
+        return left if power == 0 else self.schedule.gamma_growth() ** -power * left
+
+    def _gradients(self, draw: Draw, moving: bool, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
+        """The derivative of F, in the warm-up that of f: nothing is paid yet. With lam g where lam is given."""
+        if not moving:
+            return self.derivatives.first_order(draw[0], lam)
+        return self._penalised(draw, with_u=with_u, lam=lam)
+
+    def _penalised(self, draw: Draw, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
+        (batches, other), d, slope = draw, self.derivatives, None
+        if other is not None:
+            _, slope = d.slope(other)
+        elif self.options.cotangent == "running":
+            weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
+            slope = [m / weight for m in self.running]
+        gradients = d.penalised(batches, self.schedule.prices, with_u=with_u, slope=slope, lam=lam)
+        if self.options.cotangent == "running":
+            torch._foreach_lerp_(self.running, gradients.slope, 0.1)
+            self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
+        return gradients
+
+    def _worst(self, values: Sequence[Tensor]) -> Tensor:
+        return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------
+
+    def prices(self) -> Prices:
+        return self.schedule.prices
+
+    def lam(self) -> Tensor:
+        return self.schedule.lam
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"schedule": self.schedule.state_dict(), "running": self.running, "running_weight": self.running_weight}
+        return super().state_dict() | own
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.schedule.load_state_dict(state["schedule"])
+        for mine, saved in zip(self.running, state["running"], strict=True):
+            mine.copy_(saved)
+        self.running_weight.copy_(state["running_weight"])

@@ -1,0 +1,238 @@
+"""What the value-function methods share: a second lower variable, and gradients of first order at both.
+
+With s = grad_v g(u, v), or v - P(v - s) where the lower variable is projected,
+
+    v descends g(u, .) + mu/2 |.|^2,     w descends f(u, .) + theta/2 |.|^2 + p (g(u, .) - <s, .>)     (T times)
+    u descends f_u(u, w) + p (g_u(u, w) - g_u(u, v))
+
+The user's v is the lower solution. w lies beside it, where f pulls it to at the price p of the gap g(u, w) - g(u, v):
+p (v - w) estimates the adjoint (g_vv)^-1 f_v. A method says what p is. The term in s is zero once v is there. Before,
+while u moves, and on minibatches, it takes out of the difference of v and w what both have in common, which p would
+multiply; for the same reason w moves along with v.
+
+To evaluate at w, the tensors of v hold its values for the time being; BatchNorm's statistics are those of v alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel._util.tensor_lists import spread
+from bilevel.derivatives.prices import Gradients, Prices, added
+from bilevel.measures.batch_scales import BatchScales
+from bilevel.methods.base import RECORD, Setting
+from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.options import StepOptions
+from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.problem.rows import together
+from bilevel.problem.variables import Variable
+
+GAMMA = RECORD.index("gamma")
+
+
+class ValueSteps(Steps):
+    """A run with two lower variables.
+
+    Lower evaluations: 2 (T + 1) for each upper step, one of each variable. Upper: T + 1. In the warm-up, in which v
+    moves alone: T + 1 and 1.
+    """
+
+    curved = False
+    like_v = (*Steps.like_v, "w", "shadow")
+
+    def __init__(self, options: StepOptions, lower_optimizer: OptimizerFactory | None, setting: Setting) -> None:
+        # Steps are of first order. What is measured before and after them may not ask for more.
+        super().__init__(setting, curvature="difference", **options.steps(setting.problem))
+        measured = self._measured()
+        named = zip(self.v.names, self.v.leaves, strict=True)
+        shadow = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
+        rate = self._lower_rate(measured)
+        self.lower = self._lower_descent(lower_optimizer, rate)
+        self.shadow = Descent(
+            Variable(shadow, "v", self.problem.project_lower), lower_optimizer or adam(self.v, rate), "lower_optimizer"
+        )
+        self.upper = self._upper_descent(options.upper_optimizer, measured)
+        self.w = self.shadow.variable.leaves
+        self.price = torch.zeros(self._shape(), dtype=self.v.dtype, device=self.v.device)
+        self._start(measured)
+        self._ready()
+
+    def _shape(self) -> tuple[int, ...]:
+        return () if self.problem.trials is None else (self.problem.trials,)
+
+    # -- what a method says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, measured: BatchScales) -> None:
+        """Set the first prices."""
+
+    @abstractmethod
+    def _priced(self, gap: Tensor) -> Tensor:
+        """p, from the gap on one draw."""
+
+    @abstractmethod
+    def _scale(self) -> Tensor:
+        """The usual size of p: what w descends is divided by it, so that one learning rate does for v and for w."""
+
+    @abstractmethod
+    def _advance(self) -> float:
+        """Called after each step on u; returns what w - v is multiplied by for it."""
+
+    def _regular(self) -> tuple[Tensor, Tensor] | None:
+        """(mu, theta), where they are not zero."""
+        return None
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _at_w(self) -> Iterator[None]:
+        """v holds w inside."""
+        live = [*self.v.leaves, *self.v.buffers(), *self.u.buffers()]
+        held = [tensor.detach().clone() for tensor in live]
+        with torch.no_grad():
+            for leaf, w in zip(self.v.leaves, self.w, strict=True):
+                leaf.copy_(w)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(live, held, strict=True):
+                    tensor.copy_(value)
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """Put w where v is."""
+        for w, leaf in zip(self.w, self.v.leaves, strict=True):
+            w.copy_(leaf)
+
+    def _warmed(self, k: int) -> None:
+        self._meet()
+
+    def _restart(self) -> None:
+        self._meet()
+        self.shadow.restart()
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        d, batches = self.derivatives, draw[0]
+        g, slope = d.slope(batches)
+        slope = self._regularised(slope)
+        if not moving:
+            self.lower.step(slope, (), left)
+            return
+        with self._at_w():
+            found = d.first_order(batches, None)
+        residual, scale = d.residual(slope), self._scale()
+        pull = self._pull(found.v, found.slope, residual, self._priced(self._gap(found.g, g, residual)))
+        with torch.no_grad():
+            held = [leaf.clone() for leaf in self.v.leaves]
+            self.lower.step(slope, (), left)
+            for w, leaf, old in zip(self.w, self.v.leaves, held, strict=True):
+                w += leaf - old
+        self.shadow.step([x / spread(scale, x) for x in pull], (), left)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        d, batches = self.derivatives, draw[0]
+        if not moving:
+            g, slope = d.slope(batches)
+            slope = self._regularised(slope)
+            direct = d.direct(batches, with_v=False)
+            direct.rows = d.all_rows(direct.rows)
+            return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
+        batches = d.cut(batches)
+        below = self._lower_slopes(batches)
+        with self._at_w():
+            above = self._lower_slopes(batches)
+            direct = d.direct(batches)
+        residual = d.residual(self._regularised(below.v))
+        p = self._priced(self._gap(above.g, below.g, residual))
+        total = Gradients(
+            f=direct.f,
+            g=below.g,
+            slope=below.v,
+            residual=residual,
+            constraints=[],
+            v=self._pull(direct.v, above.v, residual, p),
+            u=d.pulled([f + spread(p, f) * (a - b) for f, a, b in zip(direct.u, above.u, below.u, strict=True)]),
+            rows=together(
+                direct.rows,
+                [[(i, p * x) for i, x in pairs] for pairs in above.rows],
+                [[(i, -p * x) for i, x in pairs] for pairs in below.rows],
+            ),
+        )
+        total.rows = d.all_rows(total.rows)
+        self.upper.step(total.u, total.rows, left)
+        record = self._record(total.f, total.g, total, d.norm(total.v), d.norm(residual), left, moving)
+        record[GAMMA] = p.mean()
+        nearer = self._advance()
+        self.price.copy_(p / nearer)
+        with torch.no_grad():
+            for w, leaf in zip(self.w, self.v.leaves, strict=True):
+                w.copy_(leaf + nearer * (w - leaf))
+        return record
+
+    def _lower_slopes(self, batches: list[Pair]) -> Gradients:
+        """g, grad_v g and grad_u g over the batches, at the present v."""
+        d, count, share = self.derivatives, len(self.v.leaves), 1.0 / len(batches)
+        parts = []
+        for _, batch in batches:
+            with d.holding_u(True) as inputs:
+                g = d.lower(batch) * share
+                found = d.gradient(g, [*self.v.leaves, *inputs()], retain=self.problem.prepare is not None)
+                parts.append(d.gathered(torch.zeros_like(g), g, [], [], found, 1.0, count))
+        return d.agreed_gradients(reduce(added, parts))
+
+    def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
+        """g(u, w) - g(u, v) - mu/2 |v|^2 - <s, w - v>."""
+        d, leaves = self.derivatives, [leaf.detach() for leaf in self.v.leaves]
+        gap = above - below - d.dot(residual, [w.detach() - leaf for w, leaf in zip(self.w, leaves, strict=True)])
+        regular = self._regular()
+        return gap if regular is None else gap - regular[0] / 2 * d.dot(leaves, leaves)
+
+    def _regularised(self, slope: list[Tensor]) -> list[Tensor]:
+        """The gradient of g + mu/2 |v|^2, from that of g."""
+        regular = self._regular()
+        if regular is None:
+            return slope
+        return [s + spread(regular[0], s) * leaf.detach() for s, leaf in zip(slope, self.v.leaves, strict=True)]
+
+    def _pull(self, f_v: list[Tensor], slope: list[Tensor], residual: list[Tensor], p: Tensor) -> list[Tensor]:
+        """The gradient of what w descends."""
+        pull = [f + spread(p, s) * (s - r) for f, s, r in zip(f_v, slope, residual, strict=True)]
+        regular = self._regular()
+        if regular is None:
+            return pull
+        return [x + spread(regular[1], x) * w.detach() for x, w in zip(pull, self.w, strict=True)]
+
+    # -- what the engines and solve ask --------------------------------------------------------------------------
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return super().optimizers() + [o for o in [self.shadow.optimizer] if o is not None]
+
+    def prices(self) -> Prices:
+        """nu = p (w - v)."""
+        pairs = zip(self.w, self.v.leaves, strict=True)
+        nu = [spread(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
+        return Prices(gamma=torch.zeros_like(self.price), nu=nu)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "w": self.w,
+            "shadow": self.shadow.state_dict(),
+            "price": self.price,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for w, saved in zip(self.w, state["w"], strict=True):
+            w.copy_(saved)
+        self.shadow.load_state_dict(state["shadow"])
+        self.price.copy_(state["price"])

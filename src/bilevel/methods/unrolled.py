@@ -1,0 +1,207 @@
+"""What the methods share that differentiate through T steps of gradient descent on g.
+
+    m <- beta m + grad_v g(u, v),      v <- v - rho m            (heavy ball; gradient descent where beta = 0)
+
+`Unrolled` draws the batches, estimates rho and takes the steps of the warm-up; a subclass differentiates the others.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bilevel._util.checks import in_range, one_of
+from bilevel._util.nested import Pair, detached
+from bilevel._util.random_state import keeping, random_state
+from bilevel._util.tensor_lists import spread
+from bilevel.derivatives.penalised_objective import Curvature
+from bilevel.derivatives.prices import Gradients
+from bilevel.engines.engine import Engine
+from bilevel.methods.base import RECORD, Setting
+from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.options import StepOptions, no_constraints, no_projection
+from bilevel.optim.variable_optimizer import Descent
+from bilevel.problem.variables import Variable
+
+POWER_ITERATIONS = 10
+Run = Callable[..., Any]
+"""run(step, draw, left, carried, *fixed): the step, by the engines where these can run it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrolledOptions(StepOptions):
+    """What `ReverseMode` and `ForwardMode` share."""
+
+    lower_rate: float | None = None
+    """The step length of v (rho in the paper). None: one over the largest curvature of g on the first batches."""
+    momentum: float = 0.0
+    """That of v, as torch.optim.SGD's."""
+    lower_decay: Literal["linear", "constant"] | None = None
+    """Whether the step length of v falls with the rate of u. Where it does, v settles on minibatches, but T steps reach
+    less far, and at the end their derivative is little more than f_u. None: `decay` with data, `constant` without."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("lower_rate", self.lower_rate, above=0)
+        in_range("momentum", self.momentum, least=0, below=1)
+        one_of("lower_decay", self.lower_decay, ("linear", "constant"), optional=True)
+
+
+class HeavyBall(Descent):
+    """torch.optim.SGD's arithmetic with a length for each trial. torch's reads a rate that is a tensor on the host."""
+
+    def __init__(self, variable: Variable, lengths: Tensor, momentum: float, *, falling: bool) -> None:
+        super().__init__(variable, partial(torch.optim.SGD, lr=lengths.mean().item()), "lower_rate")
+        self.lengths, self.momentum, self.falling = lengths, momentum, falling
+        self.moments = [torch.zeros_like(leaf, requires_grad=False) for leaf in variable.leaves] if momentum else []
+
+    def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        """rho times one tensor for each leaf, or times a stack of such tensors for each."""
+        rho = factor * self.lengths if self.falling else self.lengths
+        return [spread(rho, v).to(x.dtype) * x for x, v in zip(tensors, self.variable.leaves, strict=True)]
+
+    @torch.no_grad()
+    def step(
+        self, gradients: Sequence[Tensor], rows: Sequence[Sequence[tuple[Tensor, Tensor]]], factor: Tensor
+    ) -> None:
+        moves = list(gradients)
+        if self.momentum:
+            torch._foreach_mul_(self.moments, self.momentum)
+            torch._foreach_add_(self.moments, moves)
+            moves = self.moments
+        for leaf, move in zip(self.variable.leaves, self.scaled(moves, factor), strict=True):
+            leaf.sub_(move)
+
+    @property
+    def restarts_in_place(self) -> bool:
+        return True
+
+    def restart(self) -> None:
+        for moment in self.moments:
+            moment.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments, "lengths": self.lengths}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, saved in zip([*self.moments, self.lengths], [*state["moments"], state["lengths"]], strict=True):
+            mine.copy_(saved)
+        self.rates = [(rate, self.lengths.mean().item()) for rate, _ in self.rates]
+
+
+class Unrolled(Steps):
+    """A run of T differentiated steps on v and one on u. In the warm-up the lower evaluations are T + 1."""
+
+    lower: HeavyBall
+    curvature: Curvature = "auto"
+
+    def __init__(self, options: UnrolledOptions, setting: Setting) -> None:
+        name = type(options).__name__
+        no_constraints(name, setting.problem)
+        no_projection(name, setting.problem)
+        super().__init__(setting, curvature=self.curvature, **options.steps(setting.problem))
+        measured = self._measured()
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            pairs = self.derivatives.prepare(self._sample(), graph=False)
+            self.random = self._draws_numbers(pairs)
+            lengths = self._lengths(pairs, options.lower_rate)
+        decay = options.lower_decay or (options.decay if setting.sources else "constant")
+        self.lower = HeavyBall(self.v, lengths, options.momentum, falling=decay == "linear")
+        self.upper = self._upper_descent(options.upper_optimizer, measured)
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _draws_numbers(self, pairs: Sequence[Pair]) -> bool:
+        """Whether g draws random numbers, as dropout does."""
+        before, cuda_before = random_state(self.v.device)
+        self.derivatives.slope(pairs[:1])
+        after, cuda_after = random_state(self.v.device)
+        if not torch.equal(before, after):
+            return True
+        return cuda_before is not None and cuda_after is not None and not torch.equal(cuda_before, cuda_after)
+
+    def _lengths(self, pairs: Sequence[Pair], rate: float | None) -> Tensor:
+        """rho, of each trial where there are trials: as given, or one over the largest |g_vv| on these batches."""
+        d, trials = self.derivatives, self.problem.trials
+        shape = () if trials is None else (trials,)
+        if rate is not None:
+            return torch.full(shape, rate, dtype=self.v.dtype, device=self.v.device)
+        start = []
+        for leaf in self.v.leaves:  # every trial starts from the same direction
+            one = leaf.shape if trials is None else leaf.shape[1:]
+            direction = torch.randn(one, generator=self.setting.generator, dtype=leaf.dtype).to(leaf.device)
+            start.append(direction.expand(leaf.shape))
+        found = []
+        for pair in pairs:
+            x, size = start, d.norm(start)
+            for _ in range(POWER_ITERATIONS):
+                x = d.hessian_product([pair], [t / spread(size, t) for t in x], with_u=False)
+                size = torch.where((bend := d.norm(x)) > 0, bend, torch.ones_like(bend))
+            found.append(size)
+        return (1 / torch.stack(found).amax(0)).to(self.v.dtype)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, outer: Engine | None = None) -> Tensor:
+        if not moving or self.problem.prepare is not None:
+            return super()._iteration(draws, left, moving, outer)
+        call = (outer or Engine()).call
+        held = list(draws)
+        if self.problem.start_lower is not None:
+            call(self._run, (held[0], left), self._start_episode)
+
+        def run(step: Any, draw: Draw, left: Tensor, carried: Any, *fixed: Any) -> Any:
+            return call(self._run_carrying, (draw, left, carried), step, *fixed)
+
+        return self._unrolled(run, held[:-1] or held * self.lower_steps, held[-1], left)
+
+    def _run_carrying(self, draw: Draw, left: Tensor, carried: Any, step: Any, *fixed: Any) -> Any:
+        """One step with tensors that the steps hand on, by the inner engine."""
+        return self.engines.inner.call(step, (draw, left, carried), *fixed)
+
+    def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        if not moving:
+            return super()._episode(draw, left, moving)
+        batches = self.derivatives.prepare(draw[0], graph=True)
+        still = (detached(batches), draw[1])
+        self._start_episode(still, left)
+        return self._unrolled(_as_written, [still] * self.lower_steps, (batches, draw[1]), left)
+
+    @abstractmethod
+    def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
+        """T steps on v and one on u, which is moved along the derivative through them; returns the record.
+
+        The draws in `lower` are without the graph of `prepare`, that of the upper step is with it.
+        """
+
+    def _live(self, lower: Sequence[Draw], upper: Draw) -> Sequence[Draw]:
+        """The draws of the lower steps, with the graph of `prepare`."""
+        return lower if self.problem.prepare is None else [upper] * len(lower)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        """The record of a step of the warm-up."""
+        d = self.derivatives
+        g, slope = d.slope(draw[0])
+        direct = d.direct(draw[0], with_v=False)
+        direct.rows = d.all_rows(direct.rows)
+        return self._record(direct.f, g, direct, d.norm(slope), d.norm(slope), left, moving)
+
+    def _record(
+        self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
+    ) -> Tensor:
+        row = super()._record(f, g, moved, size_v, residual, left, moving)
+        if not self.lower.falling:
+            column = RECORD.index("lower_rate")
+            row[column : column + 1].fill_(self.lower.rate)  # an assignment would wait for the device
+        return row
+
+
+def _as_written(step: Any, draw: Draw, left: Tensor, carried: Any, *fixed: Any) -> Any:
+    return step(draw, left, carried, *fixed)

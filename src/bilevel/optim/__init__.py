@@ -1,0 +1,1 @@
+"""Optimizers and linear solvers for lists of tensors."""

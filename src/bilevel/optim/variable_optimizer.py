@@ -1,0 +1,229 @@
+"""Moves a variable along a gradient: any torch optimizer for its tensors, `RowAdam` for its Rows.
+
+Learning rates are tensors, so that they can follow gamma without a host read: each group's own rate times a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from bilevel_studies.steepest_descent import Steepest, row_lengths
+from torch import Tensor
+
+from bilevel.errors import OptionError
+from bilevel.optim.row_adam import RowAdam
+from bilevel.problem.problem import Projection
+from bilevel.problem.rows import Parts
+from bilevel.problem.variables import Variable
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+"""`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
+
+
+def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactory:
+    """Adam, by the kernel that is fastest on the variable's device: on a CPU the fused one, a third of the time."""
+    fused = variable.device.type == "cpu" or None
+    if decay:
+        return partial(torch.optim.AdamW, lr=rate, weight_decay=decay, fused=fused)
+    return partial(torch.optim.Adam, lr=rate, fused=fused)
+
+
+class Descent:
+    """`row_rate` is the learning rate of Rows where the factory is not the user's."""
+
+    def __init__(
+        self, variable: Variable, factory: OptimizerFactory, option: str, *, row_rate: float | None = None
+    ) -> None:
+        self.variable = variable
+        self.optimizer = _build(factory, variable.leaves, option) if variable.leaves else None
+        self.rates: list[tuple[Tensor, float]] = []
+        device = variable.device
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            base = float(group["lr"])
+            # The fused kernel of a GPU reads the rate as float32.
+            narrow = device.type == "cuda" and group.get("fused")
+            rate = torch.full((), base, dtype=torch.float32 if narrow else variable.dtype, device=device)
+            group["lr"] = rate
+            if device.type == "cuda" and "capturable" in group:
+                group["capturable"] = True
+            elif group.get("foreach"):
+                group["foreach"] = False  # which refuses a rate that is a tensor
+            self.rates.append((rate, base))
+        self.row_rate, self.row_optimizers = 0.0, []
+        if variable.rows:
+            model = _build(factory, [torch.zeros(1, requires_grad=True)], option)
+            if not isinstance(model, torch.optim.Adam) or isinstance(model, torch.optim.AdamW):
+                raise OptionError(
+                    f"{option} must be torch.optim.Adam where the variable holds Rows, which move by an Adam of their "
+                    f"own; got {type(model).__name__}."
+                )
+            group = model.param_groups[0]
+            for name in ("weight_decay", "amsgrad", "maximize"):
+                if group[name]:
+                    raise OptionError(f"{option} must not set {name} where the variable holds Rows; got {group[name]}.")
+            self.row_rate = float(group["lr"]) if row_rate is None else row_rate
+            self.row_optimizers = [
+                RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows
+            ]
+
+    @property
+    def rate(self) -> float:
+        """The base learning rate: the first group's, or that of the Rows."""
+        return self.rates[0][1] if self.rates else self.row_rate
+
+    @torch.no_grad()
+    def step(
+        self, gradients: Sequence[Tensor], rows: Sequence[Sequence[tuple[Tensor, Tensor]]], factor: Tensor
+    ) -> None:
+        """Move by one step; `factor` scales every learning rate."""
+        if self.optimizer is not None:
+            for rate, base in self.rates:
+                rate.copy_(factor * base)
+            for name, leaf, d in zip(self.variable.names, self.variable.leaves, gradients, strict=True):
+                if (projection := self.variable.projection(name)) is not None:
+                    own = isinstance(self.optimizer, Steepest)  # it moves each row by itself
+                    length = row_lengths(d) if own else d.square().mean().sqrt()
+                    d = _inside(projection, leaf, d, factor * self.rate, length)
+                # Fused optimizers read the gradient in the parameter's own layout.
+                leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
+            if not self.optimizer.state:
+                self._make_state()
+            self._move(self.optimizer)
+            for leaf in self.variable.leaves:
+                leaf.grad = None
+            self.variable.project()
+        names = self.variable.row_names
+        for name, optimizer, parts in zip(names, self.row_optimizers, rows, strict=False):
+            if not parts:
+                continue
+            values = optimizer.rows.held
+            index, d = optimizer.joined(parts)
+            projection = self.variable.projection(name)
+            if projection is not None:
+                d = _inside(projection, values[index], d, factor * self.row_rate, optimizer.length(index, d))
+            optimizer.move(index, d, factor.to(values.dtype) * self.row_rate)
+            if projection is not None:
+                values[index] = projection(values[index])
+
+    def _move(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step. torch's SGD reads a rate that is a tensor on the host, which a GPU would wait for."""
+        if not (self._stateless and self.variable.device.type == "cuda"):
+            optimizer.step()
+            return
+        for group in optimizer.param_groups:
+            for leaf in group["params"]:
+                leaf.addcmul_(leaf.grad, group["lr"], value=-1)
+
+    def row_squares(self, rows: Parts) -> list[Tensor]:
+        """|gradient|^2 of each Rows of which any were read."""
+        pairs = zip(self.row_optimizers, rows, strict=False)
+        return [optimizer.norm_square(parts) for optimizer, parts in pairs if parts]
+
+    def _make_state(self) -> None:
+        """Have Adam make its moments before the first step, so that it counts in float64 from there on."""
+        if self.optimizer is not None and self.restarts_in_place and not self._stateless:
+            held = [leaf.detach().clone() for leaf in self.variable.leaves]
+            self.optimizer.step()
+            for leaf, value in zip(self.variable.leaves, held, strict=True):
+                leaf.copy_(value)
+            self.restart()
+            self._widen_counters()
+
+    def _widen_counters(self) -> None:
+        """Count in float64: computed with on the device, 1 - 0.999^t in float32 is off by 6e-5 at the first steps."""
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            for state in (self.optimizer.state.get(leaf, {}) for leaf in group["params"]):  # type: ignore[union-attr]
+                if not (group.get("fused") and self.variable.device.type == "cuda") and "step" in state:
+                    state["step"] = state["step"].double()
+
+    @property
+    def restarts_in_place(self) -> bool:
+        """Whether moments of zero, or none, are those of a new optimizer."""
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW, Steepest) or self._stateless
+
+    @property
+    def _stateless(self) -> bool:
+        """Whether the optimizer is plain gradient descent, which remembers nothing."""
+        if type(self.optimizer) is not torch.optim.SGD:
+            return False
+        return not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in self.optimizer.param_groups)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether all that the optimizer's step changes are tensors that start at zero: what an engine can undo."""
+        match self.optimizer:
+            case None:
+                return True
+            case torch.optim.SGD():
+                return all(group["dampening"] == 0 for group in self.optimizer.param_groups)
+            case _:
+                others = (torch.optim.RMSprop, torch.optim.Adagrad)
+                return self.restarts_in_place or type(self.optimizer) in others
+
+    def restart(self) -> None:
+        """Forget the moments."""
+        if self.restarts_in_place:
+            for tensor in (t for state in self.optimizer.state.values() for t in state.values()):  # type: ignore[union-attr]
+                tensor.zero_()
+        elif self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"rows": [optimizer.state_dict() for optimizer in self.row_optimizers]}
+        if self.optimizer is not None:
+            packed = self.optimizer.state_dict()["state"]
+            state["optimizer"] = {str(i): dict(values) for i, values in packed.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, values in zip(self.row_optimizers, state["rows"], strict=True):
+            optimizer.load_state_dict(values)
+        if self.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            held = [group["lr"] for group in self.optimizer.param_groups]
+            leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
+            restored = {
+                int(i): {name: _laid_out(value, leaves[int(i)]) for name, value in values.items()}
+                for i, values in state["optimizer"].items()
+            }
+            self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
+            for group, rate in zip(self.optimizer.param_groups, held, strict=True):
+                group["lr"] = rate
+            if self.restarts_in_place:
+                self._widen_counters()
+
+
+def _laid_out(value: Any, leaf: Tensor) -> Any:
+    """A moment in the memory format of its leaf, as fused optimizers take it to be: files hold tensors row by row."""
+    if isinstance(value, Tensor) and value.shape == leaf.shape and value.stride() != leaf.stride():
+        return torch.empty_like(leaf, dtype=value.dtype).copy_(value)
+    return value
+
+
+def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:
+    """(x - P(x - t gradient)) / t, for a step t of about the length of the optimizer's: zero where x is stationary.
+
+    `length` is the root mean square of the gradient. Adam scales each entry by itself. Without this it would rest where
+    the scaled gradient, not the gradient itself, is normal to the set.
+    """
+    t = (rate / length).to(x.dtype)
+    t = torch.where((length > 0) & (rate > 0), t, torch.ones_like(t))
+    return (x - projection(x - t * gradient)) / t
+
+
+def _build(factory: OptimizerFactory, leaves: Sequence[Tensor], option: str) -> torch.optim.Optimizer:
+    optimizer = factory(list(leaves))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"{option} must make a torch optimizer from parameters, as partial(torch.optim.Adam, lr=1e-3) does; "
+            f"got {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise OptionError(
+            f"{option} must take dense gradients and no closure; got {type(optimizer).__name__}. Use Adam or SGD; "
+            "without data, mode='deterministic' is L-BFGS."
+        )
+    return optimizer

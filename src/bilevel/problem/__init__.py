@@ -1,0 +1,1 @@
+"""What is to be solved: `Problem`, its variables, rows and projections."""

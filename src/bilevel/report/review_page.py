@@ -1,0 +1,266 @@
+"""The review page of a cleaned training set: what was found, and every suspect to keep, drop or relabel.
+
+`render_review` makes one HTML file that loads nothing. The suspects travel as JSON, their pictures as a few sheets of
+many thumbnails; `review.js` shows the cards near the window alone, so that thousands stay smooth.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
+
+from bilevel.errors import OptionError
+from bilevel.report.figures import importances, losses
+from bilevel.report.page import Facts, Table, fill, read
+
+__all__ = ["MOST", "Review", "Suspect", "render_review"]
+
+MOST = 5000
+"""Suspects on one page; of more, the worst are shown."""
+PAIRS = 20
+"""Classes up to which the mistaken pairs are a matrix; above, as many pairs are listed."""
+SIDE, SMALL_SIDE, MANY = 96, 64, 2000
+"""The longest side of a thumbnail in pixels, where there are more than MANY of them the second."""
+SHEET = 1024
+"""The longest side of a sheet of thumbnails, in pixels."""
+EXACT = 6_000_000
+"""Bytes of thumbnails up to which the sheets are PNG; above, JPEG."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A training example whose label is probably wrong."""
+
+    index: int
+    """Its place in the training set."""
+    key: str
+    """Its name at the source: a file, a row."""
+    label: int
+    """The class that the data give, as a place in `Review.classes`."""
+    suggested: int
+    importance: float
+    """In [0, 1]; low where the label does not help on the trusted set."""
+    confidence: float
+    """In [0, 1]: of the suggestion."""
+    quality: float | None = None
+    """What the order to review in goes by, lowest first. None: the importance."""
+
+    @property
+    def rank(self) -> float:
+        return self.importance if self.quality is None else self.quality
+
+
+@dataclass(frozen=True, eq=False)
+class Review:
+    """What the page shows, from the top."""
+
+    run: str
+    """Names the run; the browser keeps the decisions under it."""
+    title: str
+    outcome: str
+    good: bool
+    accuracy: Table | None
+    classes: Sequence[str]
+    history: Mapping[str, Sequence[float]]
+    """The losses `upper` (trusted) and `lower` (training), and `step` where they are not of every step."""
+    importance: NDArray[np.floating[Any]]
+    """Of all training examples."""
+    suspects: Sequence[Suspect]
+    pictures: NDArray[np.uint8] | None
+    """Of the suspects, in their order: (n, height, width) or (n, height, width, 3)."""
+    fields: Sequence[Sequence[tuple[str, str]]] | None
+    """Of the suspects, in their order: (name, text) of what is known of each."""
+    command: str
+    """What to run on the exported decisions."""
+    settings: Facts
+    notes: Sequence[str] = ()
+
+
+def render_review(review: Review) -> str:
+    """The page as text."""
+    _check(review)
+    found = len(review.suspects)
+    pairs = mistaken(review.suspects, len(review.classes))
+    shown = worst_first(review)
+    page = fill(
+        "review.html",
+        page=review,
+        style=Markup(read("style.css") + read("review.css")),
+        script=Markup(read("review.js")),
+        data=Markup(embedded(_data(shown))),
+        facts=_facts(review),
+        curves=_curves(review.history),
+        histogram=_histogram(review),
+        matrix=pairs if found and len(review.classes) <= PAIRS else None,
+        pairs=listed(pairs),
+        shown=len(shown.suspects),
+        found=found,
+    )
+    # A file name may hold bytes that are no text; the page has a question mark in their place.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def worst_first(review: Review, most: int = MOST) -> Review:
+    """The review with its `most` worst suspects in order, and what belongs to them in the same order."""
+    suspects = review.suspects
+    order = sorted(range(len(suspects)), key=lambda i: (suspects[i].rank, suspects[i].index))[:most]
+    return replace(
+        review,
+        suspects=[suspects[i] for i in order],
+        pictures=None if review.pictures is None else review.pictures[order],
+        fields=None if review.fields is None else [review.fields[i] for i in order],
+    )
+
+
+def mistaken(suspects: Sequence[Suspect], classes: int) -> NDArray[np.int64]:
+    """How many suspects have the row's class given and the column's suggested."""
+    counts = np.zeros((classes, classes), dtype=np.int64)
+    for suspect in suspects:
+        counts[suspect.label, suspect.suggested] += 1
+    return counts
+
+
+def listed(counts: NDArray[np.int64], most: int = PAIRS) -> list[tuple[int, int, int]]:
+    """(given, suggested, count) of the most frequent pairs."""
+    pairs = [(int(i), int(j), int(counts[i, j])) for i, j in np.argwhere(counts)]
+    return sorted(pairs, key=lambda pair: (-pair[2], pair[:2]))[:most]
+
+
+def embedded(data: object) -> str:
+    """The data as JSON that no text in it can end: ASCII alone, and without the signs that HTML reads."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def sheets(pictures: NDArray[np.uint8]) -> dict[str, Any]:
+    """The pictures as sheets of thumbnails: picture i is on sheet i // (columns * rows), row by row."""
+    count, height, width = pictures.shape[:3]
+    scale = min(1.0, (SIDE if count <= MANY else SMALL_SIDE) / max(height, width))
+    height, width = max(1, round(scale * height)), max(1, round(scale * width))
+    thumbnails = pictures if scale == 1 else np.stack([_resized(picture, width, height) for picture in pictures])
+    exact = thumbnails.nbytes <= EXACT
+    # JPEG works on blocks of 8 by 8: a thumbnail that shared one with its neighbour would take on its colours.
+    across, down = (side if exact else -(-side // 8) * 8 for side in (width, height))
+    columns, rows = SHEET // across, SHEET // down
+    return {
+        "width": width,
+        "height": height,
+        "across": across,
+        "down": down,
+        "columns": columns,
+        "rows": rows,
+        "sheets": [
+            _sheet(thumbnails[start : start + columns * rows], across, down, columns, exact)
+            for start in range(0, count, columns * rows)
+        ],
+    }
+
+
+def _sheet(thumbnails: NDArray[np.uint8], across: int, down: int, columns: int, exact: bool) -> str:
+    count, height, width = thumbnails.shape[:3]
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    canvas = np.zeros((rows * down, columns * across, *thumbnails.shape[3:]), dtype=np.uint8)
+    edges = ((0, 0), (0, down - height), (0, across - width), (0, 0))[: thumbnails.ndim]
+    for i, thumbnail in enumerate(np.pad(thumbnails, edges, mode="edge")):
+        y, x = down * (i // columns), across * (i % columns)
+        canvas[y : y + down, x : x + across] = thumbnail
+    buffer = io.BytesIO()
+    image = Image.fromarray(canvas)
+    if exact:
+        image.save(buffer, "PNG", compress_level=9)
+    else:
+        image.save(buffer, "JPEG", quality=85, subsampling=0)
+    kind = "png" if exact else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def _resized(picture: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def _data(review: Review) -> dict[str, Any]:
+    suspects = review.suspects
+    return {
+        "run": review.run,
+        "classes": list(review.classes),
+        "index": [int(s.index) for s in suspects],
+        "key": [s.key for s in suspects],
+        "label": [int(s.label) for s in suspects],
+        "suggested": [int(s.suggested) for s in suspects],
+        "importance": [round(float(s.importance), 4) for s in suspects],
+        "confidence": [round(float(s.confidence), 4) for s in suspects],
+        "fields": None if review.fields is None else [[list(pair) for pair in fields] for fields in review.fields],
+        "pictures": None if review.pictures is None or not suspects else sheets(_plain(review.pictures)),
+    }
+
+
+def _plain(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Grey pictures without an axis for their one channel."""
+    return pictures[..., 0] if pictures.ndim == 4 and pictures.shape[3] == 1 else pictures
+
+
+def _facts(review: Review) -> list[tuple[str, str]]:
+    count, found = len(review.importance), len(review.suspects)
+    suspects = f"{found:,} ({found / max(count, 1):.0%})"
+    return [
+        ("Training examples", f"{count:,}"),
+        ("Suspects: estimated wrong labels", suspects),
+        ("Classes", f"{len(review.classes):,}"),
+    ]
+
+
+def _curves(history: Mapping[str, Sequence[float]]) -> Markup | None:
+    names = {"upper": "Trusted loss", "lower": "Training loss"}
+    curves = {name: history[key] for key, name in names.items() if len(history.get(key, ()))}
+    if not curves:
+        return None
+    ends = [f"{name} from {curve[0]:.3g} to {curve[-1]:.3g}" for name, curve in curves.items()]
+    return losses("losses", curves, history.get("step"), label=f"Losses against step. {'; '.join(ends)}.")
+
+
+def _histogram(review: Review) -> Markup:
+    values = np.asarray(review.importance, dtype=float)
+    suspected = np.array([s.importance for s in review.suspects], dtype=float)
+    low, high = (np.mean(values < 0.5), np.mean(values >= 0.5)) if len(values) else (0.0, 0.0)
+    label = (
+        f"Histogram of the importances of {len(values):,} training examples, {len(suspected):,} of them suspects. "
+        f"{low:.0%} lie below one half, {high:.0%} above."
+    )
+    return importances("importances", values, suspected, label=label)
+
+
+def _check(review: Review) -> None:
+    classes, count = len(review.classes), len(review.suspects)
+    if not classes:
+        raise OptionError("classes must name at least one class; got none.")
+    twice = next((name for i, name in enumerate(review.classes) if name in review.classes[:i]), None)
+    if twice is not None:
+        raise OptionError(f"classes must have different names: the decisions are exported by name; {twice!r} is twice.")
+    for suspect in review.suspects:
+        if not (0 <= suspect.label < classes and 0 <= suspect.suggested < classes):
+            raise OptionError(f"label and suggested must be below {classes}, the number of classes; got {suspect!r}.")
+        if not (0 <= suspect.importance <= 1 and 0 <= suspect.confidence <= 1):
+            raise OptionError(f"importance and confidence must be in [0, 1]; got {suspect!r}.")
+    if len({suspect.index for suspect in review.suspects}) < count:
+        raise OptionError("suspects must have different indexes: a decision belongs to one example.")
+    for name, given in (("pictures", review.pictures), ("fields", review.fields)):
+        if given is not None and len(given) != count:
+            raise OptionError(f"{name} must be of the suspects, {count} in number; got {len(given)}.")
+    pictures = review.pictures
+    if pictures is not None and (
+        pictures.dtype != np.uint8 or pictures.ndim not in (3, 4) or pictures.shape[3:] not in ((), (1,), (3,))
+    ):
+        raise OptionError(
+            "pictures must be uint8 of the shape (n, height, width) or (n, height, width, 3); "
+            f"got {pictures.dtype} of {pictures.shape}."
+        )

@@ -1,0 +1,230 @@
+"""What comes back from a run: Status, History, Certificate, Solution."""
+
+from __future__ import annotations
+
+import csv
+import enum
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bilevel._util.atomic_files import whole
+
+COLUMNS = (
+    "step",
+    "seconds",
+    "upper",
+    "lower",
+    "grad_u",
+    "grad_v",
+    "residual",
+    "violation",
+    "gamma",
+    "lam",
+    "epsilon",
+    "upper_rate",
+    "lower_rate",
+    "evaluations",
+    "advanced",
+)
+REASONS = ("", "tolerance", "smoothed", "steps")
+"""Why the schedule advanced after a step; the history stores the position in this tuple."""
+
+
+class Status(enum.Enum):
+    """How a run ended. The value is the sentence shown to users."""
+
+    CONVERGED = "Converged: the certificate is within the tolerance."
+    STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
+    INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
+    STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
+    MAX_STEPS = "The budget of steps is spent (on minibatches the usual end): see the certificate."
+    STOPPED = "Stopped before the end: the state is kept, and a checkpoint, where one was asked for, is written."
+    DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class History:
+    """One row a step, kept as compact columns of floats.
+
+    `history["upper"]` is a list, one value a step; `history["advanced"]` says which rule moved the schedule after
+    that step (`tolerance`, `smoothed`, `steps`, or an empty string). Columns: step, seconds, upper (f), lower (g),
+    grad_u and grad_v (norms of the penalised gradients), residual (the certificate's `lower_residual`, of a batch),
+    violation (largest constraint violation), gamma, lam, epsilon, upper_rate and lower_rate (learning rates; the step
+    length in deterministic mode), evaluations (of the lower objective so far), advanced.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[float]] = {name: array("d") for name in COLUMNS}
+
+    def append(self, row: Mapping[str, float]) -> None:
+        for name, column in self._columns.items():
+            column.append(row.get(name, math.nan))
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._columns:
+            raise KeyError(f"history has no column {name!r}; it has {', '.join(COLUMNS)}.")
+        values = self._columns[name]
+        if name == "advanced":
+            return [REASONS[int(code)] for code in values]
+        if name in ("step", "evaluations"):
+            return [int(value) for value in values]
+        return values.tolist()
+
+    def rows(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        """The rows from `start` on, each a dict of its columns."""
+        for i in range(start, len(self)):
+            row: dict[str, Any] = {name: column[i] for name, column in self._columns.items()}
+            row["step"], row["evaluations"] = int(row["step"]), int(row["evaluations"])
+            row["advanced"] = REASONS[int(row["advanced"])]
+            yield row
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows after the first `length`."""
+        for column in self._columns.values():
+            del column[length:]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all rows as a CSV file."""
+        with whole(Path(path)) as temporary, open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows())
+
+    def to_lists(self) -> list[list[float]]:
+        return [column.tolist() for column in self._columns.values()]
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[float]]) -> History:
+        history = cls()
+        history._columns = {name: array("d", values) for name, values in zip(COLUMNS, lists, strict=True)}
+        return history
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far the end is from being a solution, measured after the run.
+
+    With data, every number is of the mean objectives over `batches` batches; `full_data` says whether these were all.
+    """
+
+    stationarity_u: float
+    """|grad_u F|, of the penalised objective with the final prices; under `project_upper`, |u - P(u - grad_u F)|."""
+    stationarity_v: float
+    """|grad_v F|, without the regularisation lam g."""
+    lower_residual: float
+    """|grad_v g|; with `project_lower`, |v - P(v - grad_v g)|; with lower constraints, |grad_v L| of
+    `bilevel.derivatives.lower_constraints`."""
+    violation: float
+    """The largest violation of an upper-level constraint; 0 without constraints."""
+    scale: float
+    """The size of grad f, against which the stationarity is judged."""
+    lower_scale: float
+    """The size that grad_v g has away from its zero, against which the residual is judged."""
+    violation_scale: float = 1.0
+    """The size of the constraint functions, against which the violation is judged."""
+    lower_minimiser: bool | None = None
+    """Whether a second minimisation of g, under its constraints, found nothing lower; None where it was not tried."""
+    lower_violation: float = 0.0
+    """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
+    complementarity: float = 0.0
+    """The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see
+    `bilevel.derivatives.lower_constraints`)."""
+    lower_unit: float = 1.0
+    """1 + |v|, against which these two are judged."""
+    lower_gap: float | None = None
+    """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
+    points; None without lower constraints, or where it was not tried: with data it is not."""
+    lower_starts: int = 0
+    hypergradient_error: float | None = None
+    """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
+
+    None where it was not asked for, under `project_lower` or lower constraints, or where the conjugate gradients do not
+    get there: g_vv is not positive definite, or too ill-conditioned for this precision."""
+    damping: float = 0.0
+    """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
+    batches: int = 0
+    full_data: bool = True
+
+    @property
+    def stationarity(self) -> float:
+        """|grad F| over u and v together."""
+        return math.hypot(self.stationarity_u, self.stationarity_v)
+
+    @property
+    def worst(self) -> float:
+        """The largest of the relative measures: what `solve` compares with its tolerance."""
+        measures = (self.stationarity / self.scale, self.lower_residual / self.lower_scale, self.infeasibility)
+        return math.nan if any(math.isnan(m) for m in measures) else max(measures)
+
+    @property
+    def infeasibility(self) -> float:
+        """The largest violation at either level, complementarity included, each relative to its scale."""
+        below = max(self.lower_violation, self.complementarity) / self.lower_unit
+        return max(self.violation / self.violation_scale, below)
+
+    def passes(self, tolerance: float) -> bool:
+        return self.worst <= tolerance and self.lower_minimiser is not False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Where one of several starts ended. u and v are copies, a tensor for each of the variable's tensors."""
+
+    u: list[Tensor]
+    v: list[Tensor]
+    upper: float
+    lower: float
+    status: Status
+    certificate: Certificate
+    multipliers: dict[str, list[Tensor]]
+    start: int
+    """The first start that ended there; 0 is the point that was passed."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The end of a run. u and v are the very objects that were passed in, updated in place."""
+
+    u: Any
+    v: Any
+    status: Status
+    steps: int
+    mode: str
+    engine: str
+    """What ran the steps: `eager`, `compile`, `graph` or `compile+graph`."""
+    history: History
+    certificate: Certificate
+    multipliers: dict[str, list[Tensor]]
+    """What each condition costs at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
+    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. Where
+    the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0), those of
+    grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
+    adjoint: list[Tensor]
+    """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
+    message: str = ""
+    """What the status alone does not say: the step and the quantity that diverged, for instance."""
+    waiting: float = 0.0
+    """The share of the run's time spent waiting for data."""
+    interrupted: bool = False
+    """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
+    ranks: int = 1
+    """How many processes shared the batches."""
+    bytes_per_step: float = 0.0
+    """What each rank handed to the others, or averaged with them, in a step (see docs/distributed.md)."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """With `starts`, the distinct ends of all runs, the best first."""
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.status.value} {self.message}".strip()

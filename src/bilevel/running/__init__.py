@@ -1,0 +1,1 @@
+"""`solve` and what surrounds a run: loop, callbacks, checkpoints, starts."""

@@ -1,0 +1,176 @@
+"""Atomic save and exact load of a run's state: one safetensors file whose header carries the rest as JSON.
+
+The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest over all
+of it is stored beside it, so that a truncated or altered file is never taken for a good one; the state before is kept
+beside it, and gone on from where the last one is not good. No pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bilevel._util.atomic_files import whole
+from bilevel.errors import BilevelError, BilevelWarning, CheckpointError, reason
+
+VERSION = 1
+FILE = "state.safetensors"
+BEFORE = "state.before.safetensors"
+"""The state that was saved before the last."""
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state; the file that was there stays whole until the new one is on the disk."""
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_pack(state, "", tensors), sort_keys=True)
+    metadata = {"version": str(VERSION), "tree": tree, "sha256": _digest(tree, tensors)}
+    path = folder / FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole(path, before=folder / BEFORE) as temporary:
+            save_file(tensors, temporary, metadata)
+    except OSError as error:
+        why = error.__cause__ or error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be written: {why}. The one before, if any, is untouched."
+        ) from error
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder and see that it can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{FILE}.{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be written: {error}. Pass a folder that can be."
+        ) from error
+
+
+def exists(folder: Path) -> bool:
+    return (folder / FILE).exists() or (folder / BEFORE).exists()
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read a state back, or say in one sentence why it cannot be.
+
+    Where the last one is not good and the one before is, that is returned, with a warning that names both.
+    """
+    path, before = folder / FILE, folder / BEFORE
+    if not before.exists():
+        return _read(path)
+    if not path.exists():  # killed between the two renamings of a save
+        return _read(before)
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        try:
+            state = _read(before)
+        except CheckpointError:
+            raise CheckpointError(f"{error} The one before, {before}, cannot be read either.") from error
+        step = f", of step {state['step']}," if isinstance(state.get("step"), int) else ""
+        warnings.warn(f"{error} The one before, {before}{step} is gone on from.", BilevelWarning, stacklevel=2)
+        return state
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # Copies, aligned as torch allocates: the last bit of a sum can depend on where its terms lie.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint at {path}.") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read, it is truncated or altered: {error}. It is left as it is."
+        ) from error
+    if metadata.get("version") != str(VERSION):
+        raise CheckpointError(
+            f"the checkpoint {path} has format version {metadata.get('version')}, this release reads {VERSION}. "
+            "It is left as it is; resume it with the release that wrote it."
+        )
+    tree = metadata.get("tree", "")
+    if metadata.get("sha256") != _digest(tree, tensors):
+        raise CheckpointError(
+            f"the checkpoint {path} is altered: its contents do not match their digest. It is left as it is."
+        )
+    try:
+        state = _unpack(json.loads(tree), tensors)
+    except (KeyError, StopIteration, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint {path} holds no state that can be read. It is left as it is.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the checkpoint {path} holds no state of a run. It is left as it is.")
+    return state
+
+
+@contextlib.contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """Say in one sentence where what is done with a state shows that it is not one of such a run."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder / FILE} is not of such a run ({type(error).__name__}: {reason(error)}). It is "
+            "left as it is."
+        ) from error
+
+
+def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A JSON tree of the node; tensors go to `tensors` and leave their name behind."""
+    if isinstance(node, Tensor):
+        # A copy of its own: safetensors refuses tensors that share memory.
+        tensors[name] = node.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(node, dict):
+        return {"dict": {key: _pack(item, f"{name}/{_escape(key)}", tensors) for key, item in node.items()}}
+    if isinstance(node, (list, tuple)):
+        return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"float": str(node)}  # JSON has no infinity
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return {"value": node}
+    raise CheckpointError(
+        f"a checkpoint holds tensors, numbers and text; {name or 'the state'} is {type(node).__name__}."
+    )
+
+
+def _escape(key: str) -> str:
+    """A key that has the separator in it, as JSON pointers write it: two tensors never share a name."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _unpack(node: Any, tensors: dict[str, Tensor]) -> Any:
+    kind, value = next(iter(node.items()))
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _unpack(item, tensors) for key, item in value.items()}
+    if kind == "list":
+        return [_unpack(item, tensors) for item in value]
+    return float(value) if kind == "float" else value
+
+
+def _digest(tree: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(tree.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()

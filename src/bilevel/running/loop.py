@@ -1,0 +1,347 @@
+"""The loop of a run: steps, records, callbacks, checkpoints. It knows no algorithm and prints nothing."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.random_state import random_state
+from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.sharded_state import own_state, whole_state
+from bilevel.distributed.synchronise import agree, own_generators, share_buffers
+from bilevel.errors import BilevelWarning
+from bilevel.measures.certificate import certify
+from bilevel.methods.base import RECORD, Setting, State
+from bilevel.problem.variables import Variable
+from bilevel.results import Certificate, History, Solution, Status
+from bilevel.running import checkpoints as store
+from bilevel.running.callbacks import Callback, Run
+
+
+class Loop:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        state: State,
+        callbacks: Sequence[Callback],
+        folder: Path | None,
+        every: int | None,
+        log_every: int | None,
+        seed: int,
+        identity: dict[str, Any],
+        *,
+        writes: bool = True,
+        together: Ranks | None = None,
+        keeps: bool = False,
+    ) -> None:
+        self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
+        self.every = every or max(1, setting.max_steps // 10)
+        self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
+        self.seed, self.fingerprint = seed, identity
+        self.ranks, self.writes, self.together = setting.ranks, writes, together
+        """The ranks that share the work, and those that begin and end together: without data there are no shares."""
+        self.keeps = keeps
+        self.kept: dict[str, Any] | None = None
+        """Where asked for: what a run that the budget ended can be gone on from, as from a checkpoint."""
+        self.sent = self.counted = 0
+        """Bytes that went to other ranks in the steps of this process, and how many steps these were."""
+        self.history = History()
+        self.step = 0
+        self.seconds = 0.0
+        self.pending: list[tuple[Tensor, int, float, int]] = []
+        self.message = ""
+        self.finished: Status | None = None
+        self.interrupted = False
+        self.variables: tuple[Variable, Variable] = (setting.u, setting.v)
+        self.good = self._snapshot()
+
+    def run(self, hypergradient: bool | None) -> Solution:
+        try:
+            with _noting_interrupts(self):
+                status = self._steps()
+                solution = self._end(status, hypergradient)
+            for callback in self.callbacks:
+                callback.end(solution)
+            return solution
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def _steps(self) -> Status:
+        """Step until the budget, the method, a callback or Ctrl-C ends the run."""
+        started = time.perf_counter() - self.seconds
+        watch = Run(
+            self.state.mode,
+            self.setting.max_steps,
+            self.step,
+            self.history,
+            len(self.history),
+            self.seconds,
+            self.state.engine,
+            1 if self.ranks is None else self.ranks.size,
+        )
+        status: Status | None = self.finished or self.state.ended()
+        for callback in self.callbacks:
+            callback.start(watch)
+        while status is None and self.step < self.setting.max_steps:
+            before = 0 if self.ranks is None else self.ranks.payload
+            record = self.state.step(self.step)
+            self.step += 1
+            if self.ranks is not None:
+                self.sent, self.counted = self.sent + self.ranks.payload - before, self.counted + 1
+            # On the CPU there is nothing to overlap with: its step has ended by now.
+            if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
+                self.setting.sources.ahead(self.state.draws)
+            self.seconds = time.perf_counter() - started
+            self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
+            status = self.state.ended()
+            due = self.folder is not None and self.step % self.every == 0
+            # Ranks hear of an interrupt where they talk anyway: it reaches them in different steps.
+            stopping = self.interrupted and self.together is None
+            last = status is not None or self.step >= self.setting.max_steps or stopping
+            if due or last or self.step % self.log_every == 0:
+                found = self._fetch(watch)
+                status = found if status is None or found is Status.DIVERGED else status
+                if due and status is not Status.DIVERGED:
+                    self._save()
+        return status or Status.MAX_STEPS
+
+    def _end(self, status: Status, hypergradient: bool | None) -> Solution:
+        """Save, leave u and v as they are returned, and measure them."""
+        if status is not Status.DIVERGED:
+            self._save(status)
+        # In the other modes steps depend on the budget that they are part of.
+        if self.keeps and status is Status.MAX_STEPS and self.state.mode == "deterministic":
+            self.kept = _clone(self._whole(status))
+        with self.state.derivatives.full_precision():
+            minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
+            state = self.state.state_dict()
+            for rows in self.variables[0].rows:
+                rows.gather()
+            certificate, multipliers = certify(
+                self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
+            )
+        return Solution(
+            u=self.setting.u.value,
+            v=self.setting.v.value,
+            status=self._judged(status, certificate),
+            steps=self.step,
+            mode=self.state.mode,
+            engine=self.state.engine,
+            history=self.history,
+            certificate=certificate,
+            multipliers=multipliers,
+            adjoint=[-n for n in multipliers["nu"]],
+            message=self.message,
+            waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
+            interrupted=self.interrupted,
+            ranks=1 if self.ranks is None else self.ranks.size,
+            bytes_per_step=self._bytes_per_step(),
+            state=state,
+        )
+
+    def _judged(self, status: Status, certificate: Certificate) -> Status:
+        """The status that the certificate bears out."""
+        tolerance = self.state.tolerance
+        if status in (Status.STALLED, Status.CONVERGED):  # a line search turns back from numbers that are not finite
+            measured = {
+                "grad_u": certificate.stationarity_u,
+                "grad_v": certificate.stationarity_v,
+                "residual": certificate.lower_residual,
+                "violation": certificate.violation,
+            }
+            bad = [name for name, value in measured.items() if not math.isfinite(value)]
+            if bad:
+                self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
+                return Status.DIVERGED
+        if status is Status.INFEASIBLE:  # of a cut, where no constraint of the user's is violated
+            stationary = certificate.infeasibility <= (tolerance or 0.0) and certificate.lower_minimiser is False
+            return Status.STATIONARY if stationary else status
+        if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
+            return status
+        stationary = certificate.stationarity / certificate.scale <= tolerance
+        if certificate.passes(tolerance):
+            return Status.CONVERGED
+        if stationary and certificate.infeasibility > tolerance:
+            return Status.INFEASIBLE
+        if certificate.worst <= tolerance and certificate.lower_minimiser is False:
+            return Status.STATIONARY
+        return Status.STALLED if status is Status.CONVERGED else status
+
+    def _fetch(self, watch: Run) -> Status | None:
+        """Bring the pending records to the host; look for divergence; tell the callbacks."""
+        if not self.pending:
+            return None
+        table = torch.stack([record for record, *_ in self.pending]).cpu().tolist()
+        self.seconds = max(self.seconds, self.pending[-1][2])
+        for values, (_, step, seconds, evaluations) in zip(table, self.pending, strict=True):
+            row = dict(zip(RECORD, values, strict=True))
+            bad = [name for name, value in row.items() if not math.isfinite(value)]
+            if bad:
+                self.message = f"At step {step}, {bad[0]} is {row[bad[0]]}."
+                self.pending = []
+                self._restore_snapshot()
+                return Status.DIVERGED
+            self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
+        self.pending = []
+        finite = self._finite()
+        if self.together is not None:
+            finite, self.interrupted = agree(self.together, table, finite, self.interrupted, self.step)
+        if not finite:
+            self.message = f"At step {self.step}, u or v is not finite."
+            self._restore_snapshot()
+            return Status.DIVERGED
+        self.good = self._snapshot()
+        watch.step, watch.seconds, watch.bytes_per_step = self.step, self.seconds, self._bytes_per_step()
+        stop = [bool(callback.log(watch)) for callback in self.callbacks]
+        if self.together is not None:
+            stop = [any(each) for each in self.together.gather(stop)]
+        watch.seen = len(self.history)
+        if self._within_tolerance():
+            return Status.CONVERGED
+        return Status.STOPPED if any(stop) or self.interrupted else None
+
+    def _finite(self) -> bool:
+        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.kept for r in variable.rows))]
+        return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
+
+    def _within_tolerance(self) -> bool:
+        """Whether the last records are small enough for the certificate to be worth measuring, and it passes."""
+        tolerance = self.state.tolerance
+        if tolerance is None or self.state.mode != "stochastic":
+            return False
+        scale, lower_scale, _ = self.state.scales()
+        row = next(self.history.rows(len(self.history) - 1))
+        if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
+            return False
+        with self.state.derivatives.full_precision():
+            certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
+        return certificate.passes(tolerance)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "u": _clone(self.variables[0].tensors()),
+            "v": _clone(self.variables[1].tensors()),
+            "method": _clone(self.state.state_dict()),
+        }
+
+    def _restore_snapshot(self) -> None:
+        self._write(self.good)
+        self.state.load_state_dict(self.good["method"])
+        self.step = self.good["step"]
+        self.history.truncate(self.step)
+
+    @torch.no_grad()
+    def _write(self, saved: dict[str, Any]) -> None:
+        for name, variable in zip("uv", self.variables, strict=True):
+            for key, tensor in variable.tensors().items():
+                tensor.copy_(saved[name][key])
+
+    @property
+    def _like_v(self) -> Sequence[str]:
+        return getattr(self.state, "like_v", ())
+
+    def _bytes_per_step(self) -> float:
+        return self.sent / self.counted if self.counted else 0.0
+
+    def _save(self, status: Status | None = None) -> None:
+        if self.ranks is not None:
+            # What each rank's forward passes have left: BatchNorm's statistics, of shares of the batches.
+            share_buffers(self.ranks, self.variables)
+        if self.folder is None:
+            return
+        saved = self._whole(status)
+        if self.writes:
+            store.save(self.folder, saved)
+
+    def _whole(self, status: Status | None) -> dict[str, Any]:
+        """What a checkpoint has. All ranks call it; tensors that they share out are whole on the one that writes."""
+        device = self.setting.v.device
+        more = {} if self.ranks is None else {"ranks": self.ranks.gather(list(random_state(device)))}
+        u, v = self.variables
+        return {
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "step": self.step,
+            "seconds": self.seconds,
+            "max_steps": self.setting.max_steps,
+            "status": status.name if status else None,
+            **whole_state(u, v, self.state.state_dict(), self._like_v, first=self.writes),
+            "sources": self.setting.sources.state_dict(),
+            "waited": self.setting.sources.waited,
+            "random": torch.get_rng_state(),
+            "generator": self.setting.generator.get_state(),
+            "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "history": torch.tensor(self.history.to_lists(), dtype=torch.float64),
+            **more,
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if saved["max_steps"] != self.setting.max_steps and self.state.mode != "deterministic":
+            warnings.warn(
+                f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
+                f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
+                f"from step {saved['step']} on.",
+                BilevelWarning,
+                stacklevel=6,
+            )
+        saved = own_state(*self.variables, saved, self._like_v)
+        self._write(saved)
+        self.state.load_state_dict(saved["method"])
+        self.setting.sources.load_state_dict(saved["sources"])
+        torch.set_rng_state(saved["random"])
+        self.setting.generator.set_state(saved["generator"])
+        if saved["cuda"] is not None:
+            torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
+        if self.ranks is not None:
+            own_generators(self.ranks, saved, self.setting.v.device)
+        self.history = History.from_lists(saved["history"].tolist())
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        self.setting.sources.waited = saved.get("waited", 0.0)
+        if saved["status"] not in (None, Status.STOPPED.name) and saved["max_steps"] == self.setting.max_steps:
+            self.finished = Status[saved["status"]]
+        self.good = self._snapshot()
+
+
+def _clone(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _clone(item) for key, item in tree.items()}
+    return [_clone(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+@contextmanager
+def _noting_interrupts(loop: Loop) -> Iterator[None]:
+    """Ctrl-C ends the run after the step in hand; a second one interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(*_: object) -> None:
+        if loop.interrupted:
+            raise KeyboardInterrupt
+        loop.interrupted = True
+        for callback in loop.callbacks:
+            callback.interrupted()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,177 @@
+"""Where several starting points lie.
+
+In a `Box` with finite bounds on both sides they are points of a Sobol sequence, stretched so that every sixth
+coordinate lies on a bound; elsewhere normal around the present point, with a deviation of 1 + the root mean square of
+the tensor, and projected. Four times as many as are needed are drawn, and at each the lower problem is solved, which
+shows f: of two starts, one is the best of those that are left (the most feasible, then the least f; those that are
+better than all of their nearest neighbours come before all others, so that one valley does not take the starts of
+another), the other the one whose u is farthest from those of all starts before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from bilevel.derivatives.lower_constraints import KKT
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.prices import violation
+from bilevel.measures.constrained_lower_minimum import minimise_constrained
+from bilevel.measures.lower_minimum import minimise
+from bilevel.measures.problem_scales import lower_curvature
+from bilevel.problem.problem import Problem
+from bilevel.problem.projections import Box
+from bilevel.problem.variables import Variable
+
+POOL = 4
+"""Draws for each start."""
+STRETCH = 1.2
+"""How much wider than the bounds the draws are before they are put into them."""
+TINY = 1e-12
+NEIGHBOURS = 4
+"""How many of the nearest draws a draw is better than where it is the best of a valley."""
+ROUGH = 1e-4
+"""The tolerance of the lower solutions at points that are only looked at."""
+
+
+def copied(variable: Variable) -> list[Tensor]:
+    """All tensors of a variable, copied."""
+    return [x.detach().clone() for x in variable.tensors().values()]
+
+
+@torch.no_grad()
+def place(values: Sequence[Tensor], variable: Variable) -> None:
+    """Write what `copied` returned back into the variable."""
+    for tensor, value in zip(variable.tensors().values(), values, strict=True):
+        tensor.copy_(value)
+
+
+class Scatter:
+    """Moves a variable to other starting points, drawn around the present one or from its bounds."""
+
+    def __init__(self, variable: Variable, generator: torch.Generator) -> None:
+        self.variable, self.generator = variable, generator
+        named = list(zip(variable.names, variable.leaves, strict=True))
+        named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
+        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
+        inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
+        seed = int(torch.randint(2**31, (), generator=generator).item())
+        self.sobol = None
+        if 0 < inside <= SobolEngine.MAXDIM:
+            self.sobol = SobolEngine(inside, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+        self.scales = [1 + leaf.detach().square().mean().sqrt() for leaf, _ in self.leaves]
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Add a draw to the present point, or put one from the bounds in its place."""
+        inside = None if self.sobol is None else self.sobol.draw(1, dtype=torch.float64).reshape(-1)
+        for (leaf, bounds), scale in zip(self.leaves, self.scales, strict=True):
+            if bounds is None:
+                leaf.add_(scale * torch.randn(leaf.shape, generator=self.generator, dtype=leaf.dtype).to(leaf.device))
+                continue
+            if inside is None:
+                share = torch.rand(leaf.shape, generator=self.generator, dtype=torch.float64)
+            else:
+                share, inside = inside[: leaf.numel()].reshape(leaf.shape), inside[leaf.numel() :]
+            share = ((share - 0.5) * STRETCH + 0.5).clamp(0, 1).to(leaf)
+            leaf.copy_(bounds[0] + share * (bounds[1] - bounds[0]))
+        self.variable.project(rows=True)
+
+    @torch.no_grad()
+    def place(self) -> Tensor:
+        """The present point as one vector, in units of what a draw moves it by."""
+        units = [
+            scale if bounds is None else (bounds[1] - bounds[0]).clamp(min=TINY) / 2
+            for (_, bounds), scale in zip(self.leaves, self.scales, strict=True)
+        ]
+        parts = [leaf.detach() / unit for (leaf, _), unit in zip(self.leaves, units, strict=True)]
+        return torch.cat([part.reshape(-1).double().cpu() for part in parts])
+
+
+def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The bounds of a Box that are finite on both sides."""
+    if not isinstance(projection, Box) or projection.low is None or projection.high is None:
+        return None
+    low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (projection.low, projection.high))
+    return (low, high) if bool(torch.isfinite(low).all() and torch.isfinite(high).all()) else None
+
+
+@dataclass(eq=False)
+class Draw:
+    """A starting point, the lower problem solved there."""
+
+    u: list[Tensor]
+    v: list[Tensor]
+    place: Tensor
+    """u, in units of what a draw moves it by."""
+    upper: float
+    violation: float
+
+
+def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
+    """`count` starting points around the present one, which stays."""
+    first = copied(u), copied(v)
+    around = Scatter(u, generator), Scatter(v, generator)
+    places, pool = [around[0].place()], []
+    try:
+        for _ in range(POOL * count):
+            for variable, value in zip((u, v), first, strict=True):
+                place(value, variable)
+            for scatter in around:
+                scatter.move()
+            if (draw := _solved(problem, u, v, around[0].place())) is not None:
+                pool.append(draw)
+    finally:
+        for variable, value in zip((u, v), first, strict=True):
+            place(value, variable)
+    pool = _ordered(pool)
+    out: list[Draw] = []
+    while pool and len(out) < count:
+        out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
+        pool.remove(out[-1])
+        places.append(out[-1].place)
+    return out
+
+
+def _ordered(pool: Sequence[Draw]) -> list[Draw]:
+    """The best of each valley first; all by feasibility, then by f."""
+
+    def key(d: Draw) -> tuple[float, float]:
+        return round(d.violation, 3), d.upper
+
+    def follows(d: Draw) -> bool:
+        others = sorted(
+            (other for other in pool if other is not d), key=lambda other: float((other.place - d.place).norm())
+        )
+        return any(key(other) < key(d) for other in others[:NEIGHBOURS])
+
+    return sorted(pool, key=lambda d: (follows(d), *key(d)))
+
+
+def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
+    """The distance to the nearest of the others."""
+    return float(torch.stack([(place - other).norm() for other in others]).amin())
+
+
+def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
+    """The present point with v at a lower solution; None where the objectives are not finite there."""
+    d = Derivatives(problem, u, v)
+    if problem.constrained_below:
+        batch = d.prepare([(None, None)], graph=False)[0][1]
+        kkt = KKT(problem, u, v, batch)
+        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+        minimise_constrained(d, kkt, ROUGH)
+    else:
+        minimise(d, ROUGH)
+    with torch.no_grad():
+        batch = d.prepare([(None, None)], graph=False)[0][0]
+        f, h = d.upper(batch).item(), d.constraints(batch)
+        outside = violation(h, len(problem.equalities)).item() if h else 0.0
+    if not (math.isfinite(f) and math.isfinite(outside)):
+        return None
+    return Draw(copied(u), copied(v), where, f, outside)

@@ -1,0 +1,177 @@
+"""Table 1, measured: time and memory of one hypergradient against T, U and V.
+
+    g = sum_i e^u_i log cosh(x_i v - y_i) + |v|^2 / 2       (one weight an example: u has U numbers, v has V)
+    f = |Z v - t|^2 / 2
+
+All work of g is in products with X, so that the operations of an upper step over those of one gradient of g are the
+number of gradients it is worth, c in the table. Seconds are shown, but do not decide. Memory is the most bytes that the
+tensors of a step took at one time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bilevel.methods.approx_grad import ApproxGrad
+from bilevel.methods.base import Method
+from bilevel.methods.forward_mode import ForwardMode
+from bilevel.methods.penalty import Penalty
+from bilevel.methods.reverse_mode import ReverseMode
+from bilevel.problem.problem import Problem
+from bilevel.running.run_many import Cell, Found, Settings
+from bilevel_studies.cost import cost
+
+VALID = 4
+"""Rows of Z."""
+RATE = 1e-3
+TOLERANCE = 0.2
+"""How far a fitted exponent may be from that of the table's formula at the same sizes."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Where each of T, U and V is varied, and what they are while another one is."""
+
+    T: Sequence[int]
+    U: Sequence[int]
+    V: Sequence[int]
+    base: Mapping[str, int]
+
+    def of(self, name: str) -> Sequence[int]:
+        return {"T": self.T, "U": self.U, "V": self.V}[name]
+
+
+FULL = Sizes(
+    T=(8, 16, 32, 64, 128),
+    U=(8, 16, 32, 64, 128),
+    V=(256, 512, 1024, 2048, 4096),
+    base={"T": 8, "U": 16, "V": 1024},
+)
+QUICK = Sizes(T=(8, 16, 32), U=(8, 16, 32), V=(128, 256, 512), base={"T": 4, "U": 8, "V": 256})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in Table 1."""
+
+    time: str
+    space: str
+    time_of: Callable[[int, int, int], float]
+    """In c, of T, U and V."""
+    space_of: Callable[[int, int, int], float]
+
+
+TABLE = {
+    "FMD": Row("O(cUT)", "O(UV)", lambda T, U, V: U * T, lambda T, U, V: U * V),
+    "RMD": Row("O(cT)", "O(U + VT)", lambda T, U, V: T, lambda T, U, V: U + V * T),
+    "ApproxGrad": Row("O(cT)", "O(U + V)", lambda T, U, V: T, lambda T, U, V: U + V),
+    "Penalty": Row("O(cT)", "O(U + V)", lambda T, U, V: T, lambda T, U, V: U + V),
+}
+"""The paper's Table 1."""
+
+
+def method(name: str, T: int) -> Method:
+    """As in the table: gradient descent below, T products for the linear system of ApproxGrad."""
+    match name:
+        case "FMD":
+            return ForwardMode(lower_steps=T, lower_rate=RATE, warm_up=0.0)
+        case "RMD":
+            return ReverseMode(lower_steps=T, lower_rate=RATE, warm_up=0.0)
+        case "ApproxGrad":
+            descent = partial(torch.optim.SGD, lr=RATE)
+            return ApproxGrad(lower_steps=T, linear_solver="cg", warm_up=0.0, lower_optimizer=descent)
+        case _:
+            return Penalty.algorithm_1(lower_steps=T, lower_optimizer=partial(torch.optim.SGD, lr=RATE))
+
+
+def regression(U: int, V: int) -> tuple[Problem, Tensor, Tensor]:
+    """The problem of these sizes, u and v."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    X, y, Z, t = normal(U, V) / V**0.5, normal(U), normal(VALID, V) / V**0.5, normal(VALID)
+
+    def rows(matrix: Tensor, v: Tensor) -> Tensor:
+        return (matrix @ v[:, None])[:, 0]
+
+    def upper(u: Tensor, v: Tensor, batch: None) -> Tensor:
+        return ((rows(Z, v) - t) ** 2).sum() / 2
+
+    def lower(u: Tensor, v: Tensor, batch: None) -> Tensor:
+        return (u.exp() * torch.log(torch.cosh(rows(X, v) - y))).sum() + (v * v).sum() / 2
+
+    return Problem(upper, lower), torch.zeros(U, dtype=torch.float64).requires_grad_(), normal(V).requires_grad_()
+
+
+def cells(sizes: Sizes) -> list[Cell]:
+    """Every method at every size."""
+    points = [{**sizes.base, name: value} for name in "TUV" for value in sizes.of(name)]
+    unique = list(dict.fromkeys((p["T"], p["U"], p["V"]) for p in points))
+    return [Cell({"method": m, "T": T, "U": U, "V": V}, weight=T * U * V) for m in TABLE for T, U, V in unique]
+
+
+def run(settings: Settings) -> Found:
+    problem, u, v = regression(settings["U"], settings["V"])
+    return asdict(cost(problem, method(settings["method"], settings["T"]), u, v))
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """How a quantity grows with T, U or V."""
+
+    method: str
+    quantity: str
+    """`gradients`, `bytes` or `seconds`."""
+    variable: str
+    found: float
+    table: float
+    """That of the table's formula at the same sizes."""
+    values: Sequence[tuple[int, float]]
+    """(size, measured)"""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within TOLERANCE of the table's, above or below."""
+        return abs(self.found - self.table) <= TOLERANCE
+
+
+def exponents(sizes: Sizes, results: Sequence[tuple[Settings, Found]]) -> list[Exponent]:
+    """The fitted exponents beside those of Table 1, for every method and quantity."""
+    known = {(s["method"], s["T"], s["U"], s["V"]): found for s, found in results}
+    out = []
+    for name, row in TABLE.items():
+        for quantity, formula in (("gradients", row.time_of), ("bytes", row.space_of), ("seconds", row.time_of)):
+            for variable in "TUV":
+                points = [{**sizes.base, variable: value} for value in sizes.of(variable)]
+                keys = [(p["T"], p["U"], p["V"]) for p in points]
+                measured = [float(known[(name, *key)][quantity]) for key in keys]
+                # The time of one gradient, c, is that of X's size: seconds are set against c times the count.
+                work = [formula(*key) * (key[1] * key[2] if quantity == "seconds" else 1) for key in keys]
+                at = sizes.of(variable)
+                out.append(
+                    Exponent(
+                        name,
+                        quantity,
+                        variable,
+                        slope(at, measured),
+                        slope(at, work),
+                        list(zip(at, measured, strict=True)),
+                    )
+                )
+    return out
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The exponent k of y ~ x^k over the upper half of the sizes, by least squares of the logarithms."""
+    first = len(x) // 2
+    a, b = ([math.log(value) for value in values[first:]] for values in (x, y))
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    return sum((p - mean_a) * (q - mean_b) for p, q in zip(a, b, strict=True)) / sum((p - mean_a) ** 2 for p in a)

@@ -1,0 +1,211 @@
+"""`bilevel demo`: the paper's four synthetic problems, each from many random starts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bilevel._util.text import counted
+from bilevel.applications.comparison.synthetic_problems import Attempt, Example, attempt, examples, nth
+from bilevel.cli.folder import Folder
+from bilevel.cli.options import JsonOption
+from bilevel.cli.progress import Bar
+from bilevel.cli.run_state import versions
+from bilevel.cli.stopped import Stopped
+from bilevel.cli.telling import tell
+from bilevel.methods.penalty import Penalty
+from bilevel.report.page import Card, Report, convergence, render
+from bilevel.report.page import Table as ReportTable
+from bilevel.results import COLUMNS
+
+GOAL = 1e-6
+GOAL_TEXT = "1e-6"
+DIMENSION = 10
+MAX_STEPS = 3000
+HEADINGS = ("Problem", "Solved", "Median error", "Median steps", "Seconds")
+Results = dict[str, list[Attempt]]
+"""The finished attempts at each problem, by its name."""
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="The folder to write the run to.")] = Path("runs/demo-synthetic"),
+    seed: Annotated[int, typer.Option(min=0, help="What the starts and the matrices are drawn from.")] = 0,
+    starts: Annotated[int, typer.Option(min=1, help="Random starts for each problem.")] = 20,
+    json: JsonOption = False,
+) -> None:
+    """Solve the paper's four synthetic problems from random starts and show how they converge."""
+    folder = Folder(out)
+    method = Penalty()
+    config = {
+        "command": "demo",
+        "seed": seed,
+        "starts": starts,
+        "dimension": DIMENSION,
+        "goal": GOAL,
+        "max_steps": MAX_STEPS,
+        "method": "Penalty",
+        "options": method.describe(),
+        "versions": versions(),
+    }
+    began = time.perf_counter()
+    results: Results = {}
+    complete = _solve(method, seed, starts, results)
+    result = _result(results, complete, seed, starts, time.perf_counter() - began)
+    folder.write_json("config.json", config)
+    folder.write_csv("history.csv", ["problem", "start", "error", *COLUMNS], _history(results))
+    folder.write_json("result.json", result)
+    page = folder.write("report.html", render(_report(results, result, config)))
+    tell(result, _show, json=json, report=page)
+    if not complete:
+        raise Stopped(result["message"])
+    if result["status"] != "converged":
+        print(f"bilevel: {result['message']}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
+    """Fill in the results; False where Ctrl-C came first. Each start has a matrix A of its own, as in the paper."""
+    count = len(examples(DIMENSION))
+    try:
+        with Bar("runs") as bar:
+            task = bar.add_task("", total=count * starts)
+            for i in range(count):
+                for k in range(starts):
+                    example = examples(DIMENSION, seed=nth(seed, k))[i]
+                    bar.update(task, description=example.title)
+                    found = attempt(example, method, nth(seed, k), max_steps=MAX_STEPS)
+                    if found.solution.interrupted:
+                        return False
+                    results.setdefault(example.name, []).append(found)
+                    bar.advance(task)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _result(results: Results, complete: bool, seed: int, starts: int, seconds: float) -> dict[str, Any]:
+    problems = [_summary(name, attempts) for name, attempts in results.items()]
+    done, solved = (sum(problem[key] for problem in problems) for key in ("starts", "solved"))
+    asked = starts * len(examples(DIMENSION))
+    if not complete:
+        status = "stopped"
+        message = f"Stopped by Ctrl-C: {done} of {asked} runs were finished, and they are kept."
+    elif solved < done:
+        status = "unsolved"
+        message = f"{done - solved} of {done} runs ended further than {GOAL_TEXT} from a solution."
+    else:
+        status = "converged"
+        message = f"All {done} runs ended within {GOAL_TEXT} of a solution."
+    return {
+        "command": "demo",
+        "method": "Penalty",
+        "status": status,
+        "message": message,
+        "seed": seed,
+        "starts": starts,
+        "goal": GOAL,
+        "solved": solved,
+        "seconds": round(seconds, 3),
+        "problems": problems,
+    }
+
+
+def _summary(name: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "starts": len(attempts),
+        "solved": sum(a.distance <= GOAL for a in attempts),
+        "median_error": median(a.error for a in attempts),
+        "worst_error": max(a.error for a in attempts),
+        "worst_distance": max(a.distance for a in attempts),
+        "median_steps": median(a.solution.steps for a in attempts),
+        "seconds": round(sum(a.seconds for a in attempts), 3),
+        "endings": dict(Counter(a.solution.status.name.lower() for a in attempts)),
+    }
+
+
+def _history(results: Results) -> Iterator[dict[str, Any]]:
+    for name, attempts in results.items():
+        for k, found in enumerate(attempts):
+            rows = found.solution.history.rows()
+            for row, error in zip(rows, found.errors[1:], strict=False):
+                yield {"problem": name, "start": k, "error": error, **row}
+
+
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    titles = {example.name: example.title for example in examples(DIMENSION)}
+    return [
+        (
+            titles[p["name"]],
+            f"{p['solved']}/{p['starts']}",
+            f"{p['median_error']:.1e}",
+            f"{p['median_steps']:g}",
+            f"{p['seconds']:.1f}",
+        )
+        for p in result["problems"]
+    ]
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    table = Table(title=f"Four synthetic problems, {counted(result['starts'], 'start')} each, solved to {GOAL_TEXT}")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if i else "left")
+    for row in _rows(result):
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _report(results: Results, result: Mapping[str, Any], config: Mapping[str, Any]) -> Report:
+    versions = config["versions"]
+    return Report(
+        title="The paper's four synthetic problems",
+        outcome=result["message"],
+        good=result["status"] == "converged",
+        table=ReportTable(
+            f"A start is solved if it ends within {GOAL_TEXT} of a solution. Seconds are of all starts together.",
+            HEADINGS,
+            _rows(result),
+        ),
+        legend="Error against step, from every start (thin) and in the median (thick). The dashed line is the goal, "
+        f"{GOAL_TEXT}. A step is one L-BFGS iteration on the penalised objective, over u and v together.",
+        cards=[_card(example, results[example.name]) for example in examples(DIMENSION) if example.name in results],
+        settings=[
+            ("Method", "Penalty, deterministic mode, no option given"),
+            ("Seed", str(config["seed"])),
+            ("Starts for each problem", str(config["starts"])),
+            ("Dimension of u and of v", str(config["dimension"])),
+            ("Most steps", str(config["max_steps"])),
+            ("Precision", "float64"),
+            ("Seconds", f"{result['seconds']:.1f}"),
+            ("bilevel", versions["bilevel"]),
+            ("torch", versions["torch"]),
+            ("numpy", versions["numpy"]),
+            ("Python", versions["python"]),
+        ],
+        notes=[
+            "Problems and error measures: Mehra and Hamm, Penalty Method for Inversion-Free Deep Bilevel Optimization, "
+            "ACML 2021, Appendix E.1. Starts are uniform in [-5, 5]; A is normal, 5 by 10, drawn anew for each start; "
+            "P projects on its row space."
+        ],
+    )
+
+
+def _card(example: Example, attempts: Sequence[Attempt]) -> Card:
+    solved = sum(a.distance <= GOAL for a in attempts)
+    label = (
+        f"{example.title}: error against step on a logarithmic axis. {solved} of {len(attempts)} starts are solved; "
+        f"the median start ends at an error of {median(a.error for a in attempts):.1e} after "
+        f"{median(a.solution.steps for a in attempts):g} steps."
+    )
+    figure = convergence(example.name, [a.errors for a in attempts], goal=GOAL, label=label)
+    facts = [("f", example.f), ("g", example.g), ("solution", example.solutions), ("error", example.measure)]
+    return Card(example.title, figure, facts, note=example.note)

@@ -1,0 +1,115 @@
+"""Means and deviations of cells, as pages show them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import stats
+
+from bilevel.running.run_many import Settings
+from bilevel_studies.filed import Kept
+
+NOT_RUN = "not run"
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The values of one quantity over seeds."""
+
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the mean (Student's t); None where there are less than two values."""
+        count = len(self.values)
+        if count < 2:
+            return None
+        half = self.deviation / count**0.5 * float(stats.t.ppf(0.975, count - 1))
+        return self.mean - half, self.mean + half
+
+    def show(self, digits: int = 2, usual: int = SEEDS) -> str:
+        """Mean and deviation; the number of seeds where it is not the usual one."""
+        if not self.values:
+            return NOT_RUN
+        text = f"{self.mean:.{digits}f}"
+        if len(self.values) > 1:
+            text += f" ± {self.deviation:.{digits}f}"
+        if len(self.values) != usual:
+            text += f" ({seeds(len(self.values))})"
+        return text
+
+
+def seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+def chosen(kept: Iterable[Kept], **settings: object) -> list[Kept]:
+    """The cells that have these settings, among others."""
+    return [pair for pair in kept if all(pair[0].get(key) == value for key, value in settings.items())]
+
+
+def numbers(kept: Sequence[Kept], key: str, scale: float = 1.0) -> Numbers:
+    return Numbers(tuple(scale * found[key] for _, found in kept if found.get(key) is not None))
+
+
+def percent(kept: Sequence[Kept], key: str = "accuracy") -> Numbers:
+    return numbers(kept, key, 100.0)
+
+
+def alone(kept: Iterable[Kept]) -> list[Kept]:
+    """The cells that had the machine to themselves: those whose seconds are of the run."""
+    return [pair for pair in kept if "beside" not in pair[1]]
+
+
+def devices(kept: Iterable[Kept]) -> str:
+    return " and ".join(sorted({str(found.get("device", "CPU")) for _, found in kept})) or "no device"
+
+
+def values(kept: Iterable[Kept], key: str) -> list[Any]:
+    """The different values of a setting, as they come."""
+    return list(dict.fromkeys(settings[key] for settings, _ in kept))
+
+
+def current(kept: Sequence[Kept]) -> list[Kept]:
+    """The cells but for those of ApproxGrad's former linear solver, which lack `solver`, where others have taken their
+    place."""
+    replaced = {_place(settings) for settings, found in kept if "solver" in settings and not found.get("partial")}
+    return [pair for pair in kept if "solver" in pair[0] or _place(pair[0]) not in replaced]
+
+
+def _place(settings: Settings) -> str:
+    return json.dumps({key: settings[key] for key in sorted(settings) if key not in ("solver", "seed", "T")})
+
+
+def finite(kept: Iterable[Kept]) -> list[Kept]:
+    """The cells that did not diverge."""
+    return [pair for pair in kept if pair[1].get("status") != "diverged"]
+
+
+def mark(kept: Sequence[Kept]) -> str:
+    """What is said after a number of these cells where some of them diverged."""
+    bad = len(kept) - len(finite(kept))
+    return "" if not bad else " (diverged)" if bad == len(kept) else f" ({bad} of {len(kept)} diverged)"
+
+
+def diverged(kept: Iterable[Kept], key: str) -> str:
+    """A sentence on the runs that diverged, by the value of a setting; empty where none did."""
+    runs = [(settings, found) for settings, found in kept if found.get("status") == "diverged"]
+    names = [f"{settings[key]}, seed {settings['seed']} (at step {found['steps']:,})" for settings, found in runs]
+    return f"Diverged, and shown as they last were finite: {'; '.join(names)}." if names else ""

@@ -1,0 +1,268 @@
+"""One cell of the denoising study: the data as the paper splits it, one way of training, and its scores.
+
+A cell that has no time left ends with its state saved, and goes on from there, to the same bits on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import Tensor, nn
+
+from bilevel._util.atomic_files import write_whole
+from bilevel._util.random_state import seeded
+from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
+from bilevel.applications.training import Watch, accuracy, fit, probabilities
+from bilevel.data import corrupt, load, split_trusted
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.methods.base import Method
+from bilevel.problem.rows import Rows
+from bilevel.results import Status
+from bilevel.running.run_many import Found, Settings
+from bilevel.running.solve import solve
+from bilevel_studies.denoising import methods as denoising_methods
+from bilevel_studies.denoising.methods import PAPER_T
+from bilevel_studies.denoising.study import ONE_SEED, STUDIES, Study
+from bilevel_studies.sittings import Deadline, Leave, OutOfTimeError, Sitting
+
+loaded = cache(load)
+"""A data set, read once."""
+HELD_OUT = 5
+"""One in this many trusted examples is held out for early stopping."""
+
+
+class Task:
+    """The data of a cell, on the device, and the network at its start."""
+
+    def __init__(self, settings: Settings, device: torch.device, sitting: Sitting | None = None) -> None:
+        self.study: Study = STUDIES[settings["dataset"]]
+        self.sitting = sitting or Sitting()
+        self.seed = int(settings["seed"])
+        self.passes, self.final_passes = settings["passes"]
+        self.device = device
+        data = split_trusted(loaded(settings["dataset"]), self.study.trusted, self.seed)
+        self.truth = data.y
+        self.x = data.x
+        self.y = corrupt(data.y, settings["noise"], len(data.classes), self.seed, settings["kind"])
+        self.trusted, self.test = data.part("trusted"), data.part("test")
+        with seeded(self.seed):
+            self.model = self.study.network().to(self.device)
+
+    @property
+    def precision(self) -> Precision | None:
+        return "bf16" if self.device.type == "cuda" else None
+
+    def steps(self, passes: float, rows: int) -> int:
+        return max(1, round(passes * rows / self.study.batch))
+
+    def accuracy(self, model: nn.Module) -> float:
+        return accuracy(model, self.test)
+
+    def fit(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        *,
+        steps: int,
+        watch: Watch | None = None,
+        before: int | None = None,
+    ) -> None:
+        """Train the model. Where the training comes before a run of so many steps, its own are not counted."""
+
+        def heard(done: int) -> None:
+            if watch is not None:
+                watch(done)
+            self.sitting.reached(*((done, steps) if before is None else (0, before)))
+
+        fit(
+            model,
+            x,
+            y,
+            steps=steps,
+            batch=self.study.batch,
+            rate=self.study.rate,
+            seed=self.seed,
+            augment=self.study.augment,
+            precision=self.precision,
+            watch=heard,
+            checkpoint=self.sitting.folder("training"),
+        )
+
+    def found(self, importance: Tensor, suspect: Tensor) -> Found:
+        """How well the wrong labels were found."""
+        wrong = (self.y != self.truth).numpy()
+        return {
+            "auc": float(roc_auc_score(~wrong, importance.numpy())),
+            "f1": float(f1_score(wrong, suspect.numpy())),
+            "noise_rate": float(np.mean(suspect.numpy())),
+        }
+
+
+def run(
+    settings: Settings, device: torch.device | None = None, place: Path | None = None, deadline: float | None = None
+) -> Found | None:
+    """Run a cell, on a GPU where there is one, or go on with it, until the deadline; None where Ctrl-C came.
+
+    `place` is the folder of its state. What is begun with no deadline and takes seconds leaves none there: to save it
+    would count among them.
+    """
+    long = settings["column"] in ONE_SEED or deadline is not None or (place is not None and place.exists())
+    sitting = Sitting(place if long else None, deadline)
+    task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), sitting)
+    sitting.go_on()
+    try:
+        result = COLUMN_RUNS[settings["column"]](task)
+    except OutOfTimeError:
+        result = {"partial": True, "steps": sitting.done, "of": sitting.of}
+    seconds = round(sitting.seconds(), 2)
+    if result is None or result.get("partial"):
+        sitting.pause(seconds)
+    return None if result is None else result | {"seconds": seconds, "device": device_name(task.device)}
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def ours(task: Task) -> Found | None:
+    study, rows, sitting = task.study, len(task.y), task.sitting
+    steps, rounds = task.steps(task.passes, rows), task.steps(task.final_passes, rows + study.trusted)
+    begins = {"trusted set": 0, "round 1": rounds + steps, "round 2": 2 * rounds + steps}
+    of = 3 * rounds + steps
+    try:
+        found = denoise(
+            (task.x, task.y),
+            task.trusted,
+            task.model,
+            steps=steps,
+            batch=study.batch,
+            final_steps=rounds,
+            rate=study.rate,
+            augment=study.augment,
+            seed=task.seed,
+            precision=task.precision,
+            checkpoint=sitting.place,
+            resume=sitting.place is not None,
+            callbacks=[Leave(sitting, rounds, of)],
+            watch=lambda stage, done, total: sitting.reached(begins[stage] + done, of),
+        )
+    except KeyboardInterrupt:
+        return None
+    return {
+        "accuracy": task.accuracy(found.model),
+        **task.found(found.importance, found.suspect),
+        "auc_quality": float(roc_auc_score((task.y == task.truth).numpy(), found.quality.numpy())),
+        "bilevel_seconds": round(found.solution.history["seconds"][-1], 2),
+        "engine": found.solution.engine,
+    }
+
+
+def oracle(task: Task) -> Found:
+    right = task.y == task.truth
+    return _plainly(task, torch.cat([task.x[right], task.trusted[0]]), torch.cat([task.y[right], task.trusted[1]]))
+
+
+def trusted(task: Task) -> Found:
+    return _plainly(task, *task.trusted)
+
+
+def plain(task: Task) -> Found:
+    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.y, task.trusted[1]]))
+
+
+def clean(task: Task) -> Found:
+    """The whole training set with its own labels."""
+    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.truth, task.trusted[1]]))
+
+
+def _plainly(task: Task, x: Tensor, y: Tensor) -> Found:
+    """As many steps as one round of ours has, whatever the number of examples."""
+    task.fit(task.model, x, y, steps=task.steps(task.final_passes, len(task.y) + task.study.trusted))
+    return {"accuracy": task.accuracy(task.model)}
+
+
+def stopped(task: Task) -> Found:
+    """Train+Val, kept at its best pass by the accuracy on a fifth of the trusted set that it is not trained on."""
+    x, y = task.trusted
+    held = torch.arange(len(y)) % HELD_OUT == 0
+    inputs, labels = torch.cat([task.x, x[~held]]), torch.cat([task.y, y[~held]])
+    each = task.steps(1, len(labels))
+    file = task.sitting.folder("best.json")
+    best: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else []
+
+    def watch(done: int) -> None:
+        while best and best[-1]["epoch"] * each >= done:  # measured after the state that the training goes on from
+            best.pop()
+        if done % each == 0:
+            score = float((probabilities(task.model, x[held]).argmax(1) == y[held]).double().mean())
+            if not best or score > best[-1]["held"]:
+                best.append({"held": score, "accuracy": task.accuracy(task.model), "epoch": done // each})
+                if file is not None:
+                    write_whole(file, json.dumps(best))
+
+    task.fit(task.model, inputs, labels, steps=task.steps(task.final_passes, len(labels)), watch=watch)
+    return {"accuracy": best[-1]["accuracy"], "epoch": best[-1]["epoch"]}
+
+
+def approx_grad(task: Task) -> Found | None:
+    return _bilevel(task, denoising_methods.approx_grad(PAPER_T, task.study.rate))
+
+
+def algorithm_2(task: Task) -> Found | None:
+    return _bilevel(task, denoising_methods.algorithm_2(PAPER_T, task.study.paper_nu))
+
+
+def _bilevel(task: Task, method: Method) -> Found | None:
+    """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
+    model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
+    task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
+    p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]
+    u = Rows(len(task.y), init=denoising_methods.start(p), device=task.device)
+    data = loaders(task.x, task.y, *task.trusted, task.study.batch)
+    model.train()
+    solution = solve(
+        importance_problem(task.study.augment, denoising_methods.importance),
+        method,
+        u,
+        model,
+        data,
+        max_steps=steps,
+        seed=task.seed,
+        hypergradient=False,
+        precision=task.precision,
+        callbacks=[Deadline(task.sitting)],
+        checkpoint=task.sitting.folder("importance"),
+        resume=task.sitting.place is not None,
+    )
+    if solution.interrupted:
+        return None
+    importance = denoising_methods.importance(u.values.cpu())
+    so_far = {"partial": True, "of": steps} if solution.status is Status.STOPPED else {}
+    return {
+        "accuracy": task.accuracy(model),
+        **task.found(importance, importance < 0.5),
+        "engine": solution.engine,
+        "steps": solution.steps,
+        "status": solution.status.name.lower(),
+        **so_far,
+    }
+
+
+COLUMN_RUNS = {
+    "ours": ours,
+    "stopped": stopped,
+    "oracle": oracle,
+    "trusted": trusted,
+    "plain": plain,
+    "approx-grad": approx_grad,
+    "algorithm-2": algorithm_2,
+    "clean": clean,
+}

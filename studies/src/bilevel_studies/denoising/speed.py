@@ -1,0 +1,165 @@
+"""Figures 4(a) and 5(a): accuracy against wall-clock time, and the effect of T, on MNIST with 25% of wrong labels.
+
+1,000 trusted examples. On a GPU the network is the paper's and all other examples are used; on a CPU it is an MLP
+784-300-10 on 5,000 of them. The paper's way (its Penalty, and ApproxGrad) starts from a network trained on the trusted
+set, with importances at its probabilities of the labels; the seconds of that count. The accuracy is that of the lower
+variable as the run goes, without training after it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bilevel._util.random_state import seeded
+from bilevel.applications import networks as models
+from bilevel.applications.denoising.denoise import importance_problem, loaders
+from bilevel.applications.training import accuracy, fit, probabilities
+from bilevel.data import Pair, corrupt, split_trusted
+from bilevel.methods.base import Method
+from bilevel.methods.penalty import Penalty
+from bilevel.problem.rows import Rows
+from bilevel.running.callbacks import Callback, Run
+from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.solve import solve
+from bilevel_studies.denoising import methods as denoising_methods
+from bilevel_studies.denoising.methods import PAPER_T, SOLVER
+from bilevel_studies.denoising.runs import device_name, loaded
+from bilevel_studies.denoising.small import network
+from bilevel_studies.denoising.study import STUDIES
+
+SPEED, STEPS = "speed", "steps"
+METHODS = ("Penalty, ours", "Penalty, the paper's", "ApproxGrad")
+NUMBERS = (1, 2, 5, 10, 20)
+"""T in the study of its effect."""
+BATCH, TRUSTED, NOISE, RATE = 200, 1000, 0.25, 1e-3
+ROWS = {"mlp": 5000, "cnn": 59_000}
+PASSES: dict[str, dict[str, float]] = {"speed": {"mlp": 10, "cnn": 2}, "steps": {"mlp": 4, "cnn": 0.5}}
+"""Over the training set; an upper step sees one batch of it."""
+OURS_PASSES = {"mlp": 48, "cnn": 12}
+"""Of our Penalty in the first study, as `denoise` has them: its upper step has no lower steps before it."""
+PRETRAINING = 300
+"""Steps on the trusted set."""
+POINTS = {"speed": 20, "steps": 4}
+"""Measurements of a run."""
+
+
+def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[Cell]:
+    """The runs of one figure with a network (`mlp` or `cnn`), the seeds one after another."""
+    found: list[dict[str, Any]] = [
+        {
+            "part": part,
+            "dataset": dataset,
+            "network": kind,
+            "rows": ROWS[kind],
+            "trusted": TRUSTED,
+            "noise": NOISE,
+            "method": name,
+            "T": T,
+            "passes": PASSES[part][kind],
+            "seed": seed,
+        }
+        for seed in range(seeds)
+        for T in (NUMBERS if part == STEPS else (PAPER_T,))
+        for name in METHODS
+    ]
+    for settings in found:
+        if part == SPEED and settings["method"] == METHODS[0]:
+            settings |= {"T": 0, "passes": OURS_PASSES[kind]}
+        if settings["method"] == METHODS[2]:
+            settings["solver"] = SOLVER
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def method(name: str, T: int) -> Method:
+    if name == METHODS[0]:
+        return Penalty(lower_steps=T)
+    if name == METHODS[1]:
+        return denoising_methods.algorithm_2(T, STUDIES["mnist"].paper_nu)
+    return denoising_methods.approx_grad(T, RATE)
+
+
+class Curves(Callback):
+    """Accuracies on the test set, the trusted and the noisy labels, and the seconds of the run without measuring."""
+
+    def __init__(self, model: nn.Module, test: Pair, trusted: Pair, train: Pair, offset: float) -> None:
+        self.model, self.offset, self.spent = model, offset, 0.0
+        self.pairs = {"test": test, "validation": trusted, "train": train}
+        self.found: dict[str, list[float]] = {"seconds": [], "test": [], "validation": [], "train": []}
+
+    def log(self, run: Run) -> None:
+        self.measure(run.seconds)
+
+    def measure(self, seconds: float) -> None:
+        began = time.perf_counter()
+        self.found["seconds"].append(round(self.offset + seconds - self.spent, 3))
+        for name, pair in self.pairs.items():
+            self.found[name].append(round(accuracy(self.model, pair), 4))
+        self.spent += time.perf_counter() - began
+
+
+def run(settings: Settings, device: torch.device | None = None) -> Found | None:
+    """Run a cell; None where Ctrl-C came. `steps` among the settings cuts the run short."""
+    device = device or torch.device("cpu")
+    seed, rows, name = int(settings["seed"]), int(settings["rows"]), settings["method"]
+    data = split_trusted(loaded(settings["dataset"]), settings["trusted"], seed)
+    data = data.select(np.sort(np.random.default_rng(seed).permutation(data.count)[:rows]))
+    trusted, test = data.part("trusted"), data.part("test")
+    y = corrupt(data.y, settings["noise"], len(data.classes), seed)
+    with seeded(seed):
+        model = (network("mlp", data) if settings["network"] == "mlp" else models.mnist_cnn()).to(device)
+    steps = settings.get("steps") or round(settings["passes"] * len(y) / BATCH)
+    ours, began = name == METHODS[0], time.perf_counter()
+    init: float | Tensor = 0.0
+    if not ours:
+        fit(model, *trusted, steps=min(PRETRAINING, steps), batch=BATCH, rate=RATE, seed=seed)
+        init = denoising_methods.start(probabilities(model, data.x)[torch.arange(len(y)), y])
+    curves = Curves(model, test, trusted, (data.x, y), time.perf_counter() - began)
+    curves.measure(0.0)
+    curves.spent = 0.0
+    u = Rows(len(y), init=init, device=device)
+    model.train()
+    importance = torch.sigmoid if ours else denoising_methods.importance
+    solution = solve(
+        importance_problem(None, importance),
+        method(name, settings["T"]),
+        u,
+        model,
+        loaders(data.x, y, *trusted, BATCH),
+        max_steps=steps,
+        seed=seed,
+        hypergradient=False,
+        callbacks=[curves],
+        log_every=max(1, steps // POINTS[settings["part"]]),
+        precision="bf16" if device.type == "cuda" else None,
+    )
+    if solution.interrupted:
+        return None
+    return _summary(curves, solution.history["seconds"], solution.engine) | {
+        "steps": solution.steps,
+        "device": device_name(device),
+        "status": solution.status.name.lower(),
+        "load": load(),
+    }
+
+
+def load() -> float | None:
+    """How many programs wanted to run for each core in the last minute: above 1, times are too long."""
+    return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
+
+
+def _summary(curves: Curves, seconds: Any, engine: str) -> Found:
+    """The curves and their ends. A step's time is the median of the last half, which no measuring is part of."""
+    differences = np.diff(np.array(seconds))[len(seconds) // 2 :]
+    return {
+        "curves": curves.found,
+        "accuracy": curves.found["test"][-1],
+        "seconds": curves.found["seconds"][-1],
+        "ms_per_step": round(1000 * float(np.median(differences)), 3) if len(differences) else None,
+        "engine": engine,
+    }

@@ -1,0 +1,177 @@
+"""The denoising study (Section 3.2, Table 2, Appendices D.1 and E.2): settings, and the paper's numbers.
+
+A cell is one column of the table on one data set, noise and seed. The paper trains with T = 20 and 100 epochs (200 on
+CIFAR-10); those cells take minutes to an hour on a GPU and come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from bilevel.applications import networks as models
+from bilevel.applications.augmentation import crop_and_flip
+from bilevel.applications.training import Augment
+from bilevel.running.run_many import Cell
+from bilevel_studies.denoising.methods import SOLVER
+
+COLUMNS = {
+    "ours": "Penalty, ours",
+    "stopped": "Train+Val, stopped early",
+    "oracle": "Oracle",
+    "trusted": "Val-only",
+    "plain": "Train+Val",
+    "approx-grad": "ApproxGrad",
+    "algorithm-2": "Penalty, the paper's",
+    "clean": "Clean labels",
+}
+"""The columns by their names in cells, those of most worth first. `clean` has no wrong label, and no other data."""
+SHOWN = ("oracle", "trusted", "plain", "stopped", "approx-grad", "algorithm-2", "ours")
+"""The columns of the table, from left to right."""
+RANKS = {"ours": 0, "approx-grad": 2, "algorithm-2": 3}
+"""What is run first, and last; the columns between them take seconds."""
+SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
+
+
+@dataclass(frozen=True)
+class Study:
+    """How a data set is used. Numbers of training steps are given in passes over the training set."""
+
+    network: Callable[[], nn.Module]
+    trusted: int
+    passes: int
+    """Of the bilevel run."""
+    final_passes: int
+    """Of each round of training after it, and of the columns without a bilevel run."""
+    rate: float
+    augment: Augment | None
+    paper: Mapping[float, Mapping[str, float]]
+    """Table 2, by noise and column, in percent."""
+    paper_passes: int = 100
+    """Epochs, of all its columns."""
+    paper_rate: float | None = None
+    """Of its columns without a bilevel run."""
+    paper_nu: float = 0.0
+    paper_clean: float | None = None
+    """The paper's accuracy with clean labels."""
+    target: Mapping[float, float] | None = None
+    batch: int = 200
+    tests: int = 10_000
+    """Examples of the test set."""
+    implicit_passes: int = 1
+    """Of ApproxGrad."""
+    cheap: bool = False
+    """Whether all columns have all seeds."""
+
+
+STUDIES = {
+    "mnist": Study(
+        models.mnist_cnn,
+        1000,
+        12,
+        20,
+        1e-3,
+        None,
+        {
+            0.25: {"oracle": 99.3, "trusted": 94.6, "plain": 83.9, "approx-grad": 98.11, "algorithm-2": 98.89},
+            0.5: {"oracle": 99.3, "trusted": 94.6, "plain": 60.8, "approx-grad": 97.27, "algorithm-2": 97.51},
+        },
+        paper_nu=1e-6,
+        paper_rate=1e-5,
+        paper_clean=99.5,
+        target={0.25: 99.05, 0.5: 98.50},
+    ),
+    "cifar10": Study(
+        models.cifar_cnn,
+        10_000,
+        12,
+        100,
+        1e-3,
+        crop_and_flip,
+        {
+            0.25: {"oracle": 82.9, "trusted": 70.3, "plain": 79.1, "approx-grad": 71.59, "algorithm-2": 79.67},
+            0.5: {"oracle": 80.7, "trusted": 70.3, "plain": 72.2, "approx-grad": 68.08, "algorithm-2": 79.03},
+        },
+        paper_passes=200,
+        paper_nu=1e-4,
+        paper_rate=1e-3,
+        paper_clean=86.2,
+        target={0.25: 83.0, 0.5: 81.5},
+    ),
+    "svhn": Study(
+        models.svhn_cnn,
+        1000,
+        12,
+        20,
+        1e-3,
+        None,
+        {
+            0.25: {"oracle": 91.1, "trusted": 70.6, "plain": 71.6, "approx-grad": 80.05, "algorithm-2": 88.12},
+            0.5: {"oracle": 89.8, "trusted": 70.6, "plain": 47.9, "approx-grad": 74.18, "algorithm-2": 85.21},
+        },
+        paper_rate=1e-3,
+        paper_clean=91.23,
+        tests=26_032,
+    ),
+    "fashion-mnist": Study(models.mnist_cnn, 1000, 12, 20, 1e-3, None, {}),
+    "digits": Study(
+        partial(models.mlp, 64, (128,)),
+        100,
+        92,
+        92,
+        3e-3,
+        None,
+        {},
+        batch=100,
+        tests=400,
+        implicit_passes=10,
+        cheap=True,
+    ),
+}
+NOISES = ((0.25, SYMMETRIC), (0.5, SYMMETRIC), (0.4, ASYMMETRIC))
+PAPER_BATCH = 200
+ONE_SEED = ("approx-grad", "algorithm-2")
+"""Columns that have one seed: a run takes too long."""
+
+
+def cells(
+    datasets: Sequence[str], noises: Iterable[tuple[float, str]], columns: Sequence[str], seeds: int
+) -> list[Cell]:
+    """The cells of these parts of the table, the most worth first."""
+    order = list(COLUMNS)
+    found = []
+    for dataset in datasets:
+        for column in columns:
+            study = STUDIES[dataset]
+            count = 1 if column in ONE_SEED and not study.cheap else seeds
+            for noise, kind in _seen(column, tuple(noises)):
+                for seed in range(count):
+                    settings = {
+                        "dataset": dataset,
+                        "noise": noise,
+                        "kind": kind,
+                        "column": column,
+                        "seed": seed,
+                        "passes": [bilevel_passes(study, column), study.final_passes],
+                    }
+                    if column == "approx-grad":
+                        settings["solver"] = SOLVER
+                    found.append((settings, (RANKS.get(column, 1), seed, order.index(column))))
+    found.sort(key=lambda pair: pair[1])
+    return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+
+
+def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[float, str], ...]:
+    """The noises that make a difference to a column."""
+    if column == "clean":
+        return ((0.0, SYMMETRIC),)
+    return noises[:1] if column == "trusted" else noises
+
+
+def bilevel_passes(study: Study, column: str) -> int:
+    """Of the bilevel run."""
+    own = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
+    return own.get(column, study.passes)

@@ -1,0 +1,187 @@
+"""The figures of the synthetic study and of the complexity study: small images for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bilevel._util.atomic_files import whole
+from bilevel_studies import complexity
+from bilevel_studies.complexity import Exponent
+from bilevel_studies.synthetic.results import Array, Results
+from bilevel_studies.synthetic.study import LAMS, LOWER_STEPS, METHODS, NUMBERS, PAIRS, PROBLEMS, SENSITIVITY
+
+COLORS = {
+    "GD": "#7f7f7f",
+    "RMD": "#2ca02c",
+    "ApproxGrad": "#ff7f0e",
+    "Penalty": "#1f77b4",
+    "FMD": "#d62728",
+    "ValueGap": "#9467bd",
+    "ValueFunction": "#8c564b",
+}
+DASHES: dict[int, Any] = {1: (0, (1, 1.2)), 5: (0, (4, 2)), 10: "-", 100: (0, (6, 1.5, 1, 1.5))}
+FLOOR = 1e-12
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.titlesize": 9,
+    "lines.linewidth": 1.4,
+}
+
+
+@matplotlib.rc_context(STYLE)
+def convergence(results: Results, pair: str, path: Path) -> None:
+    """Figures 1 and 2: for each problem of a pair and each T, the mean of every method over its trials."""
+    steps = [*LOWER_STEPS, 100]
+    figure = new_figure(8.8, 4.6)
+    axes = figure.subplots(2, len(steps), sharex="col", sharey="row")
+    for row, problem in zip(axes, PAIRS[pair], strict=True):
+        for cell, T in zip(row, steps, strict=True):
+            for name in METHODS if T < 100 else ("RMD",):
+                x, errors = results.curves(problem, name, T)
+                _trials(cell, x, errors, COLORS[name], name)
+            cell.set_title(f"Example {NUMBERS[problem]}, T = {T}")
+            cell.set_yscale("log")
+            cell.xaxis.set_major_formatter(_thousands)
+        row[0].set_ylabel("error")
+    for cell in axes[-1]:
+        cell.set_xlabel("upper steps")
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def ablation(results: Results, path: Path) -> None:
+    """Figure 7: Penalty on Example 1 for each T and first lam, with nu (top) and without."""
+    figure = new_figure(8.0, 4.4)
+    axes = figure.subplots(2, len(LOWER_STEPS), sharex=True, sharey=True)
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, len(LAMS)))
+    for row, multipliers in zip(axes, (True, False), strict=True):
+        for cell, T in zip(row, LOWER_STEPS, strict=True):
+            x, means = results.ablated(T, multipliers)
+            for lam, values, shade in zip(LAMS, means.T, shades, strict=True):
+                cell.semilogy(x, np.maximum(values, FLOOR), color=shade, label=f"lam = {lam:g}")
+            cell.set_title(f"T = {T}, {'with' if multipliers else 'without'} nu")
+            cell.xaxis.set_major_formatter(_thousands)
+        row[0].set_ylabel("mean error")
+    for cell in axes[-1]:
+        cell.set_xlabel("upper steps")
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def sensitivity(results: Results, path: Path) -> None:
+    """Appendix D.4: the last mean error against each of four options."""
+    names = {
+        "gamma": "first gamma",
+        "epsilon": "first epsilon",
+        "gamma_factor": "c_gamma",
+        "epsilon_factor": "c_epsilon",
+    }
+    figure = new_figure(8.0, 2.4)
+    axes = figure.subplots(1, len(SENSITIVITY), sharey=True)
+    for cell, option in zip(axes, SENSITIVITY, strict=True):
+        for (problem, rows), color in zip(results.varied(option).items(), ("#1f77b4", "#d62728"), strict=True):
+            values, ends = zip(*rows, strict=True)
+            cell.plot(values, np.maximum(ends, FLOOR), "o-", ms=3, color=color, label=f"Example {NUMBERS[problem]}")
+        cell.set_yscale("log")
+        if option in ("gamma", "epsilon"):
+            cell.set_xscale("log")
+        cell.set_xlabel(names[option])
+    axes[0].set_ylabel("last mean error")
+    legend_above(figure, axes[0])
+    save_figure(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def budget(results: Results, path: Path) -> None:
+    """Every run against the gradients of g that it took, and the number that all of them took."""
+    figure = new_figure(8.0, 5.6)
+    axes = figure.subplots(2, 2, sharex=True)
+    for cell, problem in zip(axes.flat, PROBLEMS, strict=True):
+        for (name, T), cost in results.gradients.items():
+            x, errors = results.curves(problem, name, T)
+            mean = np.maximum(errors.mean(1), FLOOR)
+            cell.plot(x[1:] * cost, mean[1:], color=COLORS[name], ls=DASHES[T], lw=1.1, label=f"{name}, T = {T}")
+        evaluations, means = _default_curve(results, problem)
+        cell.plot(2 * evaluations, means, color="black", lw=2, label="Penalty(), no option")
+        cell.axvline(results.budget, color="black", lw=0.8, ls=":")
+        cell.set(xscale="log", yscale="log", title=f"Example {NUMBERS[problem]}")
+        cell.set_xlim(left=10)
+    for cell in axes[-1]:
+        cell.set_xlabel("gradients of g")
+    for cell in axes[:, 0]:
+        cell.set_ylabel("mean error")
+    legend_above(figure, axes[0][0], columns=5)
+    save_figure(figure, path)
+
+
+@matplotlib.rc_context(STYLE)
+def exponents(found: Sequence[Exponent], path: Path) -> None:
+    """Counted gradients (top) and bytes (bottom) of one upper step against T, U and V."""
+    figure = new_figure(8.0, 4.6)
+    axes = figure.subplots(2, 3, sharex="col", sharey="row")
+    for row, quantity, label in zip(axes, ("gradients", "bytes"), ("gradients of g", "bytes"), strict=True):
+        for cell, variable in zip(row, "TUV", strict=True):
+            for name in complexity.TABLE:
+                one = next(e for e in found if (e.method, e.quantity, e.variable) == (name, quantity, variable))
+                x, y = zip(*one.values, strict=True)
+                cell.loglog(x, y, "o-", ms=3, color=COLORS[name], label=name, base=2)
+                cell.set_yscale("log", base=10)
+            cell.set_xticks(x, [str(value) for value in x])
+            cell.minorticks_off()
+        row[0].set_ylabel(label)
+    for cell, variable in zip(axes[-1], "TUV", strict=True):
+        cell.set_xlabel(variable)
+    legend_above(figure, axes[0][0])
+    save_figure(figure, path)
+
+
+def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:
+    """The mean error of `Penalty()` over its trials against evaluations; a trial that has ended stays where it is."""
+    found = results.default(problem)
+    grid = np.unique(np.concatenate([np.array(e, dtype=float) for e in found["evaluations"]]))
+    rows = []
+    for evaluations, errors in zip(found["evaluations"], found["errors"], strict=True):
+        at = np.searchsorted(np.array(evaluations[: len(errors)]), grid, "right") - 1
+        rows.append(np.array(errors)[at])
+    return grid, np.maximum(np.mean(rows, axis=0), FLOOR)
+
+
+def _trials(cell: Any, x: Array, errors: Array, color: str, label: str) -> None:
+    """Every trial thin, their mean on top."""
+    cell.plot(x, np.maximum(errors, FLOOR), color=color, lw=0.4, alpha=0.18)
+    cell.plot(x, np.maximum(errors.mean(1), FLOOR), color=color, lw=1.8, label=label)
+
+
+def _thousands(value: float, _: int) -> str:
+    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def legend_above(figure: Figure, axes: Any, columns: int = 5) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)), frameon=False)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """A PNG: the thin lines of all trials are large as SVG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

@@ -1,0 +1,247 @@
+"""The clean-label study (Section 3.4, Appendix E.4, Figures 3 and 6(a)): settings, and one cell.
+
+One poison point for a target, with its own label, on features that the victim does not train. For each test image that
+the clean victim has right: the smallest epsilon of 1 to 16, of l2 over pixels in [-1, 1], that flips it after training
+anew, by bisection. The dog-fish set of the paper cannot be had; dog and fish photographs of other sources stand in for
+it. A cell is some targets with one method, side by side in one tensor (`clean_label_batch`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from bilevel._util.random_state import seeded
+from bilevel.applications.poisoning.bounds import norms
+from bilevel.applications.poisoning.victims import mapped
+from bilevel.running.run_many import Cell, Found, Settings
+from bilevel_studies.poisoning import clean_label_batch as batch
+from bilevel_studies.poisoning.clean_label_features import FEATURES, side_of
+from bilevel_studies.poisoning.photographs import CLASSES, photos
+from bilevel_studies.repeated_step import let_go
+
+EPSILONS = tuple(range(1, 17))
+METHODS = ("penalty", "feature-collision", "collision-adam")
+TITLES = {
+    "penalty": "Penalty",
+    "feature-collision": "Algorithm 1 of Shafahi et al.",
+    "collision-adam": "the collision term alone",
+}
+PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
+"""K of the paper, and the steps of Algorithm 1 there."""
+PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.3}
+"""T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is that of the points, of a
+direction of length one over all pixels: the paper's 0.01 a pixel would leave a ball of 1 to 5 in one step."""
+STEEPEST: dict[str, Any] = PAPER | {"rate": 1.0, "points": "steepest"}
+"""The points moved by steepest descent in the norm of their bound, as Algorithm 1 moves them, in place of Adam."""
+CANDIDATES: tuple[dict[str, Any], ...] = (
+    PAPER,
+    STEEPEST,
+    STEEPEST | {"collision": 0.1, "gamma": 10.0},
+    STEEPEST | {"collision": 0.01, "gamma": 100.0},
+)
+"""In the last two, what the victim does with the point counts for more."""
+CHUNK = 32
+"""Targets of a cell."""
+MULTIPLE = 8
+"""On a GPU, targets side by side are filled up to a multiple of these."""
+CHOICE = "choice"
+STEPS, RATE = 1000, 1e-3
+"""Of a victim. The paper: RMSProp at this rate for 1,000 epochs; here Adam on all rows, whose rate falls to zero."""
+SHOWN, SHOWN_SIDE = 6, 96
+"""Points of a cell of Penalty that are kept as pictures, and their pixels."""
+
+
+def order(count: int) -> list[int]:
+    """The test photographs in the order in which they are targets."""
+    return [int(i) for i in torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+
+
+def choice_cells(features: str, targets: Sequence[int], steps: Mapping[str, int] = PAPER_STEPS) -> list[Cell]:
+    """Every candidate of Penalty on the same few targets, which are in no other cell."""
+    found = [
+        {"part": CHOICE, **_settings(features, targets, "penalty", steps), "options": options} for options in CANDIDATES
+    ]
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def cells(
+    features: str,
+    targets: Sequence[int],
+    options: Mapping[str, Any] = PAPER,
+    *,
+    chunk: int = CHUNK,
+    steps: Mapping[str, int] = PAPER_STEPS,
+) -> list[Cell]:
+    """One for each chunk of targets and method, the methods of a chunk after one another: first those to compare."""
+    chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
+    found = []
+    for some in chunks:
+        for method in METHODS:
+            found.append(_settings(features, some, method, steps) | _own(method, options))
+    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+
+
+def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping[str, int]) -> dict[str, Any]:
+    return {"features": features, "targets": list(targets), "method": method, "steps": steps[method]}
+
+
+def _own(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method takes of the options of Penalty."""
+    names = {"penalty": tuple(options), "collision-adam": ("rate", "points")}.get(method, ())
+    return {"options": {name: options[name] for name in names if name in options}} if names else {}
+
+
+def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
+    """The cells of a feature map that are compared: none of the choice, and none with options that were not taken."""
+    taken = best(kept, features)
+    return [
+        (settings, found)
+        for settings, found in kept
+        if settings["features"] == features
+        and "part" not in settings
+        and settings.get("options") == _own(settings["method"], taken).get("options")
+    ]
+
+
+def earlier(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
+    """Penalty with options that were not taken, on targets that are no choice's."""
+    taken = _own("penalty", best(kept, features))["options"]
+    return [
+        (settings, found)
+        for settings, found in kept
+        if settings["features"] == features
+        and "part" not in settings
+        and settings["method"] == "penalty"
+        and settings["options"] != taken
+    ]
+
+
+def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any]:
+    """The candidate whose smallest epsilons have the least mean; the paper's where not all were run."""
+    means = []
+    for options in CANDIDATES:
+        mine = [f for s, f in kept if s.get("part") == CHOICE and s["features"] == features and s["options"] == options]
+        known = [one["epsilon"] or EPSILONS[-1] + 1 for f in mine for one in f["targets"] if not one.get("skipped")]
+        if not known:
+            return PAPER
+        means.append(sum(known) / len(known))
+    return CANDIDATES[means.index(min(means))]
+
+
+def run(settings: Settings, device: torch.device | None = None) -> Found | None:
+    """The smallest epsilons that flip the targets of a cell; None where Ctrl-C came."""
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scene = scene_of(settings["features"], str(where))
+    began = time.perf_counter()  # the photographs and the clean victim, once for all cells, are not counted
+    rows = torch.tensor(settings["targets"], device=where)
+    right = scene.right[rows]
+    out: list[dict[str, Any]] = [{"target": int(i), "skipped": True} for i in rows[~right].tolist()]
+    chosen = rows[right]
+    if len(chosen):
+        try:
+            out += _search(scene, scene.targets(chosen), settings)
+        except KeyboardInterrupt:
+            return None
+    return {"targets": out, "seconds": round(time.perf_counter() - began, 2), "device": _device(where)}
+
+
+def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[dict[str, Any]]:
+    last: dict[int, tuple[Tensor, float]] = {}
+
+    def flips(which: Tensor, epsilons: Tensor) -> Tensor:
+        let_go(scene.device)
+        rows = batch.filled(len(which), scene.multiple)
+        mine, bounds = targets.only(which[rows].to(scene.device)), epsilons[rows].to(targets.bases)
+        u = batch.settled(scene.attack(mine, bounds, settings), mine.bases, bounds)
+        answers = batch.flipped(mine, scene.clean, scene.features, u).cpu()
+        mine, u, answers = mine.only(slice(len(which))), u[: len(which)], answers[: len(which)]
+        sizes = norms(u, mine.bases, "l2").tolist()
+        for i, point, size, answer in zip(which.tolist(), u, sizes, answers.tolist(), strict=True):
+            if answer:
+                last[i] = point, size
+        return answers
+
+    smallest, tried = batch.smallest_of_many(len(targets.labels), EPSILONS, flips)
+    found: list[dict[str, Any]] = []
+    shown = SHOWN if settings["method"] == "penalty" and "part" not in settings else 0
+    for i, epsilon in enumerate(smallest):
+        one: dict[str, Any] = {
+            "target": int(targets.rows[i]),
+            "label": int(targets.labels[i]),
+            "base": int(targets.base_rows[i]),
+            "epsilon": epsilon,
+            "l2": None if epsilon is None else last[i][1],
+            "tried": tried[i],
+        }
+        if epsilon is not None and sum("pictures" in other for other in found) < shown:
+            images = (scene.test[0][one["target"]], targets.bases[i], last[i][0])
+            one["pictures"] = [picture(image.cpu()) for image in images]
+        found.append(one)
+    return found
+
+
+class Scene:
+    """The photographs on a device, their features, and which test photographs the clean victim has right."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.device = device
+        side = side_of(name)
+        self.train, self.test = (photos(part, side) for part in ("train", "test"))
+        self.features = FEATURES[name](self.train, device)
+        rows = mapped(self.features, self.train[0], device)
+        self.test_rows = mapped(self.features, self.test[0], device)
+        self.test_labels = self.test[1].to(device)
+        with seeded(0):
+            first = nn.Linear(rows.shape[1], len(CLASSES))
+        weight, bias = (p.detach().to(device) for p in first.parameters())
+        self.clean = batch.Clean(rows, self.train[1].to(device), weight.T, bias, STEPS, RATE)
+        self.right = batch.scores(self.test_rows, *self.clean.victim)[0].argmax(1) == self.test_labels
+        self.multiple = 1
+        if device.type == "cuda":  # from here on thousands of passes have few sizes, and the search for kernels pays
+            torch.backends.cudnn.benchmark, self.multiple = True, MULTIPLE
+
+    def targets(self, rows: Tensor) -> batch.Targets:
+        """Targets with the nearest test photograph of the other class, in the features, as the base."""
+        labels, places = self.test_labels[rows], self.test_rows[rows]
+        apart = torch.cdist(places, self.test_rows)
+        apart[labels[:, None] == self.test_labels[None]] = torch.inf
+        bases = apart.argmin(1)
+        images = self.test[0][bases.cpu()].to(self.device)
+        return batch.Targets(rows, labels, places, images, bases, self.test_labels[bases])
+
+    def attack(self, targets: batch.Targets, epsilons: Tensor, settings: Settings) -> Tensor:
+        steps = int(settings["steps"])
+        match settings["method"]:
+            case "feature-collision":
+                return batch.algorithm_1(targets, self.features, epsilons, steps=steps)
+            case "collision-adam":
+                options = settings["options"]
+                return batch.collision_alone(targets, self.features, epsilons, steps=steps, options=options)
+        return batch.penalty(targets, self.clean, self.features, epsilons, steps=steps, options=settings["options"])
+
+
+@cache
+def scene_of(name: str, device: str) -> Scene:
+    return Scene(name, torch.device(device))
+
+
+def picture(image: Tensor) -> str:
+    """An image in [-1, 1] as a small PNG in base64."""
+    pixels = ((image + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).resize((SHOWN_SIDE, SHOWN_SIDE)).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _device(where: torch.device) -> str:
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"

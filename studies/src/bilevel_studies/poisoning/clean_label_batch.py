@@ -1,0 +1,252 @@
+"""Clean-label points of many targets in one tensor: attacks, victims trained anew, and the smallest epsilons.
+
+The problems of the targets share nothing but their feature map: f and g are sums over targets, and every price,
+schedule and learning rate is set beforehand, so that no target hears of another. A point is u_i = b_i + epsilon_i w_i.
+
+    f = sum_i  l(h(t_i; v_i), wanted_i) + c |r(u_i) - r(t_i)|^2         |w_i|^2 - 1 <= 0, with a multiplier
+    g = sum_i  mean over the photographs and u_i of l(h(.; v_i), .)     (Eq. 12, the term squared as in Section 3.4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from bilevel.applications.poisoning.bounds import Bound, Within, drawn_back
+from bilevel.applications.poisoning.victims import Features
+from bilevel.errors import ProblemError
+from bilevel.methods.penalty import Penalty
+from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.problem.problem import Problem
+from bilevel.problem.projections import Box
+from bilevel.problem.variables import Variable
+from bilevel.results import Status
+from bilevel.running.solve import solve
+from bilevel_studies.repeated_step import repeat
+from bilevel_studies.steepest_descent import Steepest
+
+LOW, HIGH = -1.0, 1.0
+STIFFNESS = 10.0
+"""The price of a bound in units of f at the base, for h of size one."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Some targets on a device: images, features and labels of the targets, and where their points begin."""
+
+    rows: Tensor
+    labels: Tensor
+    features: Tensor
+    bases: Tensor
+    base_rows: Tensor
+    wanted: Tensor
+
+    def only(self, which: Tensor | slice) -> Targets:
+        """Some of them."""
+        return Targets(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+def filled(count: int, multiple: int) -> Tensor:
+    """0 to count - 1, and the last of them again up to a multiple.
+
+    A GPU has kernels searched for, anew for each size of a batch: so there are few sizes.
+    """
+    return torch.arange(-(-count // multiple) * multiple).clamp(max=count - 1)
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What the victims are trained on: features and labels of the photographs, and the first weights."""
+
+    features: Tensor
+    labels: Tensor
+    weight: Tensor
+    """(features, classes)"""
+    bias: Tensor
+    steps: int
+    rate: float
+
+    @cached_property
+    def victim(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of one victim that is trained on the photographs alone, with a leading dimension of one."""
+        return trained(self, None, self.labels[:1], 1)
+
+
+def scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(targets, rows, classes) of rows that all victims see."""
+    return x @ weight + bias[:, None]
+
+
+def own_scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(targets, classes) of one row for each victim."""
+    return (x[:, None] @ weight)[:, 0] + bias
+
+
+def lower_values(clean: Clean, z: Tensor | None, labels: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """g of each victim: the mean loss over the photographs and its point, or over the photographs alone."""
+    rows, count = len(clean.labels), len(weight)
+    of_rows = scores(clean.features, weight, bias)
+    losses = cross_entropy(of_rows.flatten(0, 1), clean.labels.repeat(count), reduction="none").view(count, rows).sum(1)
+    if z is None:
+        return losses / rows
+    return (losses + cross_entropy(own_scores(z, weight, bias), labels, reduction="none")) / (rows + 1)
+
+
+def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Victims from the first weights, each on the photographs and its point: Adam on all rows, a rate that falls to
+    zero, as `bilevel.applications.training.fit` does for one."""
+    weight = clean.weight.expand(count, -1, -1).clone().requires_grad_()
+    bias = clean.bias.expand(count, -1).clone().requires_grad_()
+    v = Variable([weight, bias], "victims")
+    descent = Descent(v, adam(v, clean.rate), "optimizer")
+
+    def step(left: Tensor) -> None:
+        values = lower_values(clean, z, labels, weight, bias)
+        descent.step(torch.autograd.grad(values.sum(), v.leaves), (), left)
+
+    repeat(step, clean.steps, v.leaves, descent)
+    return weight.detach(), bias.detach()
+
+
+def mover(options: Mapping[str, Any], bases: Tensor) -> OptimizerFactory:
+    """What moves the points: `rate` is the length of a step, of bounds of length one."""
+    kind = Steepest if options.get("points") == "steepest" else torch.optim.Adam
+    return partial(kind, lr=float(options["rate"]) / bases[0].numel() ** 0.5)
+
+
+def penalty(
+    targets: Targets, clean: Clean, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
+) -> Tensor:
+    """Points by the penalty method, not yet brought into their bounds."""
+    count = len(targets.labels)
+    factor = epsilons.view(-1, 1, 1, 1)
+    weight, bias = (leaf.repeat(count, *[1] * (leaf.ndim - 1)).requires_grad_() for leaf in clean.victim)
+    collision = float(options["collision"])
+    with torch.no_grad():
+        apart = ((features(targets.bases) - targets.features) ** 2).sum(1)
+        first = cross_entropy(own_scores(targets.features, weight, bias), targets.wanted, reduction="none")
+        stiff = (STIFFNESS * (first + collision * apart)).sqrt()
+    kept: list[Tensor] = []
+
+    def prepare(w: Tensor, batches: object) -> Tensor:
+        if torch.is_grad_enabled():
+            return features(targets.bases + factor * w)
+        if not kept or not torch.equal(kept[0], w):  # the certificate asks for the same points many times over
+            kept[:] = [w.detach().clone(), features(targets.bases + factor * w)]
+        return kept[1]
+
+    def upper(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        wrong = cross_entropy(own_scores(targets.features, *v), targets.wanted, reduction="sum")
+        return wrong + collision * ((z - targets.features) ** 2).sum()
+
+    def lower(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        return lower_values(clean, z, targets.wanted, v[0], v[1]).sum()
+
+    def outside(w: Tensor, v: list[Tensor], z: Tensor) -> Tensor:
+        return stiff * ((w * w).flatten(1).sum(1) - 1)
+
+    problem = Problem(
+        upper,
+        lower,
+        inequalities=[outside],
+        prepare=prepare,
+        project_upper=Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor),
+    )
+    method = Penalty(
+        mode="stochastic",
+        warm_up=0.0,
+        lower_steps=int(options["T"]),
+        gamma=float(options["gamma"]),
+        lam=float(options["lam"]),
+        gamma_h=1.0,
+        lower_batches="shared",
+        upper_optimizer=mover(options, targets.bases),
+        lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),
+    )
+    w = torch.zeros_like(targets.bases).requires_grad_()
+    found = solve(problem, method, w, [weight, bias], max_steps=steps, log_every=steps, hypergradient=False)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if found.status is Status.DIVERGED:
+        raise ProblemError(f"the attack diverged after {found.steps} steps. {found.message}")
+    return targets.bases + factor * w.detach()
+
+
+def collision_alone(
+    targets: Targets, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
+) -> Tensor:
+    """Points by the collision term alone, with Penalty's optimizer, drawn back into their bounds at every step: no
+    lower level."""
+    factor = epsilons.view(-1, 1, 1, 1)
+    w = torch.zeros_like(targets.bases).requires_grad_()
+    descent = Descent(Variable(w, "points"), mover(options, targets.bases), "optimizer")
+    box = Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor)
+
+    def step(left: Tensor) -> None:
+        apart = ((features(targets.bases + factor * w) - targets.features) ** 2).sum()
+        descent.step(torch.autograd.grad(apart, [w]), (), left)
+        with torch.no_grad():
+            w.copy_(drawn_back(box(w), torch.zeros_like(w), 1.0))
+
+    repeat(step, steps, [w], descent)
+    return targets.bases + factor * w.detach()
+
+
+def algorithm_1(
+    targets: Targets, features: Features, epsilons: Tensor, *, steps: int, rate: float = 0.01, beta: float = 0.1
+) -> Tensor:
+    """Points by Algorithm 1 of Shafahi et al., drawn back into box and bound at every step (see
+    `bilevel_studies.poisoning.feature_collision`)."""
+    u = targets.bases.clone()
+
+    def step(_: Tensor) -> None:
+        x = u.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(((features(x) - targets.features) ** 2).sum(), x)
+        with torch.no_grad():
+            moved = (u - rate * slope + rate * beta * targets.bases) / (1 + rate * beta)
+            u.copy_(drawn_back(moved.clamp(LOW, HIGH), targets.bases, epsilons))
+
+    repeat(step, steps, [u])
+    return u
+
+
+def settled(u: Tensor, bases: Tensor, epsilons: Tensor) -> Tensor:
+    """The points in box and bound, exactly."""
+    parts = zip(u, bases, epsilons.tolist(), strict=True)
+    return torch.cat([Within(b[None], LOW, HIGH, Bound(epsilon)).settled(point[None]) for point, b, epsilon in parts])
+
+
+def flipped(targets: Targets, clean: Clean, features: Features, u: Tensor) -> Tensor:
+    """Whether victims trained anew on the photographs and their points give their targets another class."""
+    with torch.no_grad():
+        z = features(u)
+    victims = trained(clean, z, targets.wanted, len(u))
+    return own_scores(targets.features, *victims).argmax(1) != targets.labels
+
+
+def smallest_of_many(
+    count: int, values: tuple[int, ...], flips: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[list[int | None], list[list[tuple[int, bool]]]]:
+    """For each of some targets the smallest of rising values that flips it, by bisection of all side by side.
+
+    `flips(which, values)` answers for the targets `which`, each at a value of its own. Also returns what was tried.
+    The middle is asked for first: sixteen values take four rounds, and a fifth for what the largest does not flip.
+    """
+    low, high = [-1] * count, [len(values)] * count
+    tried: list[list[tuple[int, bool]]] = [[] for _ in range(count)]
+    while ask := {i: (low[i] + high[i]) // 2 for i in range(count) if high[i] - low[i] > 1}:
+        which = torch.tensor(list(ask))
+        answers = flips(which, torch.tensor([float(values[k]) for k in ask.values()])).tolist()
+        for (i, k), answer in zip(ask.items(), answers, strict=True):
+            tried[i].append((values[k], bool(answer)))
+            if answer:
+                high[i] = k
+            else:
+                low[i] = k
+    return [values[h] if h < len(values) else None for h in high], tried

@@ -1,0 +1,266 @@
+"""A deep victim, beyond the paper: clean-label poison against a network that is trained from scratch.
+
+The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
+changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
+network as the lower variable, tethered (see `bilevel.applications.poisoning.attack`); feature collision draws the
+points to
+the target's features in the network trained on clean data. Both know one set of first weights; what counts is a network
+trained from scratch, from these and from others.
+
+A cell is one target with all methods: they share its bases, and the clean networks of the process, which on a GPU are
+not the same bits in another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel._util.random_state import seeded
+from bilevel.applications.networks import cifar_cnn
+from bilevel.applications.poisoning.attack import TETHER, Poison, attack, evaluate, unmoved
+from bilevel.applications.poisoning.bounds import Bound
+from bilevel.applications.poisoning.goals import Goal, clean_label
+from bilevel.applications.poisoning.victims import Recipe, mapped, trained
+from bilevel.applications.training import probabilities
+from bilevel.data import load
+from bilevel.running.run_many import Cell, Found, Settings
+from bilevel_studies.poisoning.feature_collision import collide
+from bilevel_studies.repeated_step import let_go
+
+PENALTY = "penalty"
+METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
+ROWS, POOL, TEST = 5000, 5000, 2000
+"""Images for training, those that bases are taken from, and those that targets are."""
+POINTS = 50
+EPSILON = 8 / 255
+MEAN, SPREAD = 0.47, 0.25
+"""Of the pixels."""
+TARGETS = 20
+STEPS = {PENALTY: 300, "feature-collision": 500}
+BATCH = 500
+"""Training images in a step of Penalty, beside all points."""
+RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
+KNOWN, OTHERS = 0, (1, 2)
+"""The first weights that the attack knows, by their seed, and those of other victims."""
+COLLISION_RATE = 0.01
+TETHERS = (0.0003, 0.003, 0.03)
+"""Prices of the tether of Penalty's lower variable that are compared."""
+CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
+"""They are compared on the targets from the thousandth on, which no table has."""
+
+
+def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[Cell]:
+    """A cell for each target: Penalty with one tether, and the others."""
+    return [Cell(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
+
+
+def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
+    """Penalty alone, with every tether, on targets that no table has."""
+    some = range(FIRST_CHOICE, FIRST_CHOICE + choose)
+    return [Cell({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
+
+
+def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
+    """The cells with the settings of now: a file may hold others."""
+    now = {"steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps}
+    return [pair for pair in kept if now == {key: pair[0].get(key) for key in now}]
+
+
+def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
+    return {
+        "target": target,
+        "rows": rows,
+        "points": max(1, rows * POINTS // ROWS),
+        "tethers": tethers,
+        "steps": dict(STEPS),
+        "batch": BATCH,
+        "training": RECIPE.steps,
+    }
+
+
+def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, float]:
+    """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
+    found: dict[float, list[float]] = {}
+    for settings, one in current(kept):
+        if settings.get("part") == CHOICE and settings["rows"] == rows:
+            for tether, run in zip(settings["tethers"], one["runs"], strict=True):
+                found.setdefault(tether, []).extend(run["margins"])
+    return {tether: sum(margins) / len(margins) for tether, margins in found.items()}
+
+
+def best(kept: Sequence[tuple[Settings, Found]], rows: int) -> float:
+    """The tether whose points serve the wanted class best; the default of `attack` where nothing was compared."""
+    means = tried(kept, rows)
+    return max(means, key=lambda tether: means[tether]) if means else TETHER
+
+
+def run(settings: Settings, device: torch.device | None = None) -> Found | None:
+    """One target: the class that every retrained victim gives it, by the method; None where Ctrl-C came.
+
+    `runs` has Penalty with each tether, then, where there is one tether, the other methods.
+    """
+    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scene = scene_of(int(settings["rows"]), str(where), int(settings["training"]))
+    began = time.perf_counter()  # the clean victims, trained once for all cells, are not counted
+    row, wanted = scene.target(int(settings["target"]))
+    goal = clean_label(
+        scene.pool,
+        scene.test[0][row],
+        wanted,
+        points=int(settings["points"]),
+        features=scene.body,
+        collision=0.0,
+        device=where,
+    )
+    attacks = [(PENALTY, float(tether)) for tether in settings["tethers"]]
+    if len(attacks) == 1:
+        attacks += [(method, 0.0) for method in METHODS if method != PENALTY]
+    predicted = {seed: scene.predicted(seed) for seed in (KNOWN, *OTHERS)}
+    clean = {seed: int(found[row]) for seed, found in predicted.items()}
+    runs: list[dict[str, Any]] = []
+    for method, tether in attacks:
+        let_go(where)
+        began_one = time.perf_counter()
+        try:
+            poison = scene.attack(goal, method, settings, tether)
+        except KeyboardInterrupt:
+            return None
+        made = time.perf_counter() - began_one
+        retrained = {seed: scene.retrained(poison, row, seed) for seed in clean}
+        scores = {seed: found for seed, (found, _) in retrained.items()}
+        given = {seed: int(found.argmax()) for seed, found in scores.items()}
+        runs.append(
+            {
+                "method": method,
+                "given": list(given.values()),
+                "linf": float(poison.linf.max()),
+                "flips": [given[seed] == wanted != clean[seed] for seed in given],
+                "margins": [ahead(found, wanted) for found in scores.values()],
+                "attack_seconds": round(made, 2),
+                "accuracies": [accuracy for _, accuracy in retrained.values()],
+            }
+        )
+    return {
+        "row": row,
+        "label": int(scene.test[1][row]),
+        "wanted": wanted,
+        "clean": list(clean.values()),
+        "runs": runs,
+        "clean_accuracies": [float((found == scene.test[1]).double().mean()) for found in predicted.values()],
+        "seconds": round(time.perf_counter() - began, 2),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+    }
+
+
+class Scene:
+    """The images, the first weights, and the victims trained on clean images."""
+
+    def __init__(self, rows: int, device: torch.device, training: int) -> None:
+        self.device = device
+        if device.type == "cuda":  # thousands of passes have few sizes, and the search for kernels pays
+            torch.backends.cudnn.benchmark = True
+        self.recipe = Recipe(optimizer="adam", steps=training, rate=RECIPE.rate, batch=RECIPE.batch, decay=RECIPE.decay)
+        data = load("cifar10")
+        order = torch.randperm(data.count, generator=torch.Generator().manual_seed(0))
+        first, second = order[:rows], order[rows : rows + POOL]
+        self.train, self.pool = ((data.x[some], data.y[some]) for some in (first, second))
+        x, y = data.part("test")
+        self.test = (x[:TEST], y[:TEST])
+        self.victims = {seed: trained(self.first(seed), *self.train, self.recipe) for seed in (KNOWN, *OTHERS)}
+        self.body = nn.Sequential(*list(self.victims[KNOWN].children())[:-1]).requires_grad_(False)
+
+    def first(self, seed: int) -> nn.Module:
+        """The network at first weights, which are `channels_last`: convolutions are fastest in this form."""
+        with seeded(seed):
+            network = cifar_cnn(dropout=False).to(self.device)
+        network = nn.Sequential(Standard(), *network)
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+    def predicted(self, seed: int) -> Tensor:
+        return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()
+
+    def target(self, k: int) -> tuple[int, int]:
+        """The k-th of the test images in random order, and a wanted class, which is not its own."""
+        generator = torch.Generator().manual_seed(1)
+        row = int(torch.randperm(len(self.test[1]), generator=generator)[k])
+        shift = torch.randint(1, 10, (TEST,), generator=generator)[k]
+        return row, int((self.test[1][row] + shift) % 10)
+
+    def attack(self, goal: Goal, method: str, settings: Settings, tether: float) -> Poison:
+        steps, bound = int(settings["steps"].get(method, 0)), Bound(EPSILON, "linf")
+        match method:
+            case "penalty":
+                return attack(
+                    goal,
+                    self.train,
+                    self.first(KNOWN),
+                    recipe=self.recipe,
+                    bound=bound,
+                    steps=steps,
+                    tether=tether,
+                    batch=int(settings["batch"]),
+                )
+            case "feature-collision":
+                return collide(
+                    goal, features=self.body, bound=bound, steps=steps, rate=COLLISION_RATE, device=self.device
+                )
+        return unmoved(goal)
+
+    def retrained(self, poison: Poison, row: int, seed: int) -> tuple[Tensor, float]:
+        """What a victim trained from scratch gives the classes of the target, and its accuracy."""
+        found = evaluate(poison, self.train, self.test, self.first(seed), recipe=self.recipe)
+        with torch.no_grad():
+            scores: Tensor = found.model(self.test[0][row : row + 1].to(self.device))[0]
+        return scores.cpu(), found.accuracy
+
+
+class Standard(nn.Module):
+    """Pixels in [0, 1] as numbers about 0: with the pixels themselves, decay draws the weights to zero before the
+    network has learnt anything, and it gives all images one class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - MEAN) / SPREAD
+
+
+def ahead(scores: Tensor, wanted: int) -> float:
+    """How far the wanted class is ahead of all others; negative where it is not the first."""
+    others = torch.cat([scores[:wanted], scores[wanted + 1 :]])
+    return float(scores[wanted] - others.max())
+
+
+@cache
+def scene_of(rows: int, device: str, training: int) -> Scene:
+    return Scene(rows, torch.device(device), training)
+
+
+def of(kept: Iterable[tuple[Settings, Found]], method: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
+    pairs = current(list(kept))
+    taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
+    found = {}
+    for settings, one in pairs:
+        if settings.get("part") != CHOICE and settings["tethers"] == [taken[settings["rows"]]]:
+            runs = [run for run in one["runs"] if run["method"] == method]
+            found[settings["rows"], settings["target"]] = runs[0] | ({"beside": 1} if "beside" in one else {})
+    return found
+
+
+def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any]:
+    """How many targets are flipped with the first weights that the attack knows, and with others."""
+    mine = list(of(kept, method).values())
+    timed = [found["attack_seconds"] for found in mine if "beside" not in found]
+    accuracies = [accuracy for found in mine for accuracy in found["accuracies"]]
+    return {
+        "accuracy": sum(accuracies) / len(accuracies) if mine else None,
+        "targets": len(mine),
+        "known": sum(found["flips"][0] for found in mine),
+        "others": sum(sum(found["flips"][1:]) for found in mine),
+        "of_others": len(OTHERS) * len(mine),
+        "seconds": sum(timed) / len(timed) if timed else None,
+    }

@@ -1,0 +1,65 @@
+"""Random strongly convex quadratics, with their solution in closed form.
+
+    g = v'Hv/2 - v'(Cu + c)        f = |v - a|^2/2 + alpha |u - b|^2/2
+
+Dimensions 2 to 50; condition number of H to 100; scales of H, C, u and v from 0.1 to 10; alpha from 0.01 to 1. With
+v*(u) = Mu + m, M = H^-1 C and m = H^-1 c, the solution is u = (M'M + alpha I)^-1 (alpha b + M'(a - m)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """A problem, a random start, and the solution."""
+
+    problem: Problem
+    u: Tensor
+    v: Tensor
+    best: Tensor
+    """The solution (u, v), in one vector."""
+
+    def error(self) -> float:
+        """The relative distance of the present (u, v) from the solution."""
+        z = torch.cat([self.u, self.v]).detach()
+        return float((z - self.best).norm() / self.best.norm())
+
+
+def quadratic(seed: int, number: int) -> Quadratic:
+    """Problem `number` of the family that `seed` draws."""
+    draw = np.random.default_rng([seed, number])
+
+    def scale(low: float, high: float) -> float:
+        return float(np.exp(draw.uniform(np.log(low), np.log(high))))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.from_numpy(draw.standard_normal(shape))
+
+    p, q = (int(n) for n in draw.integers(2, 51, 2))
+    size_h, size_c, size_u, size_v = (scale(0.1, 10) for _ in range(4))
+    condition, alpha = scale(1, 100), scale(0.01, 1)
+    basis, _ = torch.linalg.qr(normal(q, q))
+    H = size_h * basis @ torch.diag(torch.logspace(0, -np.log10(condition), q, dtype=torch.float64)) @ basis.T
+    H = (H + H.T) / 2
+    C = size_c * normal(q, p) / np.sqrt(p)
+    c, a, b = size_h * size_v * normal(q), size_v * normal(q), size_u * normal(p)
+    M, m = torch.linalg.solve(H, C), torch.linalg.solve(H, c)
+    best_u = torch.linalg.solve(M.T @ M + alpha * torch.eye(p, dtype=torch.float64), alpha * b + M.T @ (a - m))
+
+    def upper(u: Tensor, v: Tensor, batch: None) -> Tensor:
+        return torch.sum((v - a) ** 2) / 2 + alpha * torch.sum((u - b) ** 2) / 2
+
+    def lower(u: Tensor, v: Tensor, batch: None) -> Tensor:
+        value: Tensor = v @ H @ v / 2 - v @ (C @ u + c)
+        return value
+
+    u, v = (size_u * normal(p)).requires_grad_(), (size_v * normal(q)).requires_grad_()
+    return Quadratic(Problem(upper, lower), u, v, torch.cat([best_u, M @ best_u + m]))

@@ -1,0 +1,125 @@
+"""The finished cells of the synthetic study, as tables and figures ask for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bilevel.running.run_many import Cell, Found, Session, Store
+from bilevel_studies.synthetic.study import (
+    LOWER_STEPS,
+    OTHERS,
+    PAIRS,
+    RUNS,
+    Scale,
+    ablation,
+    budgeted,
+    costs,
+    default,
+    protocol,
+    sensitivity,
+    wall_clock,
+)
+
+Array = NDArray[np.float64]
+GOAL = 0.01
+"""A trial of the protocol has converged if its last error is at most this share of its first."""
+
+
+class Results:
+    """The study of a scale, read from its store. All of its cells must be there."""
+
+    def __init__(self, scale: Scale, store: Store) -> None:
+        self.scale, self._store = scale, store
+
+    def _get(self, cell: Cell) -> Found:
+        found = self._store.get(cell)
+        if found is None:
+            raise KeyError(f"the cell {cell.name} is not finished.")
+        return found
+
+    @property
+    def session(self) -> Session:
+        """How the cells came into the store."""
+        return self._store.session
+
+    def run(self, problem: str, name: str, T: int, **options: Any) -> Found:
+        """The protocol's run that holds this problem, or that of one of the other methods."""
+        if (name, T) in OTHERS:
+            return self._get(budgeted(self.scale, pair_of(problem), name, T))
+        return self._get(protocol(self.scale, pair_of(problem), name, T, **options))
+
+    def curves(self, problem: str, name: str, T: int, **options: Any) -> tuple[Array, Array]:
+        """(steps, errors of shape (points, trials))"""
+        found = self.run(problem, name, T, **options)
+        errors = np.array([point[found["problems"].index(problem)] for point in found["errors"]])
+        return np.array(found["steps"], dtype=float), errors
+
+    def ends(self, problem: str, name: str, T: int, **options: Any) -> Array:
+        """The last error of every trial."""
+        last: Array = self.curves(problem, name, T, **options)[1][-1]
+        return last
+
+    def converged(self, problem: str, name: str, T: int, **options: Any) -> int:
+        """How many trials have converged."""
+        first = self.curves(problem, name, T, **options)[1][0]
+        return int((self.ends(problem, name, T, **options) <= GOAL * first).sum())
+
+    def seconds(self, problem: str, name: str, T: int) -> float:
+        """Of a compiled step of all trials of a pair."""
+        return float(self.run(problem, name, T)["seconds_per_step"])
+
+    def ablated(self, T: int, multipliers: bool) -> tuple[Array, Array]:
+        """(steps, mean errors of shape (points, values of lam))"""
+        found = self._get(ablation(self.scale, T, multipliers))
+        return np.array(found["steps"], dtype=float), np.array(found["errors"]).mean(-1)
+
+    def varied(self, option: str) -> dict[str, list[tuple[float, float]]]:
+        """For each problem of the plain pair, (value, mean of the last errors)."""
+        out: dict[str, list[tuple[float, float]]] = {name: [] for name in PAIRS["plain"]}
+        for cell in sensitivity(self.scale, option):
+            found = self._get(cell)
+            values = found["values"] if "vary" in cell.settings else [cell.settings["options"][option]]
+            last = np.array(found["errors"][-1]).mean(-1).reshape(len(found["problems"]), len(values))
+            for name, ends in zip(found["problems"], last, strict=True):
+                out[name] += list(zip(values, ends.tolist(), strict=True))
+        return out
+
+    def clock(self, problem: str, name: str) -> dict[int, tuple[float, float]]:
+        """For each T, mean and deviation of the seconds of 10,000 eager steps of one run."""
+        blocks = self._get(wall_clock(self.scale, problem, name))["seconds_per_step"]
+        pairs = zip(LOWER_STEPS, blocks, strict=True)
+        return {T: (1e4 * float(np.mean(block)), 1e4 * float(np.std(block))) for T, block in pairs}
+
+    def default(self, problem: str) -> Found:
+        """`Penalty()` with no option."""
+        return self._get(default(self.scale, problem))
+
+    @cached_property
+    def gradients(self) -> dict[tuple[str, int], float]:
+        """What an upper step is worth in gradients of g, by method and T."""
+        return {
+            run: gradients
+            for runs in (RUNS, list(OTHERS))
+            for run, gradients in zip(runs, self._get(costs(runs))["gradients"], strict=True)
+        }
+
+    @cached_property
+    def budget(self) -> float:
+        """The gradients that the cheapest run of the protocol took: what every run can be asked for."""
+        longest = self.run("sum", "RMD", 100)["steps"][-1]
+        return min(self.gradients[name, T] * (longest if T == 100 else self.scale.steps) for name, T in RUNS)
+
+    def at_budget(self, problem: str, name: str, T: int) -> Array:
+        """The error of every trial when the budget was spent."""
+        steps, errors = self.curves(problem, name, T)
+        at = np.searchsorted(steps * self.gradients[name, T], self.budget * (1 + 1e-9), "right") - 1
+        found: Array = errors[at]
+        return found
+
+
+def pair_of(problem: str) -> str:
+    return next(pair for pair, names in PAIRS.items() if problem in names)

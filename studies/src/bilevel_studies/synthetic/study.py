@@ -1,0 +1,241 @@
+"""The synthetic study (Section 3.1, Appendices D.4 and E.1): its protocol as data, and the cells it is made of.
+
+Adam with learning rates of 1e-3 above and 1e-4 below (plain gradient descent below in RMD), gamma 1, lam 10, epsilon 1,
+40,000 upper steps, 20 trials from starts uniform in [-5, 5]^10. `synthetic_runs` runs a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from bilevel.methods.alternating import Alternating
+from bilevel.methods.approx_grad import ApproxGrad
+from bilevel.methods.base import Method
+from bilevel.methods.forward_mode import ForwardMode
+from bilevel.methods.penalty import Penalty
+from bilevel.methods.reverse_mode import ReverseMode
+from bilevel.methods.value_function import ValueFunction
+from bilevel.methods.value_gap import ValueGap
+from bilevel.running.run_many import Cell
+
+DIMENSION = 10
+UPPER_RATE, LOWER_RATE = 1e-3, 1e-4
+DAMPING = 1e-3
+"""The paper regularises the linear system of ApproxGrad, and does not say by how much."""
+PAIRS = {"plain": ("sum", "difference"), "singular": ("sum-singular", "difference-singular")}
+PROBLEMS = [name for pair in PAIRS.values() for name in pair]
+NUMBERS = {name: i + 1 for i, name in enumerate(PROBLEMS)}
+"""The paper's Examples 1 to 4."""
+METHODS = ("GD", "RMD", "ApproxGrad", "Penalty")
+LOWER_STEPS = (1, 5, 10)
+RUNS = [*((name, T) for name in METHODS for T in LOWER_STEPS), ("RMD", 100)]
+"""The methods of the protocol with their T."""
+OTHERS: dict[tuple[str, int], int] = {
+    ("FMD", 10): (DIMENSION + 1) * 10 + 1,
+    ("ValueGap", 10): 2 * (10 + 1),
+    ("ValueFunction", 10): 2 * (10 + 1),
+}
+"""The library's other methods with their T, and the gradients of g that an upper step takes. They run for the budget
+that is common to all runs, and no longer."""
+LAMS = (0.0, 1e-4, 1e-2, 1.0)
+"""The first lam in Figure 7."""
+SENSITIVITY: dict[str, tuple[float, ...]] = {
+    "gamma": (0.01, 0.1, 1.0, 10.0, 100.0),
+    "epsilon": (0.1, 0.3, 1.0, 3.0, 10.0),
+    "gamma_factor": (1.01, 1.05, 1.1, 1.2, 1.5),
+    "epsilon_factor": (0.5, 0.8, 0.9, 0.95, 0.99),
+}
+"""What Appendix D.4 varies; it names neither the values nor the ranges."""
+VARIED_STEPS = 5
+"""T of the sensitivity study."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the study is."""
+
+    steps: int = 40_000
+    trials: int = 20
+    ablation_trials: int = 5
+    """As the caption of Figure 7 says."""
+    long_steps: Mapping[str, int] = field(default_factory=lambda: {"plain": 10_000, "singular": 10_000})
+    """Upper steps of RMD with T = 100: 201 evaluations each, which one compiled graph does not hold."""
+    more_steps: int = 100_000
+    """Upper steps of Penalty with T = 1 where the protocol's are too few for v to get there."""
+    clock_steps: int = 500
+    default_steps: int = 500
+    points: int = 200
+    """How often the error is measured in a run."""
+    compiled: bool = True
+    seed: int = 0
+
+
+FULL = Scale()
+QUICK = Scale(
+    steps=100,
+    trials=5,
+    ablation_trials=2,
+    long_steps={"plain": 10, "singular": 10},
+    more_steps=200,
+    clock_steps=25,
+    points=20,
+    compiled=False,
+)
+
+
+def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
+    """A method of the paper by its name there, or another one, with the learning rates of the study."""
+    lower = partial(torch.optim.Adam, lr=LOWER_RATE)
+    shared: dict[str, Any] = {
+        "lower_steps": lower_steps,
+        "warm_up": 0.0,
+        "decay": "constant",
+        "lower_batches": "shared",
+        "upper_optimizer": partial(torch.optim.Adam, lr=UPPER_RATE),
+        **options,
+    }
+    match name:
+        case "GD":
+            return Alternating(**shared, lower_optimizer=lower)
+        case "RMD":
+            return ReverseMode(**shared, lower_rate=LOWER_RATE)
+        case "ApproxGrad":
+            linear: dict[str, Any] = {"linear_solver": "adam", "linear_rate": LOWER_RATE, "damping": DAMPING}
+            return ApproxGrad(**(linear | shared), lower_optimizer=lower)
+        case "FMD":
+            return ForwardMode(**shared, lower_rate=LOWER_RATE)
+        case "ValueGap":
+            return ValueGap(**shared, lower_optimizer=lower)
+        case "ValueFunction":
+            return ValueFunction(**shared, lower_optimizer=lower)
+        case _:
+            return Penalty.algorithm_2(lower_steps=lower_steps, upper_rate=UPPER_RATE, lower_rate=LOWER_RATE, **options)
+
+
+# -- the cells -------------------------------------------------------------------------------------------------------
+
+
+def protocol(scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int | None = None, **options: Any) -> Cell:
+    """One method with one T on a pair of problems."""
+    steps = steps or (scale.long_steps[pair] if lower_steps == 100 else scale.steps)
+    settings = {
+        "part": "protocol",
+        "pair": pair,
+        "method": name,
+        "lower_steps": lower_steps,
+        "steps": steps,
+        "trials": scale.trials,
+        "points": scale.points,
+        "compiled": scale.compiled,
+        "seed": scale.seed,
+        "options": options,
+    }
+    cost = {"GD": 1, "RMD": 2, "ApproxGrad": 2, "Penalty": 1.5}[name]
+    return Cell(settings, weight=lower_steps * cost * (3 if pair == "singular" else 1))
+
+
+def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> Cell:
+    """One of the other methods on a pair of problems, for the gradients that GD with T = 1 takes, two a step.
+
+    FMD has so few steps that compiling them would take longer."""
+    settings = {
+        "part": "budget",
+        "pair": pair,
+        "method": name,
+        "lower_steps": lower_steps,
+        "steps": max(1, 2 * scale.steps // OTHERS[name, lower_steps]),
+        "trials": scale.trials,
+        "points": scale.points,
+        "compiled": scale.compiled and name != "FMD",
+        "seed": scale.seed,
+        "options": {},
+    }
+    return Cell(settings, weight=10)
+
+
+def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> Cell:
+    """Figure 7: all four lam at once on the first problem, with or without nu."""
+    settings = {
+        "part": "ablation",
+        "pair": "plain",
+        "problems": ["sum"],
+        "method": "Penalty",
+        "lower_steps": lower_steps,
+        "steps": scale.steps,
+        "trials": scale.ablation_trials,
+        "points": scale.points,
+        "compiled": scale.compiled,
+        "seed": scale.seed,
+        "options": {"multipliers": multipliers},
+        "vary": {"lam": list(LAMS)},
+    }
+    return Cell(settings, weight=lower_steps)
+
+
+def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[Cell]:
+    """Appendix D.4: other values of one option. Prices differ from trial to trial of a run, factors from run to run."""
+    values = SENSITIVITY[option]
+    base = {
+        "part": "sensitivity",
+        "pair": pair,
+        "method": "Penalty",
+        "lower_steps": VARIED_STEPS,
+        "steps": scale.steps,
+        "trials": scale.ablation_trials,
+        "points": scale.points,
+        "compiled": scale.compiled,
+        "seed": scale.seed,
+    }
+    if option in ("gamma", "epsilon"):
+        return [Cell(base | {"options": {}, "vary": {option: list(values)}}, weight=VARIED_STEPS)]
+    return [Cell(base | {"options": {option: value}}, weight=VARIED_STEPS) for value in values]
+
+
+def wall_clock(scale: Scale, problem: str, name: str) -> Cell:
+    """Table 4: one run, as it is written, for each T."""
+    settings = {
+        "part": "clock",
+        "problem": problem,
+        "method": name,
+        "lower_steps": list(LOWER_STEPS),
+        "steps": scale.clock_steps,
+        "seed": scale.seed,
+        "clock": "process",
+    }
+    return Cell(settings, weight=1)
+
+
+def default(scale: Scale, problem: str) -> Cell:
+    """`Penalty()` with no option, one start after another."""
+    settings = {
+        "part": "default",
+        "problem": problem,
+        "trials": scale.trials,
+        "steps": scale.default_steps,
+        "seed": scale.seed,
+    }
+    return Cell(settings, weight=2)
+
+
+def costs(runs: Iterable[tuple[str, int]] = tuple(RUNS)) -> Cell:
+    """What an upper step of each of these runs is worth, in gradients of g."""
+    return Cell({"part": "costs", "runs": [list(run) for run in runs]}, weight=5)
+
+
+def cells(scale: Scale) -> list[Cell]:
+    """All of the study."""
+    out = [protocol(scale, pair, name, T) for pair in PAIRS for name in METHODS for T in LOWER_STEPS]
+    out += [protocol(scale, pair, "RMD", 100) for pair in PAIRS]
+    out += [protocol(scale, pair, "Penalty", 1, steps=scale.more_steps) for pair in PAIRS]
+    out += [protocol(scale, pair, "ApproxGrad", 10, linear_solver="cg", linear_rate=None) for pair in PAIRS]
+    out += [ablation(scale, T, multipliers) for T in LOWER_STEPS for multipliers in (True, False)]
+    out += [cell for option in SENSITIVITY for cell in sensitivity(scale, option)]
+    out += [wall_clock(scale, problem, name) for problem in PROBLEMS for name in METHODS]
+    out += [default(scale, problem) for problem in PROBLEMS]
+    out += [budgeted(scale, pair, name, T) for pair in PAIRS for name, T in OTHERS]
+    return [*out, costs(), costs(OTHERS)]

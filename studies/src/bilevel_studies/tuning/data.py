@@ -1,0 +1,79 @@
+"""The problems of the tuning study: training, validation and test rows of three classifications and a regression."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bilevel.applications.tuning.folded_linear_model import Rows
+from bilevel.applications.tuning.sparse_inputs import from_scipy
+from bilevel.errors import DataError
+
+DATASETS = ("a9a", "digits", "text")
+SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
+"""Training and validation rows; all others are the test's."""
+WORDS, TEXTS = 20_000, 4000
+INFORMATIVE, NOISE = 10, 90
+"""Features of the regression."""
+REGRESSION_ROWS, REGRESSION_TEST, REGRESSION_FOLDS = 200, 2000, 5
+
+
+def problem(name: str, seed: int) -> tuple[Rows, Rows]:
+    """Training rows (fold -1) with validation rows (fold 0), and test rows."""
+    x, y, test = _source(name, seed)
+    train, valid = SIZES[name]
+    order = np.random.default_rng(seed).permutation(len(y) if test is None else test)
+    if name == "text":  # the words' weights are those of the training rows
+        from sklearn.feature_extraction.text import TfidfTransformer
+
+        x = TfidfTransformer().fit(x[order[:train]]).transform(x)
+    first = order[: train + valid]
+    rest = order[train + valid :] if test is None else np.arange(test, len(y))
+    fold = np.r_[np.full(train, -1), np.zeros(valid, dtype=int)]
+    return _rows(x[first], y[first], fold), _rows(x[rest], y[rest], np.full(len(rest), -1))
+
+
+def sparse_regression(seed: int) -> tuple[Rows, Rows]:
+    """Rows in five folds, and test rows, of a linear target of few of the features and noise of deviation 1."""
+    draw = np.random.default_rng(seed)
+    w = np.zeros(INFORMATIVE + NOISE)
+    w[:INFORMATIVE] = draw.normal(size=INFORMATIVE) + np.sign(draw.normal(size=INFORMATIVE))
+    x = draw.normal(size=(REGRESSION_ROWS + REGRESSION_TEST, len(w)))
+    y = x @ w + draw.normal(size=len(x))
+    fold = np.r_[np.arange(REGRESSION_ROWS) % REGRESSION_FOLDS, np.full(REGRESSION_TEST, -1)]
+    rows = Rows(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(fold), "squared")
+    return rows.select(rows.fold >= 0), rows.select(rows.fold < 0)
+
+
+def _rows(x: Any, y: np.ndarray, fold: np.ndarray) -> Rows:
+    many = int(y.max()) > 1
+    labels = torch.from_numpy(y).long() if many else torch.from_numpy(y).double()
+    inputs = torch.from_numpy(x).double() if isinstance(x, np.ndarray) else from_scipy(x)
+    return Rows(inputs, labels, torch.from_numpy(fold), "logistic", int(y.max()) + 1 if many else 1)
+
+
+def _source(name: str, seed: int) -> tuple[Any, np.ndarray, int | None]:
+    """Inputs, of text the counts of words; labels; and from which row on they are the test's, None: no row is yet."""
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        return x / 16, y, None
+    if name == "text":
+        from sklearn.datasets import make_multilabel_classification
+
+        x, labels = make_multilabel_classification(
+            n_samples=TEXTS, n_features=WORDS, n_classes=5, n_labels=2, length=100, sparse=True, random_state=seed
+        )
+        return x.tocsr(), labels[:, 0], None
+    path = Path(os.environ.get("BILEVEL_DATA", "data")) / "tabular" / "a9a.npz"
+    if not path.exists():
+        raise DataError(f"a9a needs {path}, with X_train, y_train, X_test and y_test. Set BILEVEL_DATA to its folder.")
+    with np.load(path) as file:
+        x = np.concatenate([file["X_train"], file["X_test"]]).astype(np.float64)
+        y = (np.concatenate([file["y_train"], file["y_test"]]) > 0).astype(np.int64)
+        return x, y, len(file["y_train"])

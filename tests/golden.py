@@ -392,7 +392,7 @@ def record(solution: Solution) -> dict[str, Any]:
     certificate = {name: getattr(solution.certificate, name) for name in CERTIFICATE}
     return {
         "status": solution.status.name, "steps": solution.steps,
-        "u": _pack(_numbers(solution.u)), "v": _pack(_numbers(solution.v)),
+        "u": packed(solution.u), "v": packed(solution.v),
         "history": {name: _pack(_some(solution.history[name])) for name in COLUMNS},
         "certificate": {name: _pack([value]) for name, value in certificate.items() if value is not None},
         "multipliers": {
@@ -400,6 +400,11 @@ def record(solution: Solution) -> dict[str, Any]:
             for name, tensors in solution.multipliers.items() if tensors
         },
     }  # fmt: skip
+
+
+def packed(value: Any) -> str:
+    """A tensor, Rows or a module with its buffers, as hex."""
+    return _pack(_numbers(value))
 
 
 def _some(column: Sequence[Any]) -> list[Any]:
@@ -440,7 +445,7 @@ def columns(recorded: Mapping[str, Any]) -> dict[str, list[str]]:
 def differences(recorded: Mapping[str, Any], found: Mapping[str, Any], tolerance: float = 0.0) -> list[str]:
     """A line for each column that differs, with the place where it does so first.
 
-    A tolerance is relative to the largest number of the column.
+    A tolerance is relative to the largest number of the column, or to 1 if that is larger.
     """
     old, new = columns(recorded), columns(found)
     lines = [f"{name} is only in the {'record' if name in old else 'new run'}" for name in sorted(old.keys() ^ new)]
@@ -448,9 +453,9 @@ def differences(recorded: Mapping[str, Any], found: Mapping[str, Any], tolerance
         if len(old[name]) != len(new[name]):
             lines.append(f"{name} has {len(new[name])} values; recorded {len(old[name])}")
             continue
-        size = max((abs(x) for x in map(_number, old[name]) if x is not None and math.isfinite(x)), default=0.0)
+        size = max((abs(x) for x in map(_number, old[name]) if x is not None and math.isfinite(x)), default=1.0)
         for i, (a, b) in enumerate(zip(old[name], new[name], strict=True)):
-            if a != b and not _near(a, b, tolerance * size):
+            if a != b and not _near(a, b, tolerance * max(1.0, size)):
                 lines.append(f"{name}[{i}] is {_readable(b)}; recorded {_readable(a)}")
                 break
     return lines
@@ -479,8 +484,8 @@ def machine() -> dict[str, str]:
     small = x[:3, :2]
     found = [
         x.sum(), x.mean(0).sum(), (x @ x.T).sum(), (small.T @ small).sum(), (x @ x[0]).sum(), x.exp().sum(),
-        (x + 0.1).log().sum(), x.tanh().sum(), x.sigmoid().sum(), x.sin().sum(), x.cosh().sum(), x.norm(), x[0].dot(x[1]),
-        torch.linalg.solve(x[:31] + 40 * torch.eye(31, dtype=torch.float64), x[40]).sum(),
+        (x + 0.1).log().sum(), x.tanh().sum(), x.sigmoid().sum(), x.sin().sum(), x.cosh().sum(), x.norm(),
+        x[0].dot(x[1]), torch.linalg.solve(x[:31] + 40 * torch.eye(31, dtype=torch.float64), x[40]).sum(),
     ]  # fmt: skip
     return {
         "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "platform": platform.machine(),

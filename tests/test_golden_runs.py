@@ -8,8 +8,8 @@ A change that is meant to move bits says so in its commit and renews the runs th
 The last bits of a sum depend on torch's release and on the instructions of the CPU. Each run is recorded with the
 fingerprint of its machine: torch's version, the instructions that torch uses and the bits of a small computation. On a
 machine with the same fingerprint the numbers must be equal bit for bit. On another one they must agree to 1e-8 of the
-largest number of their column: twenty steps in float64 multiply rounding errors of 1e-16 by much less than 1e8, and
-every change of the method itself that was tried is larger.
+largest number of their column, or of 1 if that is larger: twenty steps in float64 multiply rounding errors of 1e-16 by
+much less than 1e8, and residuals at the size of rounding are noise.
 """
 
 from __future__ import annotations

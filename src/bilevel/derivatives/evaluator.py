@@ -7,7 +7,7 @@ derivative is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,12 +79,26 @@ class Evaluations:
     # -- values --------------------------------------------------------------------------------------------------
 
     def lower(self, batch: Any) -> Tensor:
+        """Return g, and count the evaluation."""
         self.lower_evaluations += 1
-        return self._scalar(self._call(self.problem.lower, batch), "lower")
+        with self.calling(batch) as given:
+            value = self.problem.lower(self.u.value, self.v.value, given)
+        return self._scalar(self.returned(value, batch), "lower")
 
     def upper(self, batch: Any) -> Tensor:
+        """Return f, and count the evaluation."""
         self.upper_evaluations += 1
-        return self._scalar(self._call(self.problem.upper, batch), "upper")
+        with self.calling(batch) as given:
+            value = self.problem.upper(self.u.value, self.v.value, given)
+        return self._scalar(self.returned(value, batch), "upper")
+
+    def calling(self, batch: Any) -> AbstractContextManager[Any]:
+        """The context that a user's function is called in: it yields the batch to pass."""
+        return nullcontext(batch) if self.precision is None else reduced(self.precision, self.v.device, batch)
+
+    def returned(self, value: Any, batch: Any) -> Any:
+        """Return what a user's function gave for this batch, as it is differentiated: half precision as float32."""
+        return value if self.precision is None else widened(value)
 
     def _scalar(self, value: Any, name: str) -> Tensor:
         """One number, or one for each trial."""
@@ -113,20 +127,20 @@ class Evaluations:
         return self.dot(tensors, tensors).detach().sqrt()
 
     def constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
-        return [self._call(function, batch) for function in functions]
+        """Return the values of the upper level's constraints, equalities first."""
+        return self._values([*self.problem.equalities, *self.problem.inequalities], batch)
 
     def lower_constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.lower_equalities, *self.problem.lower_inequalities]
-        return [self._call(function, batch) for function in functions]
+        """Return the values of the lower level's constraints, equalities first."""
+        return self._values([*self.problem.lower_equalities, *self.problem.lower_inequalities], batch)
 
-    def _call(self, function: Objective, batch: Any) -> Any:
-        """The user's function, in the precision in force; half-precision results as float32."""
-        if self.precision is None:
-            return function(self.u.value, self.v.value, batch)
-        with reduced(self.precision, self.v.device):
-            value = function(self.u.value, self.v.value, batch)
-        return widened(value)
+    def _values(self, functions: Sequence[Objective], batch: Any) -> list[Tensor]:
+        found = []
+        for function in functions:
+            with self.calling(batch) as given:
+                value = function(self.u.value, self.v.value, given)
+            found.append(self.returned(value, batch))
+        return found
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:

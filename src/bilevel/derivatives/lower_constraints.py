@@ -100,11 +100,11 @@ class KKT:
             self._sharing, self._shared = False, None
 
     def _made(self) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
-        """What L was last made of, where it is shared and still that of the present point."""
+        """Return the cached (g, c, d), or None if caching is off or u or v changed."""
         return self._shared[1] if self._shared is not None and self._shared[0] == self._versions() else None
 
     def _versions(self) -> list[int]:
-        """Numbers that change whenever u or v does."""
+        """Return numbers that change whenever u or v does."""
         return [leaf._version for leaf in (*self.plain_u.leaves, *self.v.leaves)]
 
     def lower_value(self, batch: Any) -> Tensor:
@@ -200,9 +200,10 @@ class KKT:
         )
 
     def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
-        parts = g, c, d = self.parts(batch)
+        g = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
+        c, d = self.constraints(batch)
         if self._sharing:
-            self._shared = self._versions(), parts
+            self._shared = self._versions(), (g, c, d)
         for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):
             g = g + torch.sum(multiplier * value)
         return g

@@ -44,20 +44,18 @@ LOSSES: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-def reduced(precision: Precision | None, device: torch.device) -> AbstractContextManager[None]:
-    """What a user's function runs in."""
-    if precision is None:
-        return nullcontext()
-    # Without the cache of casts. It outlives an evaluation where the caller is under autocast too, and would then hand
-    # out weights as they were before the last step; it saves nothing where a forward pass reads each weight once; and
-    # a captured graph must make its own casts.
-    return _autocast(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
+def reduced(precision: Precision | None, device: torch.device, batch: Any = None) -> AbstractContextManager[Any]:
+    """Return the context that a user's function runs in at this precision; it yields the batch."""
+    return nullcontext(batch) if precision is None else _autocast(device, batch)
 
 
 @contextmanager
-def _autocast(context: torch.autocast) -> Iterator[None]:
-    with context, _WideLosses():
-        yield
+def _autocast(device: torch.device, batch: Any) -> Iterator[Any]:
+    # Without the cache of casts. The cache outlives an evaluation if the caller is under autocast as well, and would
+    # then return the weights from before the last step. It saves nothing if a forward pass reads each weight once, and
+    # a captured graph must make its own casts.
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False), _WideLosses():
+        yield batch
 
 
 class _WideLosses(TorchFunctionMode):

@@ -6,7 +6,8 @@ with is averaged after: with the mean cotangent p held fixed, the mean over rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,6 @@ from bilevel.distributed.shared_rows import all_rows
 from bilevel.distributed.weighted_mean import among
 from bilevel.errors import OptionError
 from bilevel.methods.base import Setting
-from bilevel.problem.problem import Objective
 from bilevel.problem.rows import Parts
 
 
@@ -35,13 +35,15 @@ class Across(Derivatives):
         super().__init__(setting.problem, setting.u, setting.v, curvature, setting.precision)
         self.ranks = ranks
 
-    def _call(self, function: Objective, batch: Any) -> Any:
-        if isinstance(batch, Share):
-            with among(self.ranks, batch.weight):
-                value = super()._call(function, batch.batch)
-            return value * batch.weight if isinstance(value, Tensor) else value
-        with among(self.ranks, 1.0):
-            return super()._call(function, batch)
+    @contextmanager
+    def calling(self, batch: Any) -> Iterator[Any]:
+        given, weight = (batch.batch, batch.weight) if isinstance(batch, Share) else (batch, 1.0)
+        with among(self.ranks, weight), super().calling(given):
+            yield given
+
+    def returned(self, value: Any, batch: Any) -> Any:
+        value = super().returned(value, batch)
+        return value * batch.weight if isinstance(batch, Share) and isinstance(value, Tensor) else value
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
         if self.problem.prepare is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from bilevel.distributed.derivatives import Across
 from bilevel.distributed.process_group import Ranks
 from bilevel.errors import BilevelWarning, OptionError
 from bilevel.methods.base import Setting
-from bilevel.problem.problem import Objective
 
 
 class Sharded(Across):
@@ -54,10 +54,10 @@ class Sharded(Across):
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}
         self._units: list[Any] = [m for m in self.v.modules[0].modules() if hasattr(m, "reshard")]
 
-    def _call(self, function: Objective, batch: Any) -> Any:
+    def calling(self, batch: Any) -> AbstractContextManager[Any]:
         for unit in self._units:  # what was gathered for an earlier pass is of an earlier v
             unit.reshard()
-        return super()._call(function, batch)
+        return super().calling(batch)
 
     def gradient(
         self,

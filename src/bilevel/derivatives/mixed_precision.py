@@ -1,11 +1,11 @@
-"""Mixed precision: the user's functions run under autocast; variables, moments, prices and results stay float32.
+"""Mixed precision: the user's functions run under autocast; variables, moments and results stay float32.
 
 Matrix products and convolutions of upper, lower, prepare and the constraints take bfloat16, forward, backward and in
-the second backward. What they return is brought to float32 before it is differentiated, and gradients arrive in float32
-because the variables are. The certificate, which is a measurement, is taken in full precision.
+the second backward. Their results are converted to float32 before differentiation, and gradients arrive in float32
+because the variables are float32. The certificate is measured in full precision.
 
-Losses over classes get their scores in float32 before autocast sees them. Its own way on CUDA, one kernel that reads
-bfloat16 and computes in float32, has a second derivative that is rounded to bfloat16 where large terms cancel.
+Losses over classes get their scores in float32 before autocast sees them. On CUDA, autocast itself uses one kernel that
+reads bfloat16 and computes in float32; its second derivative is rounded to bfloat16 while large terms cancel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _autocast(device: torch.device, batch: Any) -> Iterator[Any]:
 
 
 class _WideLosses(TorchFunctionMode):
-    """Gives the functions in LOSSES float32."""
+    """Passes float32 to the functions in LOSSES."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -70,12 +70,12 @@ class _WideLosses(TorchFunctionMode):
 
 
 def widened(value: Any) -> Any:
-    """The value with every half-precision tensor in it as float32."""
+    """Return the value with every half-precision tensor in it converted to float32."""
     return each_tensor(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, value)
 
 
 def refuse_precision(precision: object, *variables: Variable) -> None:
-    """Refuse a precision that is not known, or that these variables cannot be run in."""
+    """Refuse an unknown precision, or one that these variables cannot use."""
     if precision is None:
         return
     if precision not in get_args(Precision):
@@ -86,6 +86,6 @@ def refuse_precision(precision: object, *variables: Variable) -> None:
             if tensor.dtype != torch.float32:
                 where = f"{variable.name}[{name!r}]" if name else variable.name
                 raise OptionError(
-                    f"precision='bf16' needs float32 variables, whose products alone it rounds; {where} is "
+                    f"precision='bf16' needs float32 variables, because it rounds only their products; {where} is "
                     f"{str(tensor.dtype).removeprefix('torch.')}. Convert it with .float(), or leave precision out."
                 )

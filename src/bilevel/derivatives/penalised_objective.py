@@ -86,7 +86,7 @@ class Derivatives(Evaluations):
         """Return the derivative of F in v, and in u if `with_u`.
 
         `lam`, which is for v only, adds lam g to F. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
-        Over several batches F is that of the mean objectives.
+        Over several batches, F is made of the mean objectives.
         """
         if with_u and lam is not None:
             raise ProblemError("lam must be None with with_u=True: u descends F, without lam g.")
@@ -167,7 +167,7 @@ class Derivatives(Evaluations):
             if exact:
                 if not self._proved:
                     refuse_once_differentiable(s)
-                # The cotangents of lam g join those of the second backward before any product is formed.
+                # lam g joins the second backward, so that each product is formed once.
                 first, weights = ([f], [None]) if lam is None else ([f, g], [None, lam.to(g.dtype)])
                 found = self.gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
@@ -200,14 +200,14 @@ class Derivatives(Evaluations):
         return s, [x.detach() for x in s], None
 
     def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
-        """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
+        """Return the layers of g to use in Gram form: those for which it is cheaper, or all with `curvature="gram"`."""
         if self.curvature == "gram":
             return layers(g, self.v.leaves)
         found = layers(g, self.v.leaves, LEAST) if self.curvature == "auto" else []
         return [layer for layer in found if layer.wins(with_slope=with_slope, with_nu=with_nu)]
 
     def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
-        """(a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
+        """Return (a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
 
         With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
         """
@@ -224,7 +224,7 @@ class Derivatives(Evaluations):
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
-        """What is paid for each constraint; see `paid`. Refuses values whose shape is not that of the multipliers."""
+        """Return the cotangent of each constraint (see `paid`); refuse values shaped unlike their multipliers."""
         for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
             if m.shape != h.shape:
                 raise ProblemError(
@@ -236,9 +236,9 @@ class Derivatives(Evaluations):
     # -- products for scales and certificates --------------------------------------------------------------------
 
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
-        """g_vv d, followed by g_uv d where asked, by the curvature in force.
+        """Return g_vv d, followed by g_uv d with `with_u`, by the present kind of curvature.
 
-        `self.tapes` then says which rows of u the last entries belong to.
+        Afterwards `self.tapes` says which rows of u the last entries belong to.
         """
         share = 1.0 / len(batches)
 
@@ -294,9 +294,9 @@ class Derivatives(Evaluations):
     def _difference(
         self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
     ) -> list[Tensor]:
-        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
+        """Return d<pull, s> as a central difference of grad g along `pull`, with random draws that start at `state`.
 
-        The generators are left at `after`, or where one evaluation leaves them.
+        The generators end at `after`, or at the state after one evaluation.
         """
         leaves = self.v.leaves
         held = [leaf.detach().clone() for leaf in leaves]

@@ -155,7 +155,7 @@ def _accuracy(d: Derivatives) -> float:
 
 
 _Maker = Callable[[bool], list[Pair]]
-"""The batch (True: with the graph of `prepare`), as a list of one pair. Made anew for each backward."""
+"""The batch (True: with the graph of `prepare`), as a list of one pair. Made again for each backward."""
 
 
 def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:

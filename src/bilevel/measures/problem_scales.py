@@ -22,7 +22,7 @@ TINY = 1e-12
 @dataclass
 class Scales:
     f: float
-    """|f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) where that is larger: the slope of a linear f counts too"""
+    """|f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) if larger, since a linear f has a slope but no curvature."""
     g: float
     """|g_vv|"""
     cross: float
@@ -32,7 +32,7 @@ class Scales:
 
 
 def lower_curvature(d: Derivatives, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
-    """|g_vv| at the present u and v, on these batches where there are data."""
+    """Return |g_vv| at the present u and v, on these batches if there are data."""
     still = d.prepare([(None, None)], graph=False) if batches is None else batches
     return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
 

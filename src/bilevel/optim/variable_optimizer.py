@@ -32,7 +32,7 @@ def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactor
 
 
 class Descent:
-    """`row_rate` is the learning rate of Rows where the factory is not the user's."""
+    """Moves a variable. `row_rate` is the learning rate of Rows if the factory is not the user's."""
 
     def __init__(
         self, variable: Variable, factory: OptimizerFactory, option: str, *, row_rate: float | None = None
@@ -57,13 +57,13 @@ class Descent:
             model = _build(factory, [torch.zeros(1, requires_grad=True)], option)
             if not isinstance(model, torch.optim.Adam) or isinstance(model, torch.optim.AdamW):
                 raise OptionError(
-                    f"{option} must be torch.optim.Adam where the variable holds Rows, which move by an Adam of their "
-                    f"own; got {type(model).__name__}."
+                    f"{option} must be torch.optim.Adam if the variable holds Rows, which have their own Adam; "
+                    f"got {type(model).__name__}."
                 )
             group = model.param_groups[0]
             for name in ("weight_decay", "amsgrad", "maximize"):
                 if group[name]:
-                    raise OptionError(f"{option} must not set {name} where the variable holds Rows; got {group[name]}.")
+                    raise OptionError(f"{option} must not set {name} if the variable holds Rows; got {group[name]}.")
             self.row_rate = float(group["lr"]) if row_rate is None else row_rate
             self.row_optimizers = [
                 RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows
@@ -71,7 +71,7 @@ class Descent:
 
     @property
     def rate(self) -> float:
-        """The base learning rate: the first group's, or that of the Rows."""
+        """The base learning rate: the first group's, or the rate of the Rows."""
         return self.rates[0][1] if self.rates else self.row_rate
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class Descent:
                 leaf.addcmul_(leaf.grad, group["lr"], value=-1)
 
     def row_squares(self, rows: Parts) -> list[Tensor]:
-        """|gradient|^2 of each Rows of which any were read."""
+        """Return |gradient|^2 of each Rows with rows that were read."""
         pairs = zip(self.row_optimizers, rows, strict=False)
         return [optimizer.norm_square(parts) for optimizer, parts in pairs if parts]
 
@@ -141,7 +141,7 @@ class Descent:
 
     @property
     def restarts_in_place(self) -> bool:
-        """Whether moments of zero, or none, are those of a new optimizer."""
+        """Whether an optimizer with zero moments equals a new one."""
         return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW, Steepest) or self._stateless
 
     @property
@@ -204,10 +204,10 @@ def _laid_out(value: Any, leaf: Tensor) -> Any:
 
 
 def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:
-    """(x - P(x - t gradient)) / t, for a step t of about the length of the optimizer's: zero where x is stationary.
+    """Return (x - P(x - t gradient)) / t for a step t about as long as the optimizer's; it is zero at a stationary x.
 
-    `length` is the root mean square of the gradient. Adam scales each entry by itself. Without this it would rest where
-    the scaled gradient, not the gradient itself, is normal to the set.
+    `length` is the root mean square of the gradient. Adam scales each entry separately. Without this it would stop at a
+    point with the scaled gradient, not the gradient itself, normal to the set.
     """
     t = (rate / length).to(x.dtype)
     t = torch.where((length > 0) & (rate > 0), t, torch.ones_like(t))

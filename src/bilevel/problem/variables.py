@@ -49,7 +49,7 @@ class Variable:
             _refuse(item, f"{name}[{key!r}]" if key else name)
         self.names = [key for key, item in found if isinstance(item, Tensor)]
         self.leaves = [item for _, item in found if isinstance(item, Tensor)]
-        # Of tensors that `fully_shard` has divided among ranks, this rank's shards are what is moved.
+        # If `fully_shard` has divided the tensors among ranks, a step moves this rank's shards.
         self.shards = [leaf for leaf in self.leaves if hasattr(leaf, "to_local")]
         if self.shards:
             if len(self.shards) < len(self.leaves):
@@ -62,7 +62,7 @@ class Variable:
         self._projection = self._check_projection(projection)
 
     def _check_projection(self, projection: Projection | Mapping[str, Projection] | None) -> dict[str, Projection]:
-        """The projection of each tensor, by its name. Those of Rows act on each row by itself."""
+        """Return the projection of each tensor by its name. Projections of Rows act on each row separately."""
         known = [*self.names, *self.row_names]
         option = {"u": "project_upper", "v": "project_lower"}.get(self.name, "the projection")
         if projection is None:
@@ -116,7 +116,7 @@ class Variable:
         return self._projection.get(name)
 
     def project_leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The projection of one tensor for each leaf; those without a projection come back as they are."""
+        """Project one tensor for each leaf; tensors without a projection are returned unchanged."""
         out = []
         for name, tensor in zip(self.names, tensors, strict=True):
             projection = self._projection.get(name)
@@ -125,7 +125,7 @@ class Variable:
 
     @torch.no_grad()
     def project(self, *, rows: bool = False) -> None:
-        """Project the leaves in place, and all Rows where asked; a step projects those that it moves."""
+        """Project the leaves in place, and all Rows with `rows`; a step projects the rows that it moves."""
         named = list(zip(self.names, self.leaves, strict=True))
         if rows:
             named += [(name, r.kept) for name, r in zip(self.row_names, self.rows, strict=True)]
@@ -146,7 +146,7 @@ class Variable:
         return named
 
     def buffers(self) -> list[Tensor]:
-        """What a forward pass may change besides its result: BatchNorm's statistics."""
+        """Return the buffers that a forward pass can change, such as BatchNorm's statistics."""
         return [buffer for module in self.modules for buffer in module.buffers()]
 
 

@@ -6,9 +6,9 @@ For z = x W' + b with n rows, the only use of W in g, and dz = dg/dz, the slope 
     <nu, s_W> = <x nu', dz>,     d<nu, s_W>     = <x nu', d dz>     + <dz nu, dx>.
 
 Products with the n x n Gram matrices replace dz' x with a graph, x s_W' and dz s_W. They are cheaper if n is smaller
-than the width. The terms of nu cost full products, but s_W itself is still saved. The cotangent must be nu + gamma s of one
-batch in one process, without a projection. A weight that g also uses elsewhere (weight decay, a layer used twice, tied
-weights) keeps the plain form. The layers are found in the graph of g, so any way of writing g works.
+than the width. The terms of nu cost full products, but s_W itself is still saved. The cotangent must be nu + gamma s
+of one batch in one process, without a projection. A weight that g also uses elsewhere (weight decay, a layer used
+twice, tied weights) keeps the plain form. The layers are found in the graph of g, so any way of writing g works.
 """
 
 from __future__ import annotations

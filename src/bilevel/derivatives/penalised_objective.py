@@ -115,8 +115,8 @@ class Derivatives(Evaluations):
                 states.append(random_state(self.v.device))
                 s = self.gradient(self.lower(batch[1]) * share, self.v.leaves)
                 with torch.no_grad():
-                    part = s + [h * share for h in self.constraints(batch[0])]
-                    mean = summed([mean, part]) if mean else part
+                    found = s + [h * share for h in self.constraints(batch[0])]
+                    mean = summed([mean, found]) if mean else found
         count, mean = len(self.v.leaves), self.agreed(mean)
         pulled = mean[:count] if slope is None else list(slope)
 

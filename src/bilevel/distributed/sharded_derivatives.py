@@ -9,8 +9,8 @@ them, and the curvature is a difference of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +54,12 @@ class Sharded(Across):
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}
         self._units: list[Any] = [m for m in self.v.modules[0].modules() if hasattr(m, "reshard")]
 
-    def calling(self, batch: Any) -> AbstractContextManager[Any]:
-        for unit in self._units:  # what was gathered for an earlier pass is of an earlier v
+    @contextmanager
+    def calling(self, batch: Any) -> Iterator[Any]:
+        for unit in self._units:  # tensors gathered for an earlier pass belong to an earlier v
             unit.reshard()
-        return super().calling(batch)
+        with super().calling(batch) as given:
+            yield given
 
     def gradient(
         self,

@@ -11,8 +11,9 @@ CEILINGS = {
     "src": 21.7,
     "src/bilevel/cli": 24.6,
     "studies/src": 20.3,
-    "README.md": 16.9,
+    "README.md": 3.6,
     "docs": 19.9,
+    "docs/results.md": 5.1,
     "docs/results": 12.2,
 }
 """Hits in 1,000 words, which may only fall. The target is 2, and 0 in README.md and in src/bilevel/cli (help texts)."""

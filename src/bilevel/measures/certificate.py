@@ -33,7 +33,7 @@ class Ended(Protocol):
     def derivatives(self) -> Derivatives: ...
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
-    def scales(self) -> tuple[float, float, float]: ...
+    def scales(self) -> tuple[float, float, float, float]: ...
     def episode(self) -> list[Pair] | None: ...
 
 
@@ -84,7 +84,7 @@ def _measure(
         slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
     own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
-    scale, lower_scale, violation_scale = state.scales()
+    scale_u, scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(),
@@ -94,6 +94,7 @@ def _measure(
         scale=scale,
         lower_scale=lower_scale,
         violation_scale=violation_scale,
+        scale_u=scale_u,
         lower_minimiser=minimiser,
         hypergradient_error=error,
         damping=_damping(state.lam(), prices.gamma),

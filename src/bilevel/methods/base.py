@@ -83,8 +83,8 @@ class State(Protocol):
         """Leave u and v as they are returned; True, False or None: v minimises g, does not, was not tried."""
         ...
 
-    def scales(self) -> tuple[float, float, float]:
-        """The sizes that the stationarity, the lower residual and the violation are judged against."""
+    def scales(self) -> tuple[float, float, float, float]:
+        """The sizes that |grad_u F|, |grad_v F|, the lower residual and the violation are judged against."""
         ...
 
     def episode(self) -> list[Pair] | None:

@@ -334,8 +334,8 @@ class Steps(ABC):
         direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
         return [x / norm(direction) for x in direction]
 
-    def scales(self) -> tuple[float, float, float]:
-        return self._scale_values
+    def scales(self) -> tuple[float, float, float, float]:
+        return self._scale_values[0], *self._scale_values
 
     def episode(self) -> list[Pair] | None:
         return self.last if self.problem.start_lower is not None else None

@@ -171,7 +171,7 @@ class Loop:
             return Status.STATIONARY if stationary else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
-        stationary = certificate.stationarity / certificate.scale <= tolerance
+        stationary = certificate.relative_stationarity <= tolerance
         if certificate.passes(tolerance):
             return Status.CONVERGED
         if stationary and certificate.infeasibility > tolerance:
@@ -222,9 +222,9 @@ class Loop:
         tolerance = self.state.tolerance
         if tolerance is None or self.state.mode != "stochastic":
             return False
-        scale, lower_scale, _ = self.state.scales()
+        scale_u, scale, lower_scale, _ = self.state.scales()
         row = next(self.history.rows(len(self.history) - 1))
-        if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
+        if max(math.hypot(row["grad_u"] / scale_u, row["grad_v"] / scale), row["residual"] / lower_scale) > tolerance:
             return False
         with self.state.derivatives.full_precision():
             certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)

@@ -266,7 +266,7 @@ class _End:
 
     derivatives: Derivatives
     nu: list[Tensor]
-    sizes: tuple[float, float, float]
+    sizes: tuple[float, float, float, float]
 
     def prices(self) -> Prices:
         """nu + gamma s is all that was paid, whatever its parts."""
@@ -275,7 +275,7 @@ class _End:
     def lam(self) -> Tensor:
         return torch.zeros_like(self.prices().gamma)
 
-    def scales(self) -> tuple[float, float, float]:
+    def scales(self) -> tuple[float, float, float, float]:
         return self.sizes
 
     def episode(self) -> None:
@@ -290,7 +290,8 @@ def _trial(order: Any, sources: Sources, solution: Solution, made: Mapped, k: in
                 leaf.copy_(values[k])
     joint, count = solution.certificate, math.sqrt(len(made.u[0]))
     d = Derivatives(order.problem, order.upper, order.lower)
-    sizes = (joint.scale / count, joint.lower_scale / count, 1.0)  # those of all trials together
+    scale = joint.scale / count
+    sizes = (scale, scale, joint.lower_scale / count, 1.0)  # those of all trials together
     end = _End(d, [n[k] for n in solution.multipliers["nu"]], sizes)
     certificate, multipliers = certify(end, sources, minimiser=None, hypergradient=order.hypergradient)
     certificate = replace(certificate, damping=joint.damping)

@@ -303,7 +303,7 @@ def test_a_sharded_run_of_any_method_resumes_from_a_checkpoint_that_is_whole(tmp
 
 
 def dying() -> None:
-    """The second rank is killed in an objective; the first waits for it in its model, in one of FSDP's collectives."""
+    """Kill the second rank in an objective while the first waits for it in its model, in a collective of FSDP."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -323,4 +323,4 @@ def dying() -> None:
 
 def test_a_rank_that_is_lost_in_a_collective_of_the_model_is_named():
     found = ends(*started(2, dying), 1)
-    assert found[0][1].startswith("RankError: rank 1 of 2 is lost: ")
+    assert found[0][1].startswith("RankError: rank 1 of 2 did not answer rank 0: ")

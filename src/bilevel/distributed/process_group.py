@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bilevel.distributed.doors import Doors
-from bilevel.distributed.lost import AGAIN, Search, between_ranks
 from bilevel.errors import OptionError, RankError, reason
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank, where the user has not set up the ranks."""
+"""How long a collective waits for a rank, if the user has not initialised the process group."""
+GRACE = timedelta(seconds=5)
+"""How long the first rank waits for an answer of each other rank after a collective has failed."""
+AGAIN = "Start the job again: with checkpoint= and resume=True it continues from the last checkpoint."
 
 
 def world() -> int:
@@ -61,23 +63,19 @@ class Flight:
 class Ranks:
     """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
 
-    _runs = 0
-    _talk: tuple[Any, Any, Any] = None, None, None
-    """The group of all ranks, that of their CPUs, and their doors, which are made once."""
+    _groups: tuple[Any, Any] = None, None
+    """The group of all ranks, and the gloo group of their hosts, which is made once."""
+    _timeout: timedelta | None = None
+    """How long both wait; None: torch's default, because the user has initialised the process group."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.payload = 0
-        backends = dist.get_backend_config()
         everyone = dist.group.WORLD
-        if new := Ranks._talk[0] is not everyone:
-            host = everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
-            Ranks._talk = everyone, host, Doors(self.rank)
-        _, self._host, self._doors = Ranks._talk
-        Ranks._runs += 1
-        self._search = Search(self._doors, self.size, Ranks._runs)
-        if new:
-            self._doors.meet(self.gather(self._doors.own))
+        if Ranks._groups[0] is not everyone:
+            # A group of its own on CPUs, too: it still works when a collective of the other group has failed.
+            Ranks._groups = everyone, dist.new_group(backend="gloo", timeout=Ranks._timeout)
+        self._host = Ranks._groups[1]
 
     @classmethod
     def here(cls, device: torch.device) -> Ranks | None:
@@ -106,6 +104,7 @@ class Ranks:
                 )
             except (RuntimeError, ValueError) as error:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
+            Ranks._timeout = TIMEOUT
             atexit.register(_leave)
         return cls(device)
 
@@ -124,14 +123,12 @@ class Ranks:
         for indices in kinds.values():
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
             self.payload += flat.nbytes
-            with self._watched():
-                parts.append((indices, flat, dist.all_reduce(flat, async_op=True)))
+            parts.append((indices, flat, dist.all_reduce(flat, async_op=True)))
 
         def land() -> list[Tensor]:
             found: list[Tensor] = list(tensors)
             for indices, flat, work in parts:
-                with self._watched():
-                    work.wait()
+                work.wait()
                 pieces = torch.split(flat.div_(self.size), [tensors[i].numel() for i in indices])
                 for i, piece in zip(indices, pieces, strict=True):
                     found[i] = piece.view(tensors[i].shape)
@@ -147,16 +144,14 @@ class Ranks:
         """The sum over ranks, without a derivative."""
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.payload += found.nbytes
-        with self._watched():
-            dist.all_reduce(found)
+        dist.all_reduce(found)
         return found
 
     def counts(self, own: Sequence[int]) -> list[list[int]]:
         """For each of these counts, that of every rank. Hosts tell it over their own group: no device is waited for."""
         mine = torch.tensor(own)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._watched():
-            dist.all_gather(every, mine, group=self._host)
+        dist.all_gather(every, mine, group=self._host)
         found: list[list[int]] = torch.stack(every, 1).tolist()
         return found
 
@@ -164,8 +159,7 @@ class Ranks:
         """The tensor of every rank; they are of one shape."""
         every = [torch.empty_like(tensor) for _ in range(self.size)]
         self.payload += tensor.nbytes
-        with self._watched():
-            dist.all_gather(every, tensor)
+        dist.all_gather(every, tensor)
         return every
 
     def handed(self, parts: Sequence[Tensor]) -> Tensor:
@@ -173,8 +167,7 @@ class Ranks:
         sent = torch.stack(list(parts))
         found = torch.empty_like(sent)
         self.payload += sent.nbytes
-        with self._watched():
-            dist.all_to_all_single(found, sent)
+        dist.all_to_all_single(found, sent)
         return found
 
     def at_first(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
@@ -183,8 +176,7 @@ class Ranks:
         padded[: len(tensor)] = tensor.detach()
         sent = padded.reshape(-1).view(torch.uint8)
         every = [torch.empty_like(sent) for _ in counts] if self.first else None
-        with self._watched():
-            dist.gather(sent, every, 0, group=self._host)
+        dist.gather(sent, every, 0, group=self._host)
         if every is None:
             return None
         found = [x.view(tensor.dtype).view(padded.shape)[:n] for x, n in zip(every, counts, strict=True)]
@@ -195,8 +187,7 @@ class Ranks:
         for tensor in tensors:
             value = tensor.detach().contiguous()
             self.payload += value.nbytes
-            with self._watched():
-                dist.broadcast(value, source)
+            dist.broadcast(value, source)
             with torch.no_grad():
                 tensor.copy_(value)
 
@@ -205,43 +196,74 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on all of them."""
         found: list[Any] = [None] * self.size
-        with self._watched():
+        with self.reporting_lost_ranks():
             dist.all_gather_object(found, value, group=self._host)
         return found
 
     def share(self, value: Any) -> Any:
         """The first rank's value, on all of them."""
         held = [value]
-        with self._watched():
+        with self.reporting_lost_ranks():
             dist.broadcast_object_list(held, 0, group=self._host)
         return held[0]
 
-    # -- who is lost -------------------------------------------------------------------------------------------------
+    # -- lost ranks --------------------------------------------------------------------------------------------------
+
+    def wait_for_all(self, timeout: timedelta | None = None) -> None:
+        """Wait until every rank has come here. On the first rank, the error names the ranks that did not."""
+        dist.monitored_barrier(self._host, timeout or Ranks._timeout, wait_all_ranks=True)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Leave word of an error that ends this rank, for the others to name."""
+    def reporting_lost_ranks(self) -> Iterator[None]:
+        """Raise `RankError` if a collective fails inside. The first rank names the ranks that do not answer."""
         try:
             yield
-        except RankError:
-            raise
-        except BaseException as error:
-            if isinstance(error, RuntimeError) and between_ranks(error):
-                raise RankError(self._search.sentence(error)) from error
-            self._search.leave(
-                f"{type(error).__name__}: {reason(error)}" if isinstance(error, Exception) else "stopped"
-            )
-            raise
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Turn the failure of a collective into a sentence that names the rank that is not there any more."""
-        try:
-            yield
-        except (RuntimeError, ConnectionError) as error:
-            if isinstance(error, NotImplementedError):
+        except RuntimeError as error:
+            if not _from_collective(error):
                 raise
-            raise RankError(self._search.sentence(error)) from error
+            raise RankError(f"{self._sentence(error)}. {AGAIN}") from error
+
+    def _sentence(self, error: RuntimeError) -> str:
+        """Say which ranks are lost if this is the first rank, and point to it if not."""
+        named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
+        lost = [int(rank) for rank in re.findall(r"\d+", named[1])] if named else self._lost()
+        if lost:
+            who = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            return f"{who} of {self.size} did not answer rank 0: {_cause(error)}"
+        return (
+            f"rank {self.rank} of {self.size} lost the other ranks: {_cause(error)}. The messages of rank 0 and of "
+            "torchrun name the rank that failed first"
+        )
+
+    def _lost(self) -> list[int]:
+        """Send a word to the first rank, which returns the ranks that are gone, or else those that are silent."""
+        word = torch.zeros(1)
+        if not self.first:
+            with suppress(RuntimeError):
+                dist.send(word, 0, self._host)
+            return []
+        lost, silent, answers = [], [], {}
+        for rank in range(1, self.size):
+            try:
+                answers[rank] = dist.irecv(word, rank, self._host)
+            except RuntimeError:
+                lost.append(rank)
+        for rank, answer in answers.items():
+            try:
+                answer.wait(GRACE)
+            except RuntimeError as error:
+                (silent if re.search("[Tt]ime", str(error)) else lost).append(rank)
+        return lost or silent
+
+
+def _from_collective(error: RuntimeError) -> bool:
+    """Whether a collective raised the error: one of ours, of a sharded model, or of the user."""
+    return isinstance(error, dist.DistError) or re.search(r"\bgloo\b|monitoredBarrier", str(error)) is not None
+
+
+def _cause(error: Exception) -> str:
+    """The error's first sentence, without the place in the source of gloo."""
+    return reason(RuntimeError(re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]))
 
 
 def _meeting(store: Any, rank: int, size: int) -> str:

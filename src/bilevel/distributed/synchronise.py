@@ -67,6 +67,7 @@ def agree(
     ranks: Ranks, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
 ) -> tuple[bool, bool]:
     """Whether all ranks are finite, and whether any was interrupted; refuses to go on where their records differ."""
+    ranks.wait_for_all()
     found = ranks.gather((zlib.crc32(repr(table).encode()), finite, interrupted))
     for rank, (digest, *_) in enumerate(found):
         if digest != found[0][0]:

@@ -148,7 +148,7 @@ class _Order:
     def once(self, folder: Path | None, seed: int | None, start: int, aside: Aside | None = None) -> Solution:
         """One run from the present u and v, by this process or by all ranks."""
         ranks = Ranks.here(self.lower.device)
-        with nullcontext() if ranks is None else ranks.telling():
+        with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
             return self._once(folder, seed, start, ranks, aside)
 
     def _once(

@@ -38,23 +38,18 @@ from bilevel.applications import networks as models
 from bilevel.batches.rank_shares import Sharing
 from bilevel.batches.sources import Sources
 from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.shared_rows import share_out
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Setting, State
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "docs" / "results" / "distributed.json"
-OWNED = ", owned rows"
-"""After a model: each rank has its own importances alone (docs/distributed.md)."""
 MODELS = {
     "linear": (models.linear, 400),
     "mlp": (models.mlp, 400),
     "cnn": (models.mnist_cnn, 64),
-    f"linear{OWNED}": (models.linear, 400),
-    f"mlp{OWNED}": (models.mlp, 400),
 }
 """The builder, and the size of each of the two batches."""
-SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578, f"linear{OWNED}": 7_850, f"mlp{OWNED}": 238_510}
+SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578}
 LOWER_STEPS = 2
 ENOUGH = 0.5
 """Seconds that each way runs in each round, at the least one iteration."""
@@ -72,7 +67,7 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
     """The state of a run, as `solve` makes it, on a part of each batch."""
     build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
-    v, u = build(), Rows(10_000, owned=name.endswith(OWNED))
+    v, u = build(), Rows(10_000)
     draw = torch.Generator().manual_seed(1)
     shape = (1, 28, 28)
     batches = [
@@ -84,7 +79,6 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
         for _ in range(4)
     ]
     first, second = variables(Problem(upper, lower), u, v)
-    share_out(first.rows, ranks)
     sharing = None if ranks is None else Sharing(ranks.rank, ranks.size)
     setting = Setting(
         Problem(upper, lower),

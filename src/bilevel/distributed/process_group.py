@@ -162,32 +162,12 @@ class Ranks:
         dist.all_gather(every, tensor)
         return every
 
-    def handed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Each rank has a part for every rank, all of one shape: those for this one, stacked."""
-        sent = torch.stack(list(parts))
-        found = torch.empty_like(sent)
-        self.payload += sent.nbytes
-        dist.all_to_all_single(found, sent)
-        return found
-
-    def at_first(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """Every rank's rows, `counts` of them, one after another, on the host of the first; None on the others."""
-        padded = tensor.new_zeros(max(counts), *tensor.shape[1:], device="cpu")
-        padded[: len(tensor)] = tensor.detach()
-        sent = padded.reshape(-1).view(torch.uint8)
-        every = [torch.empty_like(sent) for _ in counts] if self.first else None
-        dist.gather(sent, every, 0, group=self._host)
-        if every is None:
-            return None
-        found = [x.view(tensor.dtype).view(padded.shape)[:n] for x, n in zip(every, counts, strict=True)]
-        return torch.cat(found)
-
-    def same(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Give every rank the values of the first, or of another, in place."""
+    def same(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the values of the first, in place."""
         for tensor in tensors:
             value = tensor.detach().contiguous()
             self.payload += value.nbytes
-            dist.broadcast(value, source)
+            dist.broadcast(value, 0)
             with torch.no_grad():
                 tensor.copy_(value)
 

@@ -1,8 +1,8 @@
 """The state of a run as one process has it, from what each rank has of it, and back.
 
-Rows that ranks own, with their moments, and tensors that `fully_shard` has divided, with all of the state that is
-shaped like them, are gathered for a checkpoint one tensor at a time, on the host of the first rank, which writes it. A
-run that goes on from it, at any number of ranks, takes its own part of each.
+Tensors that `fully_shard` has divided, and the parts of the state that are shaped like them, are gathered for a
+checkpoint one tensor at a time, on the host of the first rank, which writes it. A run that resumes from it, at any
+number of ranks, takes its own shard of each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from bilevel.distributed.shared_rows import Block
 from bilevel.errors import CheckpointError
 from bilevel.problem.variables import Variable
 
@@ -25,7 +24,6 @@ def whole_state(
 ) -> dict[str, Any]:
     """What a checkpoint has of u, v and the method's state. All ranks call it; the tensors are those of the first."""
     found: dict[str, Any] = {"u": dict(u.tensors()), "v": dict(v.tensors()), "method": dict(method)}
-    _each_block(u, found, lambda block, part: block.at_first(part))
     if v.shards:
 
         def gathered(dtensor: Any) -> Tensor | None:
@@ -43,7 +41,6 @@ def whole_state(
 def own_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[str]) -> dict[str, Any]:
     """This rank's part of what `whole_state` made."""
     found = saved | {"u": dict(saved["u"]), "v": dict(saved["v"]), "method": dict(saved["method"])}
-    _each_block(u, found, lambda block, whole: block.part(whole))
     if v.shards:
         held = v.tensors()
         found["v"] = {
@@ -52,20 +49,6 @@ def own_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[
         }
         _each_like_v(found["method"], like_v, len(v.shards), lambda whole, i: _cut(v.shards[i], whole).to_local())
     return found
-
-
-def _each_block(u: Variable, found: dict[str, Any], convert: Callable[[Block, Any], Any]) -> None:
-    """Convert what belongs to rows that ranks own."""
-    homes = [rows.home for rows in u.rows]
-    if not any(homes):
-        return
-    method = found["method"]
-    states = list(method["upper"]["rows"])
-    for i, (key, home) in enumerate(zip(u.row_names, homes, strict=True)):
-        if isinstance(home, Block):
-            found["u"][key] = convert(home, found["u"][key])
-            states[i] = {name: convert(home, tensor) for name, tensor in states[i].items()}
-    method["upper"] = method["upper"] | {"rows": states}
 
 
 def _each_like_v(method: dict[str, Any], like_v: Sequence[str], count: int, convert: Convert) -> None:

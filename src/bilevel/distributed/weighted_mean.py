@@ -32,11 +32,6 @@ def among(ranks: Ranks, weight: float) -> Iterator[None]:
         _SHARE.reset(token)
 
 
-def evaluating() -> bool:
-    """Whether all ranks are evaluating an objective, each on its share."""
-    return _SHARE.get() is not None
-
-
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     """sum(weights * losses) / sum(weights), over the examples of all ranks.
 

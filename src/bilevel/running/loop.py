@@ -128,8 +128,6 @@ class Loop:
         with self.state.derivatives.full_precision():
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
             state = self.state.state_dict()
-            for rows in self.variables[0].rows:
-                rows.gather()
             certificate, multipliers = certify(
                 self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
             )
@@ -214,7 +212,7 @@ class Loop:
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.kept for r in variable.rows))]
+        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:

@@ -16,7 +16,6 @@ from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
 from bilevel.distributed.derivatives import derivatives
 from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.shared_rows import share_out, take_back
 from bilevel.distributed.synchronise import apart, begin_alike, by_first
 from bilevel.engines.engine import ENGINES
 from bilevel.errors import CheckpointError, OptionError
@@ -190,7 +189,6 @@ class _Order:
                 None if sharing is None else ranks,
             )
             try:
-                share_out(upper.rows, setting.ranks)
                 if not lower.shards:  # autograd does not reach those
                     first_evaluation(derivatives(setting), sources)
                 with _unchanged_on_error(upper, lower):
@@ -213,15 +211,12 @@ class _Order:
                     if saved is not None:
                         with store.understood(folder) if stored and folder is not None else nullcontext():
                             loop.restore(saved)
-                for rows in upper.rows:
-                    rows.let_go()
                 solution = loop.run(self.hypergradient)
                 if aside is not None:
                     aside.state = loop.kept
                 return solution
             finally:
                 upper.release()
-                take_back(upper.rows)
 
     def _heard(self, ranks: Ranks | None) -> Sequence[Callback]:
         """The callbacks that are called in this process."""

@@ -149,6 +149,8 @@ def divided() -> dict[str, Any]:
     with pytest.raises(OptionError) as error:
         run(Penalty(curvature="exact"), v)
     found["exact"] = str(error.value)
+    with pytest.raises(OptionError, match="accumulate cannot be used if v is sharded"):
+        run(METHODS["difference"], v, accumulate=2)
     dist.destroy_process_group()
     return found
 

@@ -14,7 +14,7 @@ from bilevel._util.random_state import seeded
 from bilevel.batches.rank_shares import Sharing
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
-from bilevel.distributed.derivatives import derivatives
+from bilevel.distributed.derivatives import make_derivatives
 from bilevel.distributed.process_group import Ranks
 from bilevel.distributed.synchronise import apart, begin_alike, by_first
 from bilevel.engines.engine import ENGINES
@@ -190,7 +190,9 @@ class _Order:
             )
             try:
                 if not lower.shards:  # autograd does not reach those
-                    first_evaluation(derivatives(setting), sources)
+                    first_evaluation(
+                        make_derivatives(problem, upper, lower, ranks=setting.ranks, precision=self.precision), sources
+                    )
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
                     loop = Loop(

@@ -37,7 +37,7 @@ from bilevel import Penalty, Problem, Rows, weighted_mean
 from bilevel.applications import networks as models
 from bilevel.batches.rank_shares import Sharing
 from bilevel.batches.sources import Sources
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Setting, State
 
@@ -63,7 +63,7 @@ def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
     return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u[batch[2]]))
 
 
-def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
+def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
     """The state of a run, as `solve` makes it, on a part of each batch."""
     build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
     torch.set_num_threads(1)
     own = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in own.items()})
-    ranks = Ranks.here(torch.device("cpu"))
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
     assert ranks is not None
     both = run(name, ranks)
     alone = run(name, None) if rank == 0 else None
@@ -118,7 +118,7 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
     if half:
         timed(half, 1)
     count = max(1, math.ceil(ENOUGH / timed(alone, 1)[0])) if alone else 0
-    count = ranks.share(count)
+    count = ranks.broadcast_object(count)
     found = []
     for _ in range(rounds):
         one, part = (timed(way, count) if way else (0.0, 0.0) for way in (alone, half))
@@ -126,12 +126,12 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
         before = ranks.payload
         two = timed(both, count)
         sent = (ranks.payload - before) / count
-        found.append((one, two, max(x[1] for x in ranks.gather(two)), sent, part[1]))
+        found.append((one, two, max(x[1] for x in ranks.all_gather_object(two)), sent, part[1]))
     weights = torch.zeros(SIZES[name])
-    ranks.mean([weights])
+    ranks.all_reduce_mean([weights])
     began = time.perf_counter()
     for _ in range(20):
-        ranks.mean([weights])
+        ranks.all_reduce_mean([weights])
     reduce = (time.perf_counter() - began) / 20
     if rank == 0:
         answer.put(

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from test_distributed import assert_alike
 
 from bilevel import Rows, solve
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NAMES = [
@@ -72,20 +72,20 @@ def spoken(kind: str) -> dict[str, Any]:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    ranks = Ranks(device)
+    ranks = ProcessGroup(device)
     x, whole = torch.arange(6.0, device=device).view(2, 3), torch.arange(4, device=device)
     copy = torch.zeros_like(x)
     copy.copy_(x)
-    ranks.same([copy])
+    ranks.broadcast_([copy])
     found = {
-        "mean": [t.tolist() for t in ranks.mean([x, x.double(), x[0]])],
-        "total": ranks.total(x).tolist(),
-        "each": [t.tolist() for t in ranks.each(whole)],
+        "mean": [t.tolist() for t in ranks.all_reduce_mean([x, x.double(), x[0]])],
+        "total": ranks.all_reduce_sum(x).tolist(),
+        "each": [t.tolist() for t in ranks.all_gather(whole)],
         "same": copy.tolist(),
-        "counts": ranks.counts([3, 4]),
-        "gather": ranks.gather("word"),
-        "share": ranks.share({"a": 1}),
-        "device": str(ranks.total(x).device.type),
+        "counts": ranks.all_gather_counts([3, 4]),
+        "gather": ranks.all_gather_object("word"),
+        "share": ranks.broadcast_object({"a": 1}),
+        "device": str(ranks.all_reduce_sum(x).device.type),
     }
     dist.destroy_process_group()
     return found

@@ -17,7 +17,7 @@ from test_distributed import assert_alike
 
 from bilevel import Callback, Penalty, Problem, RankError, Run, solve
 from bilevel.distributed import process_group as distributed
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 
 CASES = ["penalty, rows", "value gap"]
 
@@ -151,7 +151,7 @@ def test_a_rank_that_lives_but_does_not_answer_is_named_after_the_timeout(tmp_pa
 
 def one_is_late() -> str:
     """What a rank says if the second of three comes to the barrier when the others have given up."""
-    ranks = Ranks.here(torch.device("cpu"))
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
     time.sleep(3 if ranks.rank == 1 else 0)
     try:
         with ranks.reporting_lost_ranks():

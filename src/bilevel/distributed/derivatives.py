@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, Derivatives
-from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.rank_derivatives import Across
-from bilevel.distributed.sharded_derivatives import Sharded
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.rank_derivatives import RankDerivatives
+from bilevel.distributed.sharded_derivatives import ShardedDerivatives
 from bilevel.errors import OptionError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
@@ -17,7 +17,7 @@ def make_derivatives(
     u: Variable,
     v: Variable,
     *,
-    ranks: Ranks | None = None,
+    ranks: ProcessGroup | None = None,
     precision: Precision | None = None,
     curvature: Curvature = "auto",
     accumulate: int = 1,
@@ -45,10 +45,10 @@ def make_derivatives(
     if curvature == "gram":
         raise OptionError("curvature='gram' cannot be used under torchrun. Use curvature='auto'.")
     if not (u.shards or v.shards):
-        return Across(problem, u, v, ranks, curvature, precision)
+        return RankDerivatives(problem, u, v, ranks, curvature, precision)
     if u.shards:
         raise OptionError("u cannot be sharded by fully_shard: only v can. Pass a u that is not sharded.")
     for refused, name in ((problem.project_lower is not None, "project_lower"), (accumulate > 1, "accumulate")):
         if refused:
             raise OptionError(f"{name} cannot be used if v is sharded by fully_shard. Use a v that is not sharded.")
-    return Sharded(problem, u, v, ranks, curvature, precision)
+    return ShardedDerivatives(problem, u, v, ranks, curvature, precision)

@@ -49,7 +49,7 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-class Flight:
+class PendingMean:
     """A mean that is under way."""
 
     def __init__(self, land: Callable[[], list[Tensor]]) -> None:
@@ -60,7 +60,7 @@ class Flight:
         return self._land()
 
 
-class Ranks:
+class ProcessGroup:
     """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
 
     _groups: tuple[Any, Any] = None, None
@@ -72,13 +72,13 @@ class Ranks:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.payload = 0
         everyone = dist.group.WORLD
-        if Ranks._groups[0] is not everyone:
+        if ProcessGroup._groups[0] is not everyone:
             # A group of its own on CPUs, too: it still works when a collective of the other group has failed.
-            Ranks._groups = everyone, dist.new_group(backend="gloo", timeout=Ranks._timeout)
-        self._host = Ranks._groups[1]
+            ProcessGroup._groups = everyone, dist.new_group(backend="gloo", timeout=ProcessGroup._timeout)
+        self._host = ProcessGroup._groups[1]
 
     @classmethod
-    def here(cls, device: torch.device) -> Ranks | None:
+    def from_environment(cls, device: torch.device) -> ProcessGroup | None:
         """The ranks that torchrun or the user has started; None where there is one process."""
         if world() == 1:
             return None
@@ -104,7 +104,7 @@ class Ranks:
                 )
             except (RuntimeError, ValueError) as error:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
-            Ranks._timeout = TIMEOUT
+            ProcessGroup._timeout = TIMEOUT
             atexit.register(_leave)
         return cls(device)
 
@@ -114,7 +114,7 @@ class Ranks:
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def start(self, tensors: Sequence[Tensor]) -> Flight:
+    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> PendingMean:
         """Begin to average these over the ranks, in one all-reduce for each type of number."""
         kinds: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
@@ -134,20 +134,20 @@ class Ranks:
                     found[i] = piece.view(tensors[i].shape)
             return found
 
-        return Flight(land)
+        return PendingMean(land)
 
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of each."""
-        return self.start(tensors).wait() if tensors else []
+        return self.all_reduce_mean_async(tensors).wait() if tensors else []
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, without a derivative."""
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.payload += found.nbytes
         dist.all_reduce(found)
         return found
 
-    def counts(self, own: Sequence[int]) -> list[list[int]]:
+    def all_gather_counts(self, own: Sequence[int]) -> list[list[int]]:
         """For each of these counts, that of every rank. Hosts tell it over their own group: no device is waited for."""
         mine = torch.tensor(own)
         every = [torch.empty_like(mine) for _ in range(self.size)]
@@ -155,14 +155,14 @@ class Ranks:
         found: list[list[int]] = torch.stack(every, 1).tolist()
         return found
 
-    def each(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; they are of one shape."""
         every = [torch.empty_like(tensor) for _ in range(self.size)]
         self.payload += tensor.nbytes
         dist.all_gather(every, tensor)
         return every
 
-    def same(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the values of the first, in place."""
         for tensor in tensors:
             value = tensor.detach().contiguous()
@@ -173,14 +173,14 @@ class Ranks:
 
     # -- what the host decides ---------------------------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The value of every rank, on all of them."""
         found: list[Any] = [None] * self.size
         with self.reporting_lost_ranks():
             dist.all_gather_object(found, value, group=self._host)
         return found
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The first rank's value, on all of them."""
         held = [value]
         with self.reporting_lost_ranks():
@@ -191,7 +191,7 @@ class Ranks:
 
     def wait_for_all(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has come here. On the first rank, the error names the ranks that did not."""
-        dist.monitored_barrier(self._host, timeout or Ranks._timeout, wait_all_ranks=True)
+        dist.monitored_barrier(self._host, timeout or ProcessGroup._timeout, wait_all_ranks=True)
 
     @contextmanager
     def reporting_lost_ranks(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from bilevel.batches.rank_shares import Share, weighted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, Derivatives
 from bilevel.derivatives.prices import Gradients, Prices
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.shared_rows import all_rows
 from bilevel.distributed.weighted_mean import among
 from bilevel.problem.problem import Problem
@@ -27,7 +27,7 @@ from bilevel.problem.rows import Parts
 from bilevel.problem.variables import Variable
 
 
-class Across(Derivatives):
+class RankDerivatives(Derivatives):
     """Derivatives of the means over ranks. Every rank calls the same functions in the same order."""
 
     shared = True
@@ -37,7 +37,7 @@ class Across(Derivatives):
         problem: Problem,
         u: Variable,
         v: Variable,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         curvature: Curvature,
         precision: Precision | None,
     ) -> None:
@@ -67,21 +67,21 @@ class Across(Derivatives):
 
     def _means(self, like_v: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the means over ranks of tensors that are shaped like those of v, and of all others."""
-        found = self.ranks.mean([*others, *like_v])
+        found = self.ranks.all_reduce_mean([*others, *like_v])
         return found[len(others) :], found[: len(others)]
 
-    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self.ranks.mean(tensors)
+    def mean_over_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self.ranks.all_reduce_mean(tensors)
 
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        return self.ranks.start(tensors).wait
+    def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        return self.ranks.all_reduce_mean_async(tensors).wait
 
-    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
+    def mean_dense_over_ranks(self, found: list[Tensor]) -> list[Tensor]:
         count, dense = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)
         v, u = self._means(found[:count], found[count:dense])
         return [*v, *u, *found[dense:]]
 
-    def agreed_gradients(self, found: Gradients) -> Gradients:
+    def mean_gradients_over_ranks(self, found: Gradients) -> Gradients:
         leaves = len(self.u.leaves)
         v, (f, g, *u) = self._means(found.v, [found.f, found.g, *found.u[:leaves]])
         return replace(found, f=f, g=g, v=v, u=[*u, *found.u[leaves:]])
@@ -99,7 +99,7 @@ class Across(Derivatives):
     def _row_square(self, rows: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return |gradient|^2 of the rows that were read on all ranks, of which this rank has `rows`."""
         own = torch.stack([x.detach().square().sum() for x in rows]).sum() if rows else torch.zeros_like(like)
-        return self.ranks.total(own) / self.ranks.size**2 if self.u.rows else own
+        return self.ranks.all_reduce_sum(own) / self.ranks.size**2 if self.u.rows else own
 
     # -- the functions of one process, averaged ----------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Across(Derivatives):
         return replace(found, f=f, g=g, slope=slope, residual=self.residual(slope), v=like_v[count:], constraints=h)
 
     def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
-        return self.agreed_gradients(super().direct(batches, with_v=with_v))
+        return self.mean_gradients_over_ranks(super().direct(batches, with_v=with_v))
 
     def penalised(
         self,
@@ -127,7 +127,7 @@ class Across(Derivatives):
         slope: Sequence[Tensor] | None = None,
         lam: Tensor | None = None,
     ) -> Gradients:
-        return self.agreed_gradients(super().penalised(batches, prices, with_u=with_u, slope=slope, lam=lam))
+        return self.mean_gradients_over_ranks(super().penalised(batches, prices, with_u=with_u, slope=slope, lam=lam))
 
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
-        return self.agreed_beside_rows(super().hessian_product(batches, direction, with_u=with_u))
+        return self.mean_dense_over_ranks(super().hessian_product(batches, direction, with_u=with_u))

@@ -19,14 +19,14 @@ from torch import Tensor
 from bilevel._util.tensor_lists import dot
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature
-from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.rank_derivatives import Across
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.rank_derivatives import RankDerivatives
 from bilevel.errors import BilevelWarning, OptionError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 
 
-class Sharded(Across):
+class ShardedDerivatives(RankDerivatives):
     """Derivatives whose tensors shaped like v are shards of it, and means over ranks already."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Sharded(Across):
         problem: Problem,
         u: Variable,
         v: Variable,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         curvature: Curvature,
         precision: Precision | None,
     ) -> None:
@@ -89,7 +89,7 @@ class Sharded(Across):
     # -- sums over shards ---------------------------------------------------------------------------------------------
 
     def whole(self, part: Tensor) -> Tensor:
-        return self.ranks.total(part)
+        return self.ranks.all_reduce_sum(part)
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         return self.whole(dot([x.detach() for x in a], [x.detach() for x in b]))
@@ -112,7 +112,7 @@ class Sharded(Across):
     # -- means of all but v -------------------------------------------------------------------------------------------
 
     def _means(self, like_v: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return list(like_v), self.ranks.mean(others)
+        return list(like_v), self.ranks.all_reduce_mean(others)
 
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: tensors

@@ -19,7 +19,7 @@ Convert = Callable[[Any, int], Any]
 """Of a tensor that is shaped like one of v, and the position of that one among them."""
 
 
-def whole_state(
+def gather_state(
     u: Variable, v: Variable, method: dict[str, Any], like_v: Sequence[str], *, first: bool
 ) -> dict[str, Any]:
     """What a checkpoint has of u, v and the method's state. All ranks call it; the tensors are those of the first."""
@@ -38,8 +38,8 @@ def whole_state(
     return found
 
 
-def own_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[str]) -> dict[str, Any]:
-    """This rank's part of what `whole_state` made."""
+def split_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[str]) -> dict[str, Any]:
+    """This rank's part of what `gather_state` made."""
     found = saved | {"u": dict(saved["u"]), "v": dict(saved["v"]), "method": dict(saved["method"])}
     if v.shards:
         held = v.tensors()

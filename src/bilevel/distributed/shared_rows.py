@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.problem.rows import Parts, Rows
 
 
-def all_rows(ranks: Ranks, parts: Parts, variables: Sequence[Rows]) -> Parts:
+def all_rows(ranks: ProcessGroup, parts: Parts, variables: Sequence[Rows]) -> Parts:
     """Return the rows that any rank has read, with their part of the mean gradient: the same on every rank."""
     if not parts:
         return []
-    counts = ranks.counts([sum(len(index) for index, _ in pairs) for pairs in parts])
+    counts = ranks.all_gather_counts([sum(len(index) for index, _ in pairs) for pairs in parts])
     found: Parts = []
     for pairs, rows, sizes in zip(parts, variables, counts, strict=True):
         if max(sizes) == 0:
@@ -30,7 +30,7 @@ def all_rows(ranks: Ranks, parts: Parts, variables: Sequence[Rows]) -> Parts:
         if pairs:
             index[:own] = torch.cat([i for i, _ in pairs])
             gradient[:own] = torch.cat([g.detach().reshape(-1, *like.shape[1:]) for _, g in pairs]) / ranks.size
-        every = [ranks.each(x) for x in (index, gradient)]
+        every = [ranks.all_gather(x) for x in (index, gradient)]
         joined, moved = (torch.cat([x[:n] for x, n in zip(all_, sizes, strict=True)]) for all_ in every)
         found.append([(joined, moved)])
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import derived, set_random_state
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
 from bilevel.problem.variables import Variable
 
@@ -17,7 +17,7 @@ ALIKE = ("u", "v", "method", "options", "accumulate", "seed", "precision")
 """The parts of a fingerprint that ranks must have in common. Data and what closes over it may be each rank's own."""
 
 
-def by_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
+def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
     """What the first rank makes, on all of them; an error that ends it there ends all in the same words."""
     found: Any = None
     if ranks.first:
@@ -25,26 +25,26 @@ def by_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
             found = make()
         except BilevelError as error:
             found = error
-    found = ranks.share(found)
+    found = ranks.broadcast_object(found)
     if isinstance(found, BilevelError):
         found.told = not ranks.first
         raise found
     return found
 
 
-def begin_alike(ranks: Ranks, identity: Mapping[str, Any], u: Variable, v: Variable) -> None:
+def check_same_arguments(ranks: ProcessGroup, identity: Mapping[str, Any], u: Variable, v: Variable) -> None:
     """Refuse ranks that were called with other arguments; give all of them the first one's u and v."""
-    for rank, other in enumerate(ranks.gather({name: identity[name] for name in ALIKE})):
+    for rank, other in enumerate(ranks.all_gather_object({name: identity[name] for name in ALIKE})):
         for name, value in other.items():
             if value != identity[name]:
                 raise RankError(
                     f"every rank must call solve with the same arguments; the {name} of rank {ranks.rank} is "
                     f"{identity[name]}, that of rank {rank} is {value}."
                 )
-    ranks.same([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
+    ranks.broadcast_([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
 
 
-def apart(ranks: Ranks, seed: int, device: torch.device, step: int = 0) -> None:
+def seed_by_rank(ranks: ProcessGroup, seed: int, device: torch.device, step: int = 0) -> None:
     """Seed the global generators by rank: dropout masks of different examples are then different ones."""
     if ranks.first:
         return
@@ -54,21 +54,21 @@ def apart(ranks: Ranks, seed: int, device: torch.device, step: int = 0) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(own)
 
 
-def own_generators(ranks: Ranks, saved: Mapping[str, Any], device: torch.device) -> None:
+def restore_generators(ranks: ProcessGroup, saved: Mapping[str, Any], device: torch.device) -> None:
     """Go on with the generators that this rank had; at another number of ranks, with new ones."""
     states = saved.get("ranks") or []
     if len(states) == ranks.size:
         set_random_state(states[ranks.rank], device)
     else:
-        apart(ranks, saved["seed"], device, saved["step"])
+        seed_by_rank(ranks, saved["seed"], device, saved["step"])
 
 
-def agree(
-    ranks: Ranks, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
+def agree_on_end(
+    ranks: ProcessGroup, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
 ) -> tuple[bool, bool]:
     """Whether all ranks are finite, and whether any was interrupted; refuses to go on where their records differ."""
     ranks.wait_for_all()
-    found = ranks.gather((zlib.crc32(repr(table).encode()), finite, interrupted))
+    found = ranks.all_gather_object((zlib.crc32(repr(table).encode()), finite, interrupted))
     for rank, (digest, *_) in enumerate(found):
         if digest != found[0][0]:
             raise RankError(
@@ -78,9 +78,9 @@ def agree(
     return all(x[1] for x in found), any(x[2] for x in found)
 
 
-def share_buffers(ranks: Ranks, variables: Sequence[Variable]) -> None:
+def average_buffers(ranks: ProcessGroup, variables: Sequence[Variable]) -> None:
     """Replace the floating buffers of modules by their mean over ranks."""
     buffers = [b for variable in variables for b in variable.buffers() if b.is_floating_point()]
     with torch.no_grad():
-        for buffer, mean in zip(buffers, ranks.mean(buffers), strict=True):
+        for buffer, mean in zip(buffers, ranks.all_reduce_mean(buffers), strict=True):
             buffer.copy_(mean)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import ProblemError
 
-_SHARE: ContextVar[tuple[Ranks, float] | None] = ContextVar("share", default=None)
+_SHARE: ContextVar[tuple[ProcessGroup, float] | None] = ContextVar("share", default=None)
 
 
 @contextmanager
-def among(ranks: Ranks, weight: float) -> Iterator[None]:
+def among(ranks: ProcessGroup, weight: float) -> Iterator[None]:
     """Inside, an objective is evaluated on this rank's share of a batch, and its value multiplied by `weight`."""
     token = _SHARE.set((ranks, weight))
     try:
@@ -51,7 +51,7 @@ def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     return ranks.size / weight * (weights * losses).sum() / _total(weights.sum(), ranks)
 
 
-def _total(value: Tensor, ranks: Ranks) -> Tensor:
+def _total(value: Tensor, ranks: ProcessGroup) -> Tensor:
     found: Tensor = _Total.apply(value, ranks)  # type: ignore[no-untyped-call]
     return found
 
@@ -60,9 +60,9 @@ class _Total(torch.autograd.Function):
     """The sum over ranks. Its derivative is the sum over ranks of the cotangents, and so on to any order."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: ProcessGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.total(value)
+        return ranks.all_reduce_sum(value)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:

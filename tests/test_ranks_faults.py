@@ -194,4 +194,4 @@ def test_an_error_that_ends_one_rank_ends_the_others(rank):
 
 def test_ranks_that_were_called_with_other_arguments_are_refused():
     for message in on_ranks(2, one_fails, "seed"):
-        assert message.startswith("RankError: every rank must call solve with the same arguments; the seed of rank")
+        assert message.startswith("RankError: every rank must call solve with the same arguments; seed is ")

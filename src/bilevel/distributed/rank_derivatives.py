@@ -21,7 +21,7 @@ from bilevel.derivatives.penalised_objective import Curvature, Derivatives
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.shared_rows import all_rows
-from bilevel.distributed.weighted_mean import among
+from bilevel.distributed.weighted_mean import evaluating_share
 from bilevel.problem.problem import Problem
 from bilevel.problem.rows import Parts
 from bilevel.problem.variables import Variable
@@ -47,7 +47,7 @@ class RankDerivatives(Derivatives):
     @contextmanager
     def calling(self, batch: Any) -> Iterator[Any]:
         given, weight = (batch.batch, batch.weight) if isinstance(batch, Share) else (batch, 1.0)
-        with among(self.ranks, weight), super().calling(given):
+        with evaluating_share(self.ranks, weight), super().calling(given):
             yield given
 
     def returned(self, value: Any, batch: Any) -> Any:
@@ -59,14 +59,14 @@ class RankDerivatives(Derivatives):
             return list(batches)
         plain = [tuple(x.batch if isinstance(x, Share) else x for x in pair) for pair in batches]
         weights = [[x.weight if isinstance(x, Share) else 1.0 for x in pair] for pair in batches]
-        with among(self.ranks, 1.0):
+        with evaluating_share(self.ranks, 1.0):
             made = super().prepare(plain, graph=graph)
         return [(weighted(upper, w[0]), weighted(lower, w[1])) for (upper, lower), w in zip(made, weights, strict=True)]
 
     # -- means -----------------------------------------------------------------------------------------------------
 
     def _means(self, like_v: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the means over ranks of tensors that are shaped like those of v, and of all others."""
+        """Return the means over ranks: of the tensors that are shaped like those of v, and of the others."""
         found = self.ranks.all_reduce_mean([*others, *like_v])
         return found[len(others) :], found[: len(others)]
 
@@ -87,9 +87,7 @@ class RankDerivatives(Derivatives):
         return replace(found, f=f, g=g, v=v, u=[*u, *found.u[leaves:]])
 
     def all_rows(self, parts: Parts) -> Parts:
-        if not self.u.rows:
-            return parts
-        return all_rows(self.ranks, parts or [[] for _ in self.u.rows], self.u.rows)
+        return all_rows(self.ranks, parts or [[] for _ in self.u.rows], self.u.rows) if self.u.rows else parts
 
     def size(self, found: list[Tensor]) -> Tensor:
         dense = len(self.v.leaves) + len(self.u.leaves)
@@ -97,7 +95,7 @@ class RankDerivatives(Derivatives):
         return (square + self._row_square(found[dense:], square)).sqrt()
 
     def _row_square(self, rows: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return |gradient|^2 of the rows that were read on all ranks, of which this rank has `rows`."""
+        """Return the square of the gradients of all ranks in the rows that they have read; this rank passes its own."""
         own = torch.stack([x.detach().square().sum() for x in rows]).sum() if rows else torch.zeros_like(like)
         return self.ranks.all_reduce_sum(own) / self.ranks.size**2 if self.u.rows else own
 

@@ -1,16 +1,16 @@
-"""Derivatives where v is divided among the ranks by FSDP2's `fully_shard`.
+"""Derivatives if v is divided among the ranks by FSDP2's `fully_shard`.
 
-Each rank has a shard of every tensor of v, and all that a step does with v it does with its shards: moments, prices and
-cotangents are as large. A forward pass gathers the tensors, a backward pass leaves in each shard the mean over ranks.
-Autograd sees the gathered tensors alone, and there is no second backward: gradients are read where `backward` leaves
-them, and the curvature is a difference of them.
+Each rank has a shard of every tensor of v. Moments, prices and cotangents have the size of the shards. A forward pass
+gathers the tensors; a backward pass leaves in each shard the mean over ranks. Autograd sees only the gathered tensors
+and there is no second backward. So gradients are read where `backward` leaves them, and the curvature is a difference
+of gradients.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,12 +54,10 @@ class ShardedDerivatives(RankDerivatives):
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}
         self._units: list[Any] = [m for m in self.v.modules[0].modules() if hasattr(m, "reshard")]
 
-    @contextmanager
-    def calling(self, batch: Any) -> Iterator[Any]:
+    def calling(self, batch: Any) -> AbstractContextManager[Any]:
         for unit in self._units:  # tensors gathered for an earlier pass belong to an earlier v
             unit.reshard()
-        with super().calling(batch) as given:
-            yield given
+        return super().calling(batch)
 
     def gradient(
         self,
@@ -70,7 +68,7 @@ class ShardedDerivatives(RankDerivatives):
         keep_graph: bool = False,
         retain: bool = False,
     ) -> list[Tensor]:
-        """d<cotangent, output> in the leaves, those of v as means over ranks."""
+        """Return d<cotangent, output> in the leaves. Those of v are means over ranks."""
         outputs = [output] if isinstance(output, Tensor) else list(output)
         weights: Sequence[Tensor | None] = [None] * len(outputs) if cotangent is None else cotangent
         pairs = [(out, w) for out, w in zip(outputs, weights, strict=True) if out.requires_grad]
@@ -104,9 +102,7 @@ class ShardedDerivatives(RankDerivatives):
 
     def size(self, found: list[Tensor]) -> Tensor:
         count, dense = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)
-        square = self.dot(found[:count], found[:count])
-        for x in found[count:dense]:
-            square = square + x.detach().square().sum()
+        square = self.dot(found[:count], found[:count]) + sum(x.detach().square().sum() for x in found[count:dense])
         return (square + self._row_square(found[dense:], square)).sqrt()
 
     # -- means of all but v -------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from bilevel.problem.rows import Parts, Rows
 
 def all_rows(ranks: ProcessGroup, parts: Parts, variables: Sequence[Rows]) -> Parts:
     """Return the rows that any rank has read, with their part of the mean gradient: the same on every rank."""
-    if not parts:
-        return []
     counts = ranks.all_gather_counts([sum(len(index) for index, _ in pairs) for pairs in parts])
     found: Parts = []
     for pairs, rows, sizes in zip(parts, variables, counts, strict=True):

@@ -1,4 +1,4 @@
-"""How the ranks of a run begin: with the same arguments, the same u and v, and random numbers of their own."""
+"""What ranks have in common in a run: arguments, u and v, records and the end. Random numbers are each rank's own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bilevel.errors import BilevelError, RankError
 from bilevel.problem.variables import Variable
 
 ALIKE = ("u", "v", "method", "options", "accumulate", "seed", "precision")
-"""The parts of a fingerprint that ranks must have in common. Data and what closes over it may be each rank's own."""
+"""The parts of a fingerprint that must be equal on all ranks. Data, and functions that close over it, can differ."""
 
 
 def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
-    """What the first rank makes, on all of them; an error that ends it there ends all in the same words."""
+    """Call `make` on rank 0 and return its result on all ranks. An error of rank 0 is raised on all of them."""
     found: Any = None
     if ranks.first:
         try:
@@ -33,19 +33,19 @@ def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
 
 
 def check_same_arguments(ranks: ProcessGroup, identity: Mapping[str, Any], u: Variable, v: Variable) -> None:
-    """Refuse ranks that were called with other arguments; give all of them the first one's u and v."""
+    """Raise RankError if ranks have different arguments. Copy u and v of rank 0 to all ranks."""
     for rank, other in enumerate(ranks.all_gather_object({name: identity[name] for name in ALIKE})):
         for name, value in other.items():
             if value != identity[name]:
                 raise RankError(
-                    f"every rank must call solve with the same arguments; the {name} of rank {ranks.rank} is "
-                    f"{identity[name]}, that of rank {rank} is {value}."
+                    f"every rank must call solve with the same arguments; {name} is {identity[name]} on rank "
+                    f"{ranks.rank} and {value} on rank {rank}."
                 )
     ranks.broadcast_([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
 
 
 def seed_by_rank(ranks: ProcessGroup, seed: int, device: torch.device, step: int = 0) -> None:
-    """Seed the global generators by rank: dropout masks of different examples are then different ones."""
+    """Seed the global generators by rank, so that different examples have different dropout masks."""
     if ranks.first:
         return
     own = derived(seed, f"rank {ranks.rank} step {step}")
@@ -55,7 +55,7 @@ def seed_by_rank(ranks: ProcessGroup, seed: int, device: torch.device, step: int
 
 
 def restore_generators(ranks: ProcessGroup, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with the generators that this rank had; at another number of ranks, with new ones."""
+    """Restore this rank's generators. If the number of ranks has changed, seed new ones."""
     states = saved.get("ranks") or []
     if len(states) == ranks.size:
         set_random_state(states[ranks.rank], device)
@@ -66,21 +66,21 @@ def restore_generators(ranks: ProcessGroup, saved: Mapping[str, Any], device: to
 def agree_on_end(
     ranks: ProcessGroup, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
 ) -> tuple[bool, bool]:
-    """Whether all ranks are finite, and whether any was interrupted; refuses to go on where their records differ."""
+    """Return whether all ranks are finite and whether any was interrupted. Raise RankError if their records differ."""
     ranks.wait_for_all()
     found = ranks.all_gather_object((zlib.crc32(repr(table).encode()), finite, interrupted))
     for rank, (digest, *_) in enumerate(found):
         if digest != found[0][0]:
             raise RankError(
-                f"rank {rank} has other records than rank 0 by step {step}, so that they may decide differently. Run "
-                "all ranks on the same kind of machine, with the same release of torch."
+                f"the records of rank {rank} differ from those of rank 0 at step {step}, so ranks could decide "
+                "differently. Run all ranks on the same kind of machine, with the same release of torch."
             )
     return all(x[1] for x in found), any(x[2] for x in found)
 
 
+@torch.no_grad()
 def average_buffers(ranks: ProcessGroup, variables: Sequence[Variable]) -> None:
-    """Replace the floating buffers of modules by their mean over ranks."""
+    """Replace the floating-point buffers of modules by their means over ranks."""
     buffers = [b for variable in variables for b in variable.buffers() if b.is_floating_point()]
-    with torch.no_grad():
-        for buffer, mean in zip(buffers, ranks.all_reduce_mean(buffers), strict=True):
-            buffer.copy_(mean)
+    for buffer, mean in zip(buffers, ranks.all_reduce_mean(buffers), strict=True):
+        buffer.copy_(mean)

@@ -34,12 +34,15 @@ class Rows:
         dtype: The floating-point type; None: that of `init`, or torch's default.
         device: Where the values lie; None: where `init` lies, or torch's default device.
 
-    `values` holds all rows. Under torchrun every rank holds all of them and moves them by the same gradients.
+    Under torchrun every rank holds all rows and moves them by the same gradients.
 
     >>> u = Rows(4, init=0.5)
     >>> u[torch.tensor([0, 2])]
     tensor([0.5000, 0.5000])
     """
+
+    values: Tensor
+    """All rows."""
 
     def __init__(
         self,

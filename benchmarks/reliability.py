@@ -42,7 +42,7 @@ READERS = {
 WORDS = {
     "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
-    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others name it alone; "
+    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others end, rank 0 names it; "
     "resumed, the same bits, every file readable",
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",

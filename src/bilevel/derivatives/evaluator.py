@@ -44,15 +44,15 @@ class Evaluations:
     shared = False
     """Whether each batch is this rank's share of a larger batch."""
 
-    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
+    def mean_over_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
         """Average over ranks."""
         return tensors
 
-    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
+    def mean_dense_over_ranks(self, found: list[Tensor]) -> list[Tensor]:
         """Average the gradients of the leaves of v and u over ranks. The row gradients that follow stay local."""
         return found
 
-    def agreed_gradients(self, found: Gradients) -> Gradients:
+    def mean_gradients_over_ranks(self, found: Gradients) -> Gradients:
         """Average f, g and their derivatives over ranks. Row gradients stay local: see `all_rows`."""
         return found
 
@@ -61,7 +61,7 @@ class Evaluations:
         return parts
 
     def size(self, found: list[Tensor]) -> Tensor:
-        """Return the norm of gradients averaged by `agreed_beside_rows`, rows included."""
+        """Return the norm of gradients averaged by `mean_dense_over_ranks`, rows included."""
         return norm(found)
 
     def square(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class Evaluations:
         """Return the sum over the shards of v, if v is divided among ranks."""
         return part
 
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start averaging over ranks; return a function that waits for the result."""
         return lambda: tensors
 
@@ -245,7 +245,7 @@ class Evaluations:
         if not made:
             return found
         through = self.gradient(made, self.u.leaves, cotangent=found[count:])
-        return summed([found[:count], self.agreed(through)])
+        return summed([found[:count], self.mean_over_ranks(through)])
 
     def gathered(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int

@@ -117,7 +117,7 @@ class Derivatives(Evaluations):
                 with torch.no_grad():
                     found = s + [h * share for h in self.constraints(batch[0])]
                     mean = summed([mean, found]) if mean else found
-        count, mean = len(self.v.leaves), self.agreed(mean)
+        count, mean = len(self.v.leaves), self.mean_over_ranks(mean)
         pulled = mean[:count] if slope is None else list(slope)
 
         # g and h are evaluated again with the draws that they had; f continues from the state after the last batch.
@@ -152,7 +152,7 @@ class Derivatives(Evaluations):
             g = self.lower(batch[1])
             s, slope, pull = self._first_backward(g, prices, with_u, lam, plain=given is not None)
             # Ranks average s while f is evaluated. With several batches it has been averaged before.
-            mean_slope = self._agreeing(slope) if part is None else None
+            mean_slope = self.mean_over_ranks_async(slope) if part is None else None
             h = self.constraints(batch[0])
             if part is not None:
                 set_random_state(part.upper_state, self.v.device)
@@ -161,7 +161,7 @@ class Derivatives(Evaluations):
             direct: list[Tensor] | None = None
             if pull is None:
                 direct, pull = self.cotangent(slope if given is None else given, prices)
-            values = self.agreed([x.detach() for x in h]) if part is None else list(part.constraints)
+            values = self.mean_over_ranks([x.detach() for x in h]) if part is None else list(part.constraints)
             pull_h = self.constraint_cotangents(values, prices)
             wrt = [*leaves, *inputs()]
             if exact:

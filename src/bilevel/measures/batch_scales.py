@@ -75,8 +75,8 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             d.lower(pair[1])
             f, values = d.upper(pair[0]), d.constraints(pair[0])
             wrt = [*leaves, *inputs()]
-            first = d.agreed_beside_rows(d.gradient(f, wrt, retain=True))
-            (value,) = d.agreed([f.detach()])
+            first = d.mean_dense_over_ranks(d.gradient(f, wrt, retain=True))
+            (value,) = d.mean_over_ranks([f.detach()])
             f_v += d.size(first[: len(leaves)]).item()
             f_z += d.size(first).item()
             f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(d, first[: len(leaves)]))
@@ -87,12 +87,12 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             shapes = shapes or [h.shape for h in values]
             size_h = size_h or [0.0] * len(values)
             for i, h in enumerate(values):
-                slopes = d.agreed_beside_rows(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
+                slopes = d.mean_dense_over_ranks(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
                 pulled = d.size(slopes).item()
                 size_h[i] += pulled / math.sqrt(max(1, h.numel()))
     length = 1.0 + d.size(leaves).item()
     if not bent > 1e-12 * max(slope, 1e-300):
-        direction = d.agreed_beside_rows([torch.randn_like(leaf) for leaf in leaves])
+        direction = d.mean_dense_over_ranks([torch.randn_like(leaf) for leaf in leaves])
         product = d.hessian_product(pairs[:1], [x / d.size(direction) for x in direction], with_u=False)
         bent = count * max(d.size(product).item() ** 2 * length, 1e-12)
     sizes = [s / count * length for s in size_h]

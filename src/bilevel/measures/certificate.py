@@ -59,7 +59,7 @@ def _measure(
     upper, lower, full = _batches(state, sources, problem)
     _, slope = d.slope([pair for make in lower for pair in make(False)])
     residual = d.residual(slope)
-    values = d.agreed(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
+    values = d.mean_over_ranks(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
     # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
     leaves = [*d.v.leaves, *d.u.leaves]
@@ -68,7 +68,7 @@ def _measure(
         for pair in make(True):
             outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
             lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
-    slopes = d.agreed_beside_rows(_mean(lagrangian))
+    slopes = d.mean_dense_over_ranks(_mean(lagrangian))
     direct, pull = d.cotangent(slope, state.prices())
     curved = _product(d, lower, pull)
     total = [a + b for a, b in zip(slopes, curved, strict=True)]

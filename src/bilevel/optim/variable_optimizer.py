@@ -99,7 +99,7 @@ class Descent:
         for name, optimizer, parts in zip(names, self.row_optimizers, rows, strict=False):
             if not parts:
                 continue
-            values = optimizer.rows.held
+            values = optimizer.rows.values
             index, d = optimizer.joined(parts)
             projection = self.variable.projection(name)
             if projection is not None:

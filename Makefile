@@ -51,4 +51,4 @@ dev: setup .venv/.ready-dev ## Add the development tools to .venv.
 
 clean: ## Remove .venv, caches and build outputs; runs/ is kept.
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests studies docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -122,5 +122,6 @@ def test_names_and_files_in_the_documents_are_there():
                 if not hasattr(found, part):
                     importlib.import_module(".".join(name.split(".")[:i]))
                 found = getattr(found, part)
-        for file in set(re.findall(r"\b(?:tests|docs|benchmarks)/[\w./-]+\.(?:py|md|json|png)\b", text)):
+        folders = r"(?<![\w./-])(?:tests|docs|studies|benchmarks)"
+        for file in set(re.findall(rf"{folders}/[\w./-]+\.(?:py|md|json|png)\b", text)):
             assert (ROOT / file).exists(), f"{page.name} names {file}"

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from bilevel_studies.classical.case import named
 from common import leaf
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from bilevel import Box, Callback, Penalty, Problem, ProblemError, Status, check
 from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices
-from bilevel.measures.constrained_lower_minimum import Resolved, resolve
+from bilevel.measures.constrained_lower_minimum import Resolved
 from bilevel.methods.penalty.augmented_lagrangian import Lagrangian
 from bilevel.methods.penalty.constrained_lagrangian import Constrained
 from bilevel.problem.variables import Variable
@@ -395,19 +394,6 @@ def test_of_lower_minimisers_that_tie_the_one_with_the_least_f_is_taken():
     assert solution.status is Status.CONVERGED
     # To what the comparison of g allows, a relative 1e-9, with a slope of 3/2 in u.
     assert (u.item(), v.item()) == pytest.approx((0.25, 0.5), abs=1e-5)
-
-
-def test_lower_problem_solved_again_finds_the_lowest_of_many_valleys():
-    """At v = (0, 0.951, 0) Rastrigin's function has a minimum, but not its least."""
-    case = named("smd4")
-    u, v = Variable(leaf(0.0, 0.0), "u"), Variable(leaf(0.0, 0.951051, 0.0), "v")
-    kkt = KKT(case.problem(), u, v, None)
-    kkt.measure(None, 40.0)
-    for seed in range(3):
-        found = resolve(Derivatives(case.problem(), u, v), kkt, torch.Generator().manual_seed(seed), 1e-8, 1e-6)
-        assert found.better is not None
-        assert found.better.value == pytest.approx(0.0, abs=1e-6)
-    assert v.leaves[0].tolist() == [0.0, 0.951051, 0.0]
 
 
 def test_lower_constraints_that_no_point_meets_are_called_infeasible():

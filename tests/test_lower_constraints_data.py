@@ -7,10 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from bilevel_studies.fairness.parity import measured
-from bilevel_studies.fairness.simplex_layer import LAST, Batches, layer_problem, network, off_simplex, scores
 from common import leaf
-from test_fairness import draw
 from test_lower_constraints import P, Program, Q, StopAt, circle, program
 from torch import nn
 
@@ -79,22 +76,6 @@ def test_without_data_the_lower_problem_is_solved_again():
     assert (u.detach() - p.u).abs().max() <= 2e-2
     assert solution.certificate.lower_gap is not None
     assert solution.certificate.lower_starts > 1
-
-
-@pytest.mark.parametrize(("joint", "steps"), [(True, 200), (False, 100)])
-def test_last_layer_on_the_simplex_by_constraints_classifies_as_well(joint, steps):
-    train, valid, test = draw(600, 0), draw(600, 1), draw(2000, 2)
-    v, u = network(train.x.shape[1], 0), torch.zeros(4, requires_grad=True)
-    problem = replace(
-        layer_problem(simplex=False),
-        lower_inequalities=lambda u, v, _: -v.get_parameter(LAST),
-        lower_equalities=lambda u, v, _: v.get_parameter(LAST).sum(1) - 1,
-    )
-    data = (Batches(valid, 0), Batches(train, 1))
-    solution = solve(problem, Penalty(joint=joint), u, v, data, max_steps=steps, seed=0, hypergradient=False)
-    assert off_simplex(v) <= 0.02
-    assert measured(scores(v, test), test).accuracy > 0.8
-    assert solution.certificate.lower_violation <= 0.02
 
 
 # -- derivatives and cost ---------------------------------------------------------------------------------------------

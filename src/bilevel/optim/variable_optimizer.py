@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from bilevel_studies.steepest_descent import Steepest, row_lengths
 from torch import Tensor
 
 from bilevel.errors import OptionError
@@ -32,7 +31,12 @@ def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactor
 
 
 class Descent:
-    """Moves a variable. `row_rate` is the learning rate of Rows if the factory is not the user's."""
+    """`row_rate` is the learning rate of Rows if the factory is not the user's.
+
+    A user's optimizer can define two attributes. `state_starts_at_zero = True` says that all its state is tensors that
+    start at zero: engines can then record its steps. `gradient_length(gradient)` is the length by which it scales a
+    gradient; by default the root mean square of all entries. It is used only for a variable with a projection.
+    """
 
     def __init__(
         self, variable: Variable, factory: OptimizerFactory, option: str, *, row_rate: float | None = None
@@ -84,9 +88,8 @@ class Descent:
                 rate.copy_(factor * base)
             for name, leaf, d in zip(self.variable.names, self.variable.leaves, gradients, strict=True):
                 if (projection := self.variable.projection(name)) is not None:
-                    own = isinstance(self.optimizer, Steepest)  # it moves each row by itself
-                    length = row_lengths(d) if own else d.square().mean().sqrt()
-                    d = _inside(projection, leaf, d, factor * self.rate, length)
+                    length = getattr(self.optimizer, "gradient_length", _root_mean_square)
+                    d = _inside(projection, leaf, d, factor * self.rate, length(d))
                 # Fused optimizers read the gradient in the parameter's own layout.
                 leaf.grad = d if d.stride() == leaf.stride() else torch.empty_like(leaf).copy_(d)
             if not self.optimizer.state:
@@ -142,7 +145,8 @@ class Descent:
     @property
     def restarts_in_place(self) -> bool:
         """Whether an optimizer with zero moments equals a new one."""
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW, Steepest) or self._stateless
+        known = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
+        return known or getattr(self.optimizer, "state_starts_at_zero", False)
 
     @property
     def _stateless(self) -> bool:
@@ -201,6 +205,10 @@ def _laid_out(value: Any, leaf: Tensor) -> Any:
     if isinstance(value, Tensor) and value.shape == leaf.shape and value.stride() != leaf.stride():
         return torch.empty_like(leaf, dtype=value.dtype).copy_(value)
     return value
+
+
+def _root_mean_square(gradient: Tensor) -> Tensor:
+    return gradient.square().mean().sqrt()
 
 
 def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:

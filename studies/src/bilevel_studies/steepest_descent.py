@@ -20,6 +20,8 @@ class Steepest(torch.optim.Optimizer):
     part. `momentum` is the share of the mean that a step keeps.
     """
 
+    state_starts_at_zero = True  # so that the engines can record it
+
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
@@ -36,7 +38,12 @@ class Steepest(torch.optim.Optimizer):
                 state["mean"].lerp_(even, 1 - group["momentum"])
                 leaf.sub_(group["lr"] * state["mean"])
 
+    @staticmethod
+    def gradient_length(gradient: Tensor) -> Tensor:
+        """Return the length of each row: a variable with a projection moves row by row."""
+        return row_lengths(gradient)
+
 
 def row_lengths(x: Tensor) -> Tensor:
-    """The root mean square of each row, of a shape that x can be divided by."""
+    """Return the root mean square of each row, in a shape that x can be divided by."""
     return x.square().mean(tuple(range(1, x.ndim)), keepdim=True).sqrt() if x.ndim > 1 else x.abs()

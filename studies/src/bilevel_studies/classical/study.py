@@ -109,9 +109,9 @@ def page(rows: Sequence[tuple[Case, Found]], total: int) -> str:
         "## Sources",
         "\n".join(f"- {PAPERS[key]}" for key in sorted({case.paper for case, _ in rows})),
         "Problems and values are also collected in BOLIB (S. Zhou, A. B. Zemkoho, A. Tin, arXiv:1812.00230) and "
-        "BASBLib (R. Paulavicius, C. S. Adjiman), by which they were compared. `tests/test_classical.py` checks that "
-        "the points given for the best values are feasible and solve the lower problem, and searches a grid for better "
-        "ones.",
+        "BASBLib (R. Paulavicius, C. S. Adjiman), by which they were compared. `studies/tests/test_classical.py` "
+        "checks that the points given for the best values are feasible and solve the lower problem, and searches a "
+        "grid for better ones.",
         "## To run it again",
         "```bash\nbilevel reproduce classical --out runs/classical --page docs/results\n```",
     ]

@@ -1,13 +1,13 @@
 """The time of one upper iteration against the first-order floor: the tables of docs/performance.md.
 
-    python benchmarks/step.py                          one CPU thread, all models, T = 1, 2, 5, 20
-    python benchmarks/step.py --device cuda            float32, tf32 and bf16
-    python benchmarks/step.py --device cuda --profile  where the time of an iteration goes
-    python benchmarks/step.py --precision              how far bf16 (on CUDA tf32, too) turns the gradient
-    python benchmarks/step.py --write                  the page, from the results so far
+    python studies/benchmarks/step.py                          one CPU thread, all models, T = 1, 2, 5, 20
+    python studies/benchmarks/step.py --device cuda            float32, tf32 and bf16
+    python studies/benchmarks/step.py --device cuda --profile  where the time of an iteration goes
+    python studies/benchmarks/step.py --precision              how far bf16 (on CUDA tf32, too) turns the gradient
+    python studies/benchmarks/step.py --write                  the page, from the results so far
 
-Results go to docs/results/step.json as they come; one that is there already is not measured again (--again does), and
-engines that a row lacks are added to it. `--merge FILE` takes over results that were written elsewhere with --out.
+Results go to studies/results/step.json as they come; one that is there already is not measured again (--again does),
+and engines that a row lacks are added to it. `--merge FILE` takes over results that were written elsewhere with --out.
 
 The floor is what any first-order method has to pay: the same forward and backward passes of f and g, T of them in v and
 one in v and u, with the same optimizers, in plain torch. A step of `solve` is timed as `solve` makes it: the state of
@@ -46,9 +46,9 @@ from bilevel.methods.base import Setting, State
 from bilevel.optim.row_adam import RowAdam
 from bilevel.problem.variables import Variable
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance.md"
-RESULTS = ROOT / "docs" / "results" / "step.json"
+RESULTS = ROOT / "studies" / "results" / "step.json"
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "linear": (models.linear, 100),
     "mlp": (models.mlp, 100),

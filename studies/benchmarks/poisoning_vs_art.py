@@ -1,13 +1,13 @@
 """Clean-label poison side by side with the Adversarial Robustness Toolbox: docs/results/poisoning-vs-art.md.
 
-    python benchmarks/poisoning_vs_art.py setup            build/art-env with the toolbox in it
-    python benchmarks/poisoning_vs_art.py run --targets 10 all runs that are not made yet
-    python benchmarks/poisoning_vs_art.py --write          the page, from the results so far
+    python studies/benchmarks/poisoning_vs_art.py setup            build/art-env with the toolbox in it
+    python studies/benchmarks/poisoning_vs_art.py run --targets 10 all runs that are not made yet
+    python studies/benchmarks/poisoning_vs_art.py --write          the page, from the results so far
 
 All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images and some
 points of one class, rightly labelled, each changed by at most a share of a pixel's range; `SETTINGS` has how many
 points and what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come,
-and with the page to docs/results/poisoning-vs-art.json, from which a fresh copy goes on.
+and with the page to studies/results/poisoning-vs-art.json, from which a fresh copy goes on.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from bilevel.applications.poisoning.goals import Goal
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "art-env"
 RESULTS = ROOT / "build" / "poisoning_vs_art.jsonl"
 PAGE = ROOT / "docs" / "results" / "poisoning-vs-art.md"
-SUMMARY = PAGE.with_suffix(".json")
+SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
 ART = "1.20.1"
 ROWS, TARGETS = 1000, 10
 SETTINGS = ((10, 0.2), (10, 0.4), (50, 0.2))
@@ -251,8 +251,8 @@ def write() -> None:
     results = kept().results
     lines = [
         "# Poisoning beside the Adversarial Robustness Toolbox",
-        f"Written by `python benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {version('torch')}, one "
-        "thread of a CPU). The victim is a 784-100-10 network trained from scratch on "
+        f"Written by `python studies/benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {version('torch')}, "
+        "one thread of a CPU). The victim is a 784-100-10 network trained from scratch on "
         f"{ROWS:,} MNIST images and some points of one class, rightly labelled, each changed by at most a share of a "
         "pixel's range, so that one test image is taken for that class. Bases (the nearest images of "
         "the class in the features), bound and retraining are the same for all. Flipped: by victims from the first "

@@ -1,6 +1,6 @@
 """Whether the review page stays smooth with thousands of suspects: docs/results/review-page.md.
 
-    python benchmarks/review_page.py            measure in Chromium (BILEVEL_CHROMIUM or the one on the path), and write
+    python studies/benchmarks/review_page.py    measure in Chromium (BILEVEL_CHROMIUM or the one on the path), and write
 
 The page of 100 suspects and that of 5,000, the most that it shows, are opened by turns. Work is what the browser does
 for a key or a scroll until the page is laid out, on its one thread.
@@ -26,7 +26,7 @@ from bilevel._util.atomic_files import write_whole
 from bilevel.report.page import Table
 from bilevel.report.review_page import MOST, Review, Suspect, render_review
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 COUNTS = (100, MOST)
 ROUNDS = 5
 WORK = """async ([what, times]) => {
@@ -123,9 +123,9 @@ def write(found: dict[str, Any]) -> None:
     rows.append(["megabytes", *(f"{found['bytes'][count] / 1e6:.1f}" for count in COUNTS)])
     text = [
         "# The review page with thousands of suspects",
-        "Written by `python benchmarks/review_page.py`: milliseconds of work in the browser until the page is laid "
-        f"out, median / the slowest of a hundred, over {ROUNDS} rounds. A scroll includes the wait for the next frame, "
-        "which comes every 16.7 ms. Pictures are noise of 28x28 pixels; the page shows the "
+        "Written by `python studies/benchmarks/review_page.py`: milliseconds of work in the browser until the page is "
+        f"laid out, median / the slowest of a hundred, over {ROUNDS} rounds. A scroll includes the wait for the "
+        "next frame, which comes every 16.7 ms. Pictures are noise of 28x28 pixels; the page shows the "
         f"{MOST:,} worst suspects at most.",
         table(["", *(f"{count:,} suspects" for count in COUNTS)], rows),
         f"Headless Chromium {found['chromium']}; the machine had {found['load']} programs a core that wanted to run: "

@@ -281,7 +281,7 @@ def test_the_page_of_steps_says_what_a_larger_t_gains_and_costs(tmp_path):
 
 
 def test_what_the_page_beside_cleanlab_says_by_hand_is_in_its_numbers():
-    page = Path(__file__).parents[1] / "docs" / "results" / "denoising-vs-cleanlab.md"
+    page = Path(__file__).parents[2] / "docs" / "results" / "denoising-vs-cleanlab.md"
     runs = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     text = " ".join(page.read_text(encoding="utf-8").split())
 

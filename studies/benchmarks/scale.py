@@ -1,12 +1,12 @@
 """How time and memory of an upper iteration grow: with N rows of u, V weights, T lower steps and the batch.
 
-    python benchmarks/scale.py                     one CPU thread, at most 16 GiB
-    python benchmarks/scale.py --limit 4 --axes N T
-    python benchmarks/scale.py --device cuda       one GPU
-    python benchmarks/scale.py --write             the page, from the results so far
+    python studies/benchmarks/scale.py                     one CPU thread, at most 16 GiB
+    python studies/benchmarks/scale.py --limit 4 --axes N T
+    python studies/benchmarks/scale.py --device cuda       one GPU
+    python studies/benchmarks/scale.py --write             the page, from the results so far
 
-Results go to docs/results/scale.json as they come; one that is there already is not measured again (--again does). On
-the CPU every point is a process of its own, whose peak is read by getrusage, and none is started that is expected to
+Results go to studies/results/scale.json as they come; one that is there already is not measured again (--again does).
+On the CPU every point is a process of its own, whose peak is read by getrusage, and none is started that is expected to
 pass --limit. Unless a point says otherwise: the MLP 784-300-10, 10,000 rows, T = 2, batches of 100 and 100, exact
 curvature, eager.
 
@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from bilevel import Problem, Rows, solve
 from bilevel.applications import networks as models
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results" / "scale.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "studies" / "results" / "scale.json"
 GIB = 2**30
 WHOLE = {"cpu": 24.0, "cuda": 139.0}
 """GiB that the largest problem is stated for."""

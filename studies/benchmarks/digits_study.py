@@ -1,9 +1,9 @@
 """The stochastic mode on digits with wrong labels, and on least squares with a known answer: the tables of
 docs/results/minibatch.md.
 
-    python benchmarks/digits_study.py                      all tables, 8 seeds (10 held-out seeds for the first)
-    python benchmarks/digits_study.py --seeds 2 --tables target cotangent
-    python benchmarks/digits_study.py --write              the page, from the results so far
+    python studies/benchmarks/digits_study.py                      all tables, 8 seeds (10 held-out seeds for the first)
+    python studies/benchmarks/digits_study.py --seeds 2 --tables target cotangent
+    python studies/benchmarks/digits_study.py --write              the page, from the results so far
 
 Results go to `build/digits_study.jsonl` as they come; a run that is there already is not made again. The first table
 has one run a seed. All others have their seeds side by side in one problem, the sum of the seeds' objectives: blocks
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from bilevel import Penalty, Problem, Rows, solve
 from bilevel.measures import batch_scales
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "minibatch.md"
 HELD_OUT = 600
 """The first of the seeds that no constant is chosen on."""

@@ -1,7 +1,7 @@
 """Faults tried and survived, at full counts: writes docs/reliability.md.
 
-    python benchmarks/reliability.py --minutes 60
-    python benchmarks/reliability.py --page runs/reliability/page.md --only "read-only,pages"
+    python studies/benchmarks/reliability.py --minutes 60
+    python studies/benchmarks/reliability.py --page runs/reliability/page.md --only "read-only,pages"
 
 Each fault is a cell that is run once and kept, beside the page, too; the same command goes on where it was stopped, and
 another page begins anew. The disks need root.
@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "studies" / "results" / "reliability.json"
 sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
@@ -126,10 +127,10 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
     lines = [
         "# Faults tried and survived",
         "",
-        "Written by `python benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing twice. "
-        f"To repeat all of it, in {_time(kept)}, beside this page: `python benchmarks/reliability.py --page "
-        "runs/reliability/page.md`; one fault alone: `--only pages`. The tests in `tests/faults` run a few of each "
-        "fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
+        "Written by `python studies/benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing "
+        f"twice. To repeat all of it, in {_time(kept)}, beside this page: "
+        "`python studies/benchmarks/reliability.py --page runs/reliability/page.md`; one fault alone: `--only pages`. "
+        "The tests in `tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
         "says holds.",
         "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
@@ -175,12 +176,14 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/reliability"), help="the folder of the cells")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--results", type=Path, help="the file of all results; by default next to a --page")
     parser.add_argument("--minutes", type=float, help="no fault is begun after these")
     parser.add_argument("--soak", type=float, default=30, help="minutes of the soak; 0: none")
     parser.add_argument("--only", help="faults, with commas")
     options = parser.parse_args()
-    store = FiledStore(options.out / "cells", options.page.parent / "results" / "reliability.json")
+    beside = RESULTS if options.page == PAGE else options.page.with_suffix(".json")
+    store = FiledStore(options.out / "cells", options.results or beside)
     names = [cell.settings["fault"] for cell in cells(options.soak)]
     wanted = names if options.only is None else options.only.split(",")
     if unknown := set(wanted) - set(names):

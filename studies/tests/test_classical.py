@@ -13,9 +13,14 @@ from bilevel_studies.classical import case as module
 from bilevel_studies.classical import cases, judge, run, study
 from bilevel_studies.classical.case import Case, named, resolved
 from bilevel_studies.classical.papers import PAPERS
+from common import leaf
 
 from bilevel import Penalty
 from bilevel.cli.main import main
+from bilevel.derivatives.lower_constraints import KKT
+from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.measures.constrained_lower_minimum import resolve
+from bilevel.problem.variables import Variable
 
 ALL = cases()
 DIGITS = 2e-3
@@ -144,3 +149,16 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     assert main(["reproduce", "classical", "--no-run", "--out", str(tmp_path / "new")]) == 2
     assert "has no results" in capsys.readouterr().err
     assert not (tmp_path / "new" / "classical.md").exists()
+
+
+def test_lower_problem_solved_again_finds_the_lowest_of_many_valleys():
+    """At v = (0, 0.951, 0) Rastrigin's function has a minimum, but not its least."""
+    case = named("smd4")
+    u, v = Variable(leaf(0.0, 0.0), "u"), Variable(leaf(0.0, 0.951051, 0.0), "v")
+    kkt = KKT(case.problem(), u, v, None)
+    kkt.measure(None, 40.0)
+    for seed in range(3):
+        found = resolve(Derivatives(case.problem(), u, v), kkt, torch.Generator().manual_seed(seed), 1e-8, 1e-6)
+        assert found.better is not None
+        assert found.better.value == pytest.approx(0.0, abs=1e-6)
+    assert v.leaves[0].tolist() == [0.0, 0.951051, 0.0]

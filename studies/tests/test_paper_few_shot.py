@@ -323,7 +323,7 @@ def test_with_as_many_lower_steps_the_times_of_both_methods_are_compared(tmp_pat
 
 
 def test_the_page_is_what_the_command_writes_of_the_results_beside_it(tmp_path):
-    home = Path(__file__).parent.parent / "docs" / "results"
+    home = Path(__file__).parents[1] / "results"
     kept = [(s, f) for s, f in json.loads((home / "few-shot.json").read_text())["cells"]]
     few_shot_page.write(kept, tmp_path)
     assert (tmp_path / "few-shot.md").read_text() == (home / "few-shot.md").read_text()

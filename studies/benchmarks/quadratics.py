@@ -1,6 +1,6 @@
 """How many random quadratics the defaults solve: writes docs/results/quadratics.md.
 
-.venv/bin/python benchmarks/quadratics.py --seeds 11 12 13 14 15
+.venv/bin/python studies/benchmarks/quadratics.py --seeds 11 12 13 14 15
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13, 14, 15])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs/results/quadratics.md")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[2] / "docs/results/quadratics.md")
     options = parser.parse_args()
-    command = f"python benchmarks/quadratics.py --seeds {' '.join(map(str, options.seeds))}"
+    command = f"python studies/benchmarks/quadratics.py --seeds {' '.join(map(str, options.seeds))}"
     lines = [
         "# Random quadratics with the defaults",
         "",

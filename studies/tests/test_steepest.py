@@ -8,7 +8,7 @@ import pytest
 import torch
 from bilevel_studies.steepest_descent import Steepest
 
-from bilevel import Callback, Penalty, Problem, solve
+from bilevel import Box, Callback, Penalty, Problem, solve
 from bilevel.optim.variable_optimizer import Descent
 from bilevel.problem.variables import Variable
 
@@ -60,6 +60,19 @@ def test_within_a_ball_it_ends_where_the_slope_points_and_adam_does_not():
     best = -slope / slope.norm()
     assert torch.allclose(end(partial(Steepest, lr=0.1)), best, atol=1e-3)
     assert not torch.allclose(end(partial(torch.optim.Adam, lr=0.1)), best, atol=0.1)
+
+
+def test_within_a_box_each_row_moves_as_it_would_without_the_others():
+    target = torch.tensor([[3.0, -0.1, 0.5], [0.01, 0.002, -5.0]], dtype=torch.float64)
+
+    def moved(rows):
+        w = torch.zeros_like(rows, requires_grad=True)
+        descent = Descent(Variable(w, "w", Box(-1.0, 1.0)), partial(Steepest, lr=0.05), "optimizer")
+        for _ in range(30):
+            descent.step([w.detach() - rows], (), torch.tensor(1.0, dtype=torch.float64))
+        return w.detach()
+
+    assert torch.allclose(moved(target), torch.cat([moved(target[:1]), moved(target[1:])]), atol=1e-12)
 
 
 class StopAt(Callback):

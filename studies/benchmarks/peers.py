@@ -1,10 +1,10 @@
 """Hyper-cleaning side by side with other bilevel libraries: the tables of docs/results/peers.md.
 
-    python benchmarks/peers.py setup                    build/peers-env with the peers in it
-    python benchmarks/peers.py run                      all runs that are not made yet, the tables' order first
-    python benchmarks/peers.py run --only bilevel --again
-    python benchmarks/peers.py memory                   peak memory for T = 1 to 100
-    python benchmarks/peers.py --write                  the page, from the results so far
+    python studies/benchmarks/peers.py setup                    build/peers-env with the peers in it
+    python studies/benchmarks/peers.py run                      all runs that are not made yet, the tables' order first
+    python studies/benchmarks/peers.py run --only bilevel --again
+    python studies/benchmarks/peers.py memory                   peak memory for T = 1 to 100
+    python studies/benchmarks/peers.py --write                  the page, from the results so far
 
 Results go to `build/peers.jsonl` as they come, one JSON object a line; a run that is there already is not made again.
 The task and the methods are in `peers_methods.py`.
@@ -27,11 +27,11 @@ from typing import Any
 from environment import commit, in_environment
 from store import Store
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "peers-env"
 RESULTS = ROOT / "build" / "peers.jsonl"
 PAGE = ROOT / "docs" / "results" / "peers.md"
-SUMMARY = PAGE.with_suffix(".json")
+SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
 DATA = Path(os.environ.get("BILEVEL_DATA", ROOT.parent / "shared" / "data"))
 TORCH = "2.13.0"
 
@@ -380,8 +380,8 @@ def shown(options: dict[str, Any]) -> str:
 
 INTRODUCTION = """# Against the peers: hyper-cleaning on MNIST
 
-Written by `python benchmarks/peers.py --write` from the runs of `python benchmarks/peers.py run`; the findings are by
-hand.
+Written by `python studies/benchmarks/peers.py --write` from the runs of `python studies/benchmarks/peers.py run`;
+the findings are by hand.
 
 5,000 training images, half of them with a wrong label (another class, each as likely); 500 or 5,000 trusted images,
 of which a fifth is held out from every method; the 10,000 test images. The lower level is the cross-entropy on the

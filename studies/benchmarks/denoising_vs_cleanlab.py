@@ -1,9 +1,9 @@
 """Wrong labels found and a classifier trained, side by side with cleanlab: docs/results/denoising-vs-cleanlab.md.
 
-    python benchmarks/denoising_vs_cleanlab.py setup      build/cleanlab-env with cleanlab in it
-    python benchmarks/denoising_vs_cleanlab.py run        all runs that are not made yet
-    python benchmarks/denoising_vs_cleanlab.py run --only mnist cifar10/asymmetric-40
-    python benchmarks/denoising_vs_cleanlab.py --write    the page, from the results so far
+    python studies/benchmarks/denoising_vs_cleanlab.py setup      build/cleanlab-env with cleanlab in it
+    python studies/benchmarks/denoising_vs_cleanlab.py run        all runs that are not made yet
+    python studies/benchmarks/denoising_vs_cleanlab.py run --only mnist cifar10/asymmetric-40
+    python studies/benchmarks/denoising_vs_cleanlab.py --write    the page, from the results so far
 
 Results go to `build/denoising_vs_cleanlab.jsonl` as they come, one JSON object a line; a run that is there already is
 not made again. A run is one data set, one noise and one seed, with all columns of the table, in one process.
@@ -31,11 +31,11 @@ from store import Store
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "cleanlab-env"
 RESULTS = ROOT / "build" / "denoising_vs_cleanlab.jsonl"
 PAGE = ROOT / "docs" / "results" / "denoising-vs-cleanlab.md"
-SUMMARY = PAGE.with_suffix(".json")
+SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
 CLEANLAB = "2.9.0"
 
 NOISES = {"symmetric-20": (0.2, "symmetric"), "symmetric-40": (0.4, "symmetric"), "asymmetric-40": (0.4, "asymmetric")}
@@ -545,8 +545,8 @@ def rounded(value: Any) -> Any:
 
 INTRODUCTION = """# Finding wrong labels: bilevel and cleanlab
 
-Written by `python benchmarks/denoising_vs_cleanlab.py --write` from the runs of the same with `run`; the findings
-under "What stands behind it" are by hand.
+Written by `python studies/benchmarks/denoising_vs_cleanlab.py --write` from the runs of the same with `run`; the
+findings under "What stands behind it" are by hand.
 
 ## What is compared
 
@@ -589,13 +589,13 @@ DATA_WORDS = {
 
 AGAIN = """## To run it again
 
-    python benchmarks/denoising_vs_cleanlab.py setup
-    BILEVEL_DATA=folder python benchmarks/denoising_vs_cleanlab.py run
-    python benchmarks/denoising_vs_cleanlab.py --write
+    python studies/benchmarks/denoising_vs_cleanlab.py setup
+    BILEVEL_DATA=folder python studies/benchmarks/denoising_vs_cleanlab.py run
+    python studies/benchmarks/denoising_vs_cleanlab.py --write
 
 All numbers, also of every source, score and filter of cleanlab, are in
-[denoising-vs-cleanlab.json](denoising-vs-cleanlab.json). The machine ({cores} cores) is shared with other work: seconds
-mean something as ratios within a run only.
+[denoising-vs-cleanlab.json](../../studies/results/denoising-vs-cleanlab.json).
+The machine ({cores} cores) is shared with other work: seconds mean something as ratios within a run only.
 
 Versions: {versions}."""
 

@@ -21,6 +21,7 @@ from bilevel_studies.synthetic import sizes, wall_clock
 from bilevel_studies.synthetic import study as synthetic
 from bilevel_studies.synthetic.results import GOAL, Results
 from bilevel_studies.synthetic.runs import general, run
+from test_models import NETWORKS
 
 from bilevel._util.parallel_map import Where
 from bilevel.applications.comparison.synthetic_problems import examples, nth
@@ -394,3 +395,20 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
     assert all(json.loads((tmp_path / "cells" / name).read_text())["result"] for name in kept)
     left = [cell for cell in complexity.cells(complexity.QUICK) if Store(tmp_path / "cells").get(cell) is None]
     assert 0 < len(left) == len(complexity.cells(complexity.QUICK)) - len(kept)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("MNIST", "mnist_cnn"),
+        ("CIFAR10 (Alexnet)", "cifar_cnn"),
+        ("CIFAR10 (WRN-28-10)", "wide_resnet"),
+        ("SVHN", "svhn_cnn"),
+        ("Omniglot", "few_shot_cnn"),
+        ("Mini-ImageNet", "mini_imagenet_resnet as counted"),
+    ],
+)
+def test_count_of_weights_is_that_of_the_paper_to_its_two_digits(data, name):
+    stated = {row.data: row.paper_u if row.experiment == "Few-shot learning" else row.paper_v for row in sizes.table()}
+    # The paper cuts digits off where it does not round: 36.5M is its 36M, 111,936 its 111K.
+    assert NETWORKS[name][3] == pytest.approx(sizes.thousands(stated[data]), rel=0.05)

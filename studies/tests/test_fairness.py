@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from bilevel_studies.fairness import data as fairness_data
 from bilevel_studies.fairness import study as fairness
 from bilevel_studies.fairness.parity import People, measured, projected, soft_gap, train_fairly
-from bilevel_studies.fairness.simplex_layer import off_simplex, put_on_simplex, scores, train_layer
+from bilevel_studies.fairness.simplex_layer import (
+    LAST,
+    Batches,
+    layer_problem,
+    network,
+    off_simplex,
+    put_on_simplex,
+    scores,
+    train_layer,
+)
 from common import needs
 
-from bilevel import OptionError
+from bilevel import OptionError, Penalty, solve
 from bilevel.cli.main import main
 
 
@@ -100,3 +110,19 @@ def test_sampling_error_is_that_of_both_sets_of_rows():
     found = {"test_gap": 0.03, "test_error": 0.003, "valid_error": 0.004}
     assert fairness.met(found)  # 0.02 + 2 * 0.005
     assert not fairness.met(found | {"test_gap": 0.0301})
+
+
+@pytest.mark.parametrize(("joint", "steps"), [(True, 200), (False, 100)])
+def test_last_layer_on_the_simplex_by_constraints_classifies_as_well(joint, steps):
+    train, valid, test = draw(600, 0), draw(600, 1), draw(2000, 2)
+    v, u = network(train.x.shape[1], 0), torch.zeros(4, requires_grad=True)
+    problem = replace(
+        layer_problem(simplex=False),
+        lower_inequalities=lambda u, v, _: -v.get_parameter(LAST),
+        lower_equalities=lambda u, v, _: v.get_parameter(LAST).sum(1) - 1,
+    )
+    data = (Batches(valid, 0), Batches(train, 1))
+    solution = solve(problem, Penalty(joint=joint), u, v, data, max_steps=steps, seed=0, hypergradient=False)
+    assert off_simplex(v) <= 0.02
+    assert measured(scores(v, test), test).accuracy > 0.8
+    assert solution.certificate.lower_violation <= 0.02

@@ -155,7 +155,7 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
 
 
 def kept_cells() -> list[Any]:
-    return json.loads((Path(__file__).parent.parent / "docs" / "results" / "few-shot.json").read_text())["cells"]
+    return json.loads((Path(__file__).parents[1] / "results" / "few-shot.json").read_text())["cells"]
 
 
 def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():

@@ -1,9 +1,9 @@
 """Hyper-parameters tuned, side by side with Optuna (TPE): docs/results/tuning-vs-optuna.md.
 
-    python benchmarks/tuning_vs_optuna.py setup      build/optuna-env with Optuna in it
-    python benchmarks/tuning_vs_optuna.py run        all runs that are not made yet
-    python benchmarks/tuning_vs_optuna.py run --only linear/digits network
-    python benchmarks/tuning_vs_optuna.py --write    the page, from the results so far
+    python studies/benchmarks/tuning_vs_optuna.py setup      build/optuna-env with Optuna in it
+    python studies/benchmarks/tuning_vs_optuna.py run        all runs that are not made yet
+    python studies/benchmarks/tuning_vs_optuna.py run --only linear/digits network
+    python studies/benchmarks/tuning_vs_optuna.py --write    the page, from the results so far
 
 Results go to `build/tuning_vs_optuna.jsonl` as they come, one JSON object a line; a run that is there already is not
 made again. Both sides have the same data and training, and one thread: on linear models for the same CPU seconds, on
@@ -23,10 +23,11 @@ from typing import Any
 from environment import commit, in_environment, make
 from store import Store
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "optuna-env"
 RESULTS = ROOT / "build" / "tuning_vs_optuna.jsonl"
 PAGE = ROOT / "docs" / "results" / "tuning-vs-optuna.md"
+SUMMARY = ROOT / "studies" / "results" / "tuning-vs-optuna.json"
 OPTUNA = "4.5.0"
 SEEDS, TRIALS = 3, 50
 MOST_FEATURES = 500
@@ -203,7 +204,7 @@ def write() -> None:
     missing = [key for key in keys() if key not in results]
     told = "\nNot run yet: " + "; ".join(missing) + ".\n" if missing else ""
     PAGE.write_text("\n".join(lines) + "\n" + told + AGAIN)
-    PAGE.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    SUMMARY.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
@@ -237,17 +238,18 @@ def _range(values: list[float]) -> str:
 
 INTRODUCTION = f"""# Tuning: bilevel and Optuna
 
-Written by `python benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with TPE, on the same data and trainings as
-[bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last evaluation
-of either may overrun; on the network it has {TRIALS} trials, each a training,
+Written by `python studies/benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with TPE, on the same data and
+trainings as [bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last
+evaluation of either may overrun; on the network it has {TRIALS} trials, each a training,
 whatever these take. Per feature it is left out above {MOST_FEATURES} features.
 bilevel tunes one penalty for each feature, without caution. It starts at one value of each knob, of
 features at the single penalty that it tunes first; Optuna draws its first trials from the whole ranges, and is told no
 start.
 """
 AGAIN = """
-To run it again: `python benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same with `run`, then
-with `--write`. All numbers are in [tuning-vs-optuna.json](tuning-vs-optuna.json).
+To run it again: `python studies/benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same
+with `run`, then with `--write`. All numbers are in
+[tuning-vs-optuna.json](../../studies/results/tuning-vs-optuna.json).
 """
 
 

@@ -1,6 +1,6 @@
 """The error of the stochastic mode on a quadratic with a known answer, against the growth of gamma.
 
-.venv/bin/python benchmarks/factors.py
+.venv/bin/python studies/benchmarks/factors.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from bilevel import Penalty, solve
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from conftest import Quadratic
 
 

@@ -1,14 +1,14 @@
 """How much faster two ranks are than one, and a model on paper of many: the tables of docs/scaling.md.
 
-    python benchmarks/distributed.py               two processes of one thread on the CPU, all models
-    python benchmarks/distributed.py --models mlp --rounds 3
-    python benchmarks/distributed.py --write       the page, from the results so far, and the model on paper
+    python studies/benchmarks/distributed.py               two processes of one thread on the CPU, all models
+    python studies/benchmarks/distributed.py --models mlp --rounds 3
+    python studies/benchmarks/distributed.py --write       the page, from the results so far, and the model on paper
 
 Both ways run in the same two processes, round by round: in turn, the first process takes steps on whole batches, while
 the other waits, and both take them on halves. A ratio is the median over rounds of the ratio within a round: of the
 time that passed, and of the CPU seconds of the busier process, which other work on the machine disturbs less. The first
 process takes steps on halves without the other, too: what two take beyond it is the talk between them. Results
-go to docs/results/distributed.json as they come; one that is there already is not measured again (--again does).
+go to studies/results/distributed.json as they come; one that is there already is not measured again (--again does).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Setting, State
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "docs" / "results" / "distributed.json"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "studies" / "results" / "distributed.json"
 MODELS = {
     "linear": (models.linear, 400),
     "mlp": (models.mlp, 400),
@@ -248,7 +248,7 @@ class Work:
 
 
 def works() -> Iterator[Work]:
-    step = Store(ROOT / "docs" / "results" / "step.json").results["step/cuda/cnn/T20/tf32"]["ms"]
+    step = Store(ROOT / "studies" / "results" / "step.json").results["step/cuda/cnn/T20/tf32"]["ms"]
     compiled, eager = step["compile+graph, auto"] / 21e3, step["eager, auto"] / 21e3  # T + 1 gradients
     yield Work("CNN, 1.4 million weights, 200 + 200 images", compiled, eager, 4.0 * SIZES["cnn"])
     for billions in (0.1, 1.0, 3.0):

@@ -9,8 +9,8 @@ of gradients.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,10 +54,12 @@ class ShardedDerivatives(RankDerivatives):
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}
         self._units: list[Any] = [m for m in self.v.modules[0].modules() if hasattr(m, "reshard")]
 
-    def calling(self, batch: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def calling(self, batch: Any) -> Iterator[Any]:
         for unit in self._units:  # tensors gathered for an earlier pass belong to an earlier v
             unit.reshard()
-        return super().calling(batch)
+        with super().calling(batch) as given:
+            yield given
 
     def gradient(
         self,

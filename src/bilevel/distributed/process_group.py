@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bilevel._util.text import agreeing
 from bilevel.errors import OptionError, RankError, reason
 
 TIMEOUT = timedelta(minutes=10)
 """The timeout of a collective, if the user has not initialised the process group."""
-GRACE = timedelta(seconds=5)
-"""How long rank 0 waits for a word from another rank after a collective has failed."""
 AGAIN = "Start the job again: with checkpoint= and resume=True it continues from the last checkpoint."
 
 
@@ -64,8 +63,8 @@ class ProcessGroup:
     _timeout: timedelta | None = None
     """The timeout of both; None: torch's default, because the user has initialised the process group."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.first, self.payload = self.rank == 0, 0
         if ProcessGroup._groups[0] is not dist.group.WORLD:
             # Also on CPUs: after a collective of the default group has failed, this one still works.
@@ -77,8 +76,6 @@ class ProcessGroup:
         """Return the ranks that torchrun or the user has started; None if there is one process."""
         if world() == 1:
             return None
-        if not dist.is_available():
-            raise OptionError("WORLD_SIZE above 1 needs torch.distributed, which this build of torch does not have.")
         if not dist.is_initialized():
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
                 raise OptionError(
@@ -99,7 +96,7 @@ class ProcessGroup:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
             ProcessGroup._timeout = TIMEOUT
             atexit.register(_leave)
-        return cls(device)
+        return cls()
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -197,8 +194,8 @@ class ProcessGroup:
         # The first sentence of the error, without the line of gloo's source.
         cause = reason(RuntimeError(re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]))
         if lost:
-            names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-            return f"{names} of {self.size} did not answer rank 0: {cause}"
+            ranks = agreeing(len(lost), "rank", "ranks")
+            return f"{ranks} {', '.join(map(str, lost))} of {self.size} did not answer rank 0: {cause}"
         return (
             f"rank {self.rank} of {self.size} lost the other ranks: {cause}. The messages of rank 0 and of torchrun "
             "name the rank that failed first"
@@ -220,7 +217,7 @@ class ProcessGroup:
                 errors[rank] = str(error)
         for rank, answer in answers.items():
             try:
-                answer.wait(GRACE)
+                answer.wait(timedelta(seconds=5))
             except RuntimeError as error:
                 errors[rank] = str(error)
         # After a timeout, gloo closes the connections to all ranks and says "timeout" for each.

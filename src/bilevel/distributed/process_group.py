@@ -58,18 +58,24 @@ class PendingMean:
 class ProcessGroup:
     """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
-    _groups: tuple[Any, Any] = None, None
-    """torch's default group, and a gloo group of the same ranks that is made once for it."""
+    _groups: tuple[Any, Any, Any] = None, None, None
+    """torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
+
+    After a timeout gloo closes all connections of a group, also on CPUs, so each of these needs a group.
+    """
     _timeout: timedelta | None = None
-    """The timeout of both; None: torch's default, because the user has initialised the process group."""
+    """The timeout of all three; None: torch's default, because the user has initialised the process group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.first, self.payload = self.rank == 0, 0
         if ProcessGroup._groups[0] is not dist.group.WORLD:
-            # Also on CPUs: after a collective of the default group has failed, this one still works.
-            ProcessGroup._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=ProcessGroup._timeout)
-        self._host = ProcessGroup._groups[1]
+            ProcessGroup._groups = (
+                dist.group.WORLD,
+                dist.new_group(backend="gloo", timeout=ProcessGroup._timeout),
+                dist.new_group(backend="gloo", timeout=ProcessGroup._timeout),
+            )
+        _, self._host, self._asking = ProcessGroup._groups
 
     @classmethod
     def from_environment(cls, device: torch.device) -> ProcessGroup | None:
@@ -206,13 +212,13 @@ class ProcessGroup:
         word = torch.zeros(1)
         if not self.first:
             with suppress(RuntimeError):
-                dist.send(word, 0, self._host)
+                dist.send(word, 0, self._asking)
             return []
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for rank in range(1, self.size):
             try:
-                answers[rank] = dist.irecv(word, rank, self._host)
+                answers[rank] = dist.irecv(word, rank, self._asking)
             except RuntimeError as error:
                 errors[rank] = str(error)
         for rank, answer in answers.items():
@@ -220,7 +226,6 @@ class ProcessGroup:
                 answer.wait(timedelta(seconds=5))
             except RuntimeError as error:
                 errors[rank] = str(error)
-        # After a timeout, gloo closes the connections to all ranks and says "timeout" for each.
         return [rank for rank, error in errors.items() if "time" not in error.lower()] or list(errors)
 
 

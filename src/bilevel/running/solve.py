@@ -30,7 +30,7 @@ from bilevel.running.loop import Loop
 from bilevel.running.multistart import Aside, several
 from bilevel.running.multistart_data import several_with_data
 from bilevel.running.pessimistic import worst_case
-from bilevel.running.run_identity import compare, fingerprint
+from bilevel.running.run_identity import compare, run_identity
 
 
 def solve(
@@ -163,7 +163,7 @@ class _Order:
             seed = seed if ranks is None else ranks.broadcast_object(seed)
         sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
         sources = Sources(self.data, seed, lower.device, sharing)
-        identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
+        identity = run_identity(problem, self.method, upper, lower, self.data, self.accumulate, seed)
         identity |= {"precision": self.precision}
         if ranks is not None:
             check_same_arguments(ranks, identity, upper, lower)

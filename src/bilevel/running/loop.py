@@ -81,9 +81,6 @@ class Loop:
                     self.step += 1
                     if self.ranks is not None:
                         self.sent, self.counted = self.sent + self.ranks.payload - sent, self.counted + 1
-                    # On the CPU there is nothing to overlap with: its step has ended by now.
-                    if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
-                        self.setting.sources.ahead(self.state.draws)
                     self.seconds = time.perf_counter() - started
                     self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
                     status = self._after_step(watch)

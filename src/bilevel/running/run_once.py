@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import seeded
-from bilevel.batches.rank_shares import Sharing
+from bilevel.batches.rank_shares import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.derivatives import make_derivatives
@@ -74,11 +74,11 @@ def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
         stored = _open(request) if ranks is None else run_on_first(ranks, lambda: _open(request))
         saved = paused.state if stored is None and paused is not None else stored
         seed = _seed(request, saved, ranks)
-        sharing = None if ranks is None or data is None else Sharing(ranks.rank, ranks.size)
-        sources = Sources(data, seed, lower.device, sharing)
+        shares = None if ranks is None or data is None else RankShares(ranks.rank, ranks.size)
+        sources = Sources(data, seed, lower.device, shares)
         identity = _identity(request, seed, saved, ranks)
         with seeded(seed, lower.device) as generator:
-            setting = _setting(request, sources, generator, None if sharing is None else ranks)
+            setting = _setting(request, sources, generator, None if shares is None else ranks)
             try:
                 with _unchanged_on_error(upper, lower):
                     loop = _start(request, setting, seed, identity, ranks, keeps=paused is not None)

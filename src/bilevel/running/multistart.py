@@ -108,9 +108,7 @@ def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
     """f and g at the present point, as means over the first batches, at most `most`."""
     upper, lower, _ = sources.sample(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
-        pairs: list[Pair] = [
-            (upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))
-        ]
+        pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
         made = [d.prepare([pair], graph=False)[0] for pair in pairs]
         f = torch.stack([d.upper(pair[0]) for pair in made]).mean()
         g = torch.stack([d.lower(pair[1]) for pair in made]).mean()

@@ -119,7 +119,9 @@ def _seed(request: RunRequest, saved: dict[str, Any] | None, ranks: ProcessGroup
     return seed if ranks is None else int(ranks.broadcast_object(seed))
 
 
-def _identity(request: RunRequest, seed: int, saved: dict[str, Any] | None, ranks: ProcessGroup | None) -> dict[str, Any]:
+def _identity(
+    request: RunRequest, seed: int, saved: dict[str, Any] | None, ranks: ProcessGroup | None
+) -> dict[str, Any]:
     """Return which run this is; refuse a checkpoint of another one, and ranks with other arguments."""
     upper, lower = request.upper, request.lower
     identity = run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed)
@@ -153,7 +155,13 @@ def _setting(request: RunRequest, sources: Sources, generator: torch.Generator, 
 
 
 def _start(
-    request: RunRequest, setting: Setting, seed: int, identity: dict[str, Any], ranks: ProcessGroup | None, *, keeps: bool
+    request: RunRequest,
+    setting: Setting,
+    seed: int,
+    identity: dict[str, Any],
+    ranks: ProcessGroup | None,
+    *,
+    keeps: bool,
 ) -> Loop:
     """Evaluate the objectives once and start the method."""
     upper, lower = setting.u, setting.v

@@ -40,7 +40,7 @@ from bilevel.cli.stopped import Stopped
 from bilevel.cli.telling import tell
 from bilevel.errors import OptionError
 from bilevel.methods.base import Method
-from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
@@ -125,7 +125,7 @@ def command(
         "seed": seed,
     }
     with one_thread() if problem in NAMES else nullcontext():  # several wait for one another on tensors so small
-        rows, complete = _rows(chosen, subject, settings, Store(out / "cells"), budget, seed)
+        rows, complete = _rows(chosen, subject, settings, ResultFolder(out / "cells"), budget, seed)
     result = {
         "command": "compare",
         "status": "done" if complete else "stopped",
@@ -265,7 +265,7 @@ def _rows(
     chosen: dict[str, Method],
     subject: Subject,
     settings: dict[str, Any],
-    store: Store,
+    store: ResultFolder,
     budget: Budget,
     seed: int,
 ) -> tuple[list[dict[str, Any]], bool]:
@@ -275,8 +275,8 @@ def _rows(
         task = bar.add_task("", total=len(chosen))
         for name, method in chosen.items():
             bar.update(task, description=name)
-            cell = Cell({"method": name, **settings}, weight=1)
-            if not run_cells([cell], store, partial(_outcome, subject, method, budget, seed), where=ONCE):
+            cell = RunItem({"method": name, **settings}, weight=1)
+            if not run_items([cell], store, partial(_outcome, subject, method, budget, seed), where=ONCE):
                 return rows, False
             rows.append({"method": name, **(store.get(cell) or {})})
             bar.advance(task)

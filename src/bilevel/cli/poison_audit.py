@@ -21,7 +21,7 @@ from bilevel.applications.poisoning.audit import (
 )
 from bilevel.applications.poisoning.bounds import Bound
 from bilevel.cli.progress import RunBar
-from bilevel.running.run_many import Cell, Store, run_cells
+from bilevel.running.run_many import ResultFolder, RunItem, run_items
 
 SUCCESS = 0.5
 """The share of a class that a targeted attack is to have taken for the other."""
@@ -57,7 +57,7 @@ def audit_of(
     ground: Ground, aim: Aim, bound: Bound | None, outcome: Outcome, asked: Mapping[str, Any], checkpoint: Path
 ) -> Audit:
     """Bisect; a run that is finished is kept in the checkpoint folder, and one that was stopped goes on."""
-    store = Store(checkpoint / "audit")
+    store = ResultFolder(checkpoint / "audit")
     clean = outcome.clean.accuracy
     by_bound = aim.kind == "clean-label" and bound is not None
     values = (
@@ -67,8 +67,8 @@ def audit_of(
     )
 
     def run(value: float) -> dict[str, Any]:
-        cell = Cell({"what": "epsilon" if by_bound else "fraction", "value": value}, 0)
-        if not run_cells([cell], store, lambda settings: audited(value, checkpoint / cell.name), where=ONCE):
+        cell = RunItem({"what": "epsilon" if by_bound else "fraction", "value": value}, 0)
+        if not run_items([cell], store, lambda settings: audited(value, checkpoint / cell.name), where=ONCE):
             raise KeyboardInterrupt
         return store.get(cell) or {}
 

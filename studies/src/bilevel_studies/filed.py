@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bilevel._util.atomic_files import write_whole
-from bilevel.running.run_many import Cell, Found, Settings, Store
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings
 
 Kept = tuple[Settings, Found]
 
 
-class FiledStore(Store):
+class FiledStore(ResultFolder):
     """Cells in a folder, and those of `file` that the folder lacks."""
 
     def __init__(self, folder: Path, file: Path) -> None:
@@ -24,18 +24,18 @@ class FiledStore(Store):
         pairs: list[Kept] = [(settings, found) for settings, found in _read(file).get("cells", ())]
         self._filed = {_key(settings): (settings, found) for settings, found in pairs}
 
-    def get(self, cell: Cell) -> Found | None:
+    def get(self, cell: RunItem) -> Found | None:
         """The result of a cell that is finished; None of one that is not."""
         kept = self.kept(cell)
         return None if kept is None or kept.get("partial") else kept
 
-    def put(self, cell: Cell, found: Found) -> None:
+    def put(self, cell: RunItem, found: Found) -> None:
         """Keep a result, unless it is of a run that did not get as far as one that is kept."""
         old = self.kept(cell)
         if old is None or not found.get("partial") or found["steps"] >= old["steps"]:
             super().put(cell, found)
 
-    def kept(self, cell: Cell) -> Found | None:
+    def kept(self, cell: RunItem) -> Found | None:
         """The result of a cell, finished or not."""
         own, filed = super().get(cell), self._filed.get(_key(cell.settings))
         if filed is not None and (own is None or own.get("partial", False) > filed[1].get("partial", False)):
@@ -48,7 +48,7 @@ class FiledStore(Store):
         for path in self.folder.glob("*.json"):
             kept = _read(path)
             if isinstance(kept.get("settings"), dict) and isinstance(kept.get("result"), dict):
-                result = self.kept(Cell(kept["settings"], 0))
+                result = self.kept(RunItem(kept["settings"], 0))
                 found[_key(kept["settings"])] = (kept["settings"], result or kept["result"])
         return [found[key] for key in sorted(found)]
 

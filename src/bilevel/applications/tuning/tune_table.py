@@ -33,7 +33,7 @@ from bilevel.data import Labelled, Pair, split_test
 from bilevel.errors import DataError, OptionError
 from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import digest_of
-from bilevel.running.run_many import Cell, Settings, Store
+from bilevel.running.run_many import ResultFolder, RunItem, Settings
 
 Kind = Literal["logistic", "ridge", "mlp"]
 Penalty = Literal["per-feature", "per-layer", "single"]
@@ -240,9 +240,9 @@ def _tried(
     what: Settings,
 ) -> list[Point]:
     """The validation and test losses of single penalties, each kept as soon as it is there."""
-    store, grid = None if checkpoint is None else Store(checkpoint / "grid"), []
+    store, grid = None if checkpoint is None else ResultFolder(checkpoint / "grid"), []
     for k, penalty in enumerate(map(float, penalties)):
-        cell = Cell({"penalty": penalty, **what}, 0)
+        cell = RunItem({"penalty": penalty, **what}, 0)
         kept = None if store is None else store.get(cell)
         if kept is None:
             kept = dict(zip(("valid_loss", "test_loss"), losses(penalty), strict=True))

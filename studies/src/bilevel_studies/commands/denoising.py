@@ -13,7 +13,7 @@ import typer
 from bilevel.cli.device import device_of
 from bilevel.cli.options import DeviceOption, JsonOption
 from bilevel.errors import OptionError
-from bilevel.running.run_many import Cell
+from bilevel.running.run_many import RunItem
 from bilevel_studies.commands.shared import (
     MinutesOption,
     NoRunOption,
@@ -77,7 +77,7 @@ def denoising(
         names = list(denoising_cells.DATASETS) if where.type == "cuda" else ["digits"]
     one_of("--kind", kind, (study.SYMMETRIC, study.ASYMMETRIC), optional=True)
     wanted = ["table"] if parts is None and dataset is not None else words("--parts", parts, all_parts)
-    cells: list[Cell] = []
+    cells: list[RunItem] = []
     if "table" in wanted:
         some = words("--columns", columns, tuple(study.COLUMNS))
         cells += denoising_cells.cells(names, _shares(noise), kind, some, seeds, passes)
@@ -129,7 +129,7 @@ def _figure_study(
 
 def _run(
     name: str,
-    cells: Sequence[Cell],
+    cells: Sequence[RunItem],
     device: torch.device,
     deadline: float | None,
     out: Path,
@@ -142,7 +142,7 @@ def _run(
     """Run the cells whose data are here."""
     from bilevel_studies.denoising import cells as denoising_cells
 
-    def possible(cells: list[Cell]) -> list[Cell]:
+    def possible(cells: list[RunItem]) -> list[RunItem]:
         missing = denoising_cells.missing([cell.settings["dataset"] for cell in cells])
         for dataset, why in missing.items():
             print(f"bilevel: Nothing is run on {dataset}: {why}", file=sys.stderr)

@@ -20,7 +20,7 @@ from bilevel.cli.folder import Folder, to_json
 from bilevel.cli.progress import Bar
 from bilevel.cli.stopped import Stopped
 from bilevel.errors import OptionError
-from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 from bilevel_studies.filed import FiledStore, Kept
 
 OutOption = Annotated[Path, typer.Option(help="The folder for results; finished cells in it are not run again.")]
@@ -60,19 +60,21 @@ def folders_of(out: Path, page: Path | None) -> tuple[Folder, Folder]:
     return Folder(out), Folder(out if page is None else page, "--page")
 
 
-def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], function: Function, where: Where) -> Store:
+def run(
+    name: str, cells: Sequence[RunItem], folders: tuple[Folder, Folder], function: Function, where: Where
+) -> ResultFolder:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
-    store = Store(cells_folder(folders))
+    store = ResultFolder(cells_folder(folders))
     done: list[str] = []
     with Bar("cells") as bar:
         task = bar.add_task(name, total=len(cells))
 
-        def tell(cell: Cell) -> None:
+        def tell(cell: RunItem) -> None:
             done.append(cell.name)
             bar.advance(task)
 
         began = time.perf_counter()
-        complete = run_cells(cells, store, function, where=where, tell=tell)
+        complete = run_items(cells, store, function, where=where, tell=tell)
     if not complete:
         stopped(len(done), len(cells))
     folders[0].write_json("config.json", {"command": f"reproduce {name}", "cells": len(cells)})
@@ -82,7 +84,7 @@ def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], functi
 
 def run_filed(
     name: str,
-    cells: Sequence[Cell],
+    cells: Sequence[RunItem],
     function: Function,
     write: Write,
     folders: tuple[Folder, Folder],
@@ -91,8 +93,8 @@ def run_filed(
     json: bool,
     deadline: float | None = None,
     where: Where | None = None,
-    possible: Callable[[list[Cell]], list[Cell]] = list,
-    then: Callable[[Sequence[Kept]], list[Cell]] | None = None,
+    possible: Callable[[list[RunItem]], list[RunItem]] = list,
+    then: Callable[[Sequence[Kept]], list[RunItem]] | None = None,
     checkpoints: Path | None = None,
 ) -> None:
     """Run the cells that are in neither the folder nor the file beside the page, and write the page from all that are.
@@ -112,7 +114,7 @@ def run_filed(
         with Bar("cells") as bar:
             task = bar.add_task(name, total=len(left))
 
-            def tell(cell: Cell, bar: Bar = bar, task: TaskID = task) -> None:
+            def tell(cell: RunItem, bar: Bar = bar, task: TaskID = task) -> None:
                 nonlocal done, unfinished
                 done += 1
                 bar.advance(task)
@@ -121,7 +123,7 @@ def run_filed(
                 elif checkpoints is not None:
                     shutil.rmtree(checkpoints / cell.name, ignore_errors=True)
 
-            complete = run_cells(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
+            complete = run_items(left, store, function, where=where or Where(), deadline=deadline, tell=tell)
         if not complete:
             break
     if not complete:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from bilevel._util.atomic_files import write_whole
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.fairness.data import SIZES, people
 from bilevel_studies.fairness.parity import PROJECTIONS, WIDTH, Measures, measured, projected, soft_gap, train_fairly
 from bilevel_studies.fairness.simplex_layer import HIDDEN, off_simplex, put_on_simplex, scores, train_layer
@@ -24,11 +24,11 @@ WITHIN = 2.0
 """Standard errors, of the gap on test and on validation rows together, that count as sampling error."""
 
 
-def cells(*, quick: bool = False, seeds: int = SEEDS) -> list[Cell]:
+def cells(*, quick: bool = False, seeds: int = SEEDS) -> list[RunItem]:
     """One cell a part, a way and a seed."""
     steps = QUICK_STEPS if quick else STEPS
     return [
-        Cell({"part": part, "way": way, "steps": steps[part], "seed": seed}, weight=1.0)
+        RunItem({"part": part, "way": way, "steps": steps[part], "seed": seed}, weight=1.0)
         for seed in range(1 if quick else seeds)
         for part in steps
         for way in WAYS

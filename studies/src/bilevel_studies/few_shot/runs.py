@@ -30,7 +30,7 @@ from bilevel.methods.penalty import Penalty
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.results import Status
 from bilevel.running.callbacks import Run
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.denoising.runs import device_name
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
@@ -128,7 +128,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     chosen_on = None
     if settings.get("selected") and settings["part"] != TIME:
         chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
-    place = folder / Cell(settings, 0).name
+    place = folder / RunItem(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     runner = _prototypes if settings["method"] in SIMILARITY else _bilevel

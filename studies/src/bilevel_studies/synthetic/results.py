@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.running.run_many import Cell, Found, Session, Store
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Session
 from bilevel_studies.synthetic.study import (
     LOWER_STEPS,
     OTHERS,
@@ -32,10 +32,10 @@ GOAL = 0.01
 class Results:
     """The study of a scale, read from its store. All of its cells must be there."""
 
-    def __init__(self, scale: Scale, store: Store) -> None:
+    def __init__(self, scale: Scale, store: ResultFolder) -> None:
         self.scale, self._store = scale, store
 
-    def _get(self, cell: Cell) -> Found:
+    def _get(self, cell: RunItem) -> Found:
         found = self._store.get(cell)
         if found is None:
             raise KeyError(f"the cell {cell.name} is not finished.")

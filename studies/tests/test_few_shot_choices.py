@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import json
 import re
@@ -21,7 +22,6 @@ from torch import nn
 
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot import evaluation as few_shot_evaluation
-from bilevel.applications.few_shot import meta_train as few_shot
 from bilevel.applications.few_shot.meta_train import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
 from bilevel.cli import fewshot, fewshot_asked
 from bilevel.cli.fewshot_output import Images, write_embeddings
@@ -33,6 +33,8 @@ from bilevel.errors import DataError
 from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.results import History
 from bilevel.running.callbacks import Run
+
+few_shot = importlib.import_module("bilevel.applications.few_shot.meta_train")  # the function has its name
 
 
 def classes(count: int, shape: tuple[int, int, int] = (1, 16, 16), prefix: str = "c") -> ImageClasses:

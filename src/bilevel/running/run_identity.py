@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilevel._util.atomic_files import write_whole
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
@@ -64,6 +67,28 @@ def _same(old: Any, new: Any) -> bool:
     if isinstance(old, str) and isinstance(new, str) and (with_code := WITH_CODE.fullmatch(old)):
         return with_code[1] == new.partition("(")[0]
     return bool(old == new)
+
+
+def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None:
+    """Write the task of a run to `folder`/task.json, or check that the folder holds this task.
+
+    A folder of another task is refused, and without `resume` every folder that holds a task.
+    """
+    file = folder / "task.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(task) + "\n")
+        return
+    if not resume:
+        raise CheckpointError(
+            f"{folder} already holds a run, and nothing is overwritten. Pass resume=True to continue it, or another "
+            "folder."
+        )
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
+    compare(before if isinstance(before, dict) else {}, json.loads(json.dumps(task)), folder)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -130,8 +130,8 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
         "Written by `python studies/benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing "
         f"twice. To repeat all of it, in {_time(kept)}, beside this page: "
         "`python studies/benchmarks/reliability.py --page runs/reliability/page.md`; one fault alone: `--only pages`. "
-        "The tests in `tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. A fault is survived where all that its line "
-        "says holds.",
+        "The tests in `tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. "
+        "A fault is survived where all that its line says holds.",
         "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
         "",

@@ -130,13 +130,8 @@ def weights() -> Rows:
     return Rows(33, dtype=torch.float64)
 
 
-def owned() -> Rows:
-    """Of which each rank has its own alone."""
-    return Rows(33, dtype=torch.float64, owned=True)
-
-
 def vectors() -> Rows:
-    return Rows(33, shape=(2,), dtype=torch.float64, owned=True)
+    return Rows(33, shape=(2,), dtype=torch.float64)
 
 
 def shifts() -> Problem:
@@ -194,19 +189,17 @@ CASES: dict[str, Case] = {
     "value gap, rows": (ValueGap(lower_steps=2, **BOTH), importance, weights, {}),
     "value function": (ValueFunction(lower_steps=2), ridge, decays, {}),
     "value function, rows": (ValueFunction(lower_steps=2), importance, weights, {}),
-    "penalty, owned": (Penalty(lower_steps=1), importance, owned, {}),
-    "penalty, owned, box": (Penalty(lower_steps=1, warm_up=0.0), shifts, vectors, {}),
-    "penalty, owned, difference": (
+    "penalty, vectors, box": (Penalty(lower_steps=1, warm_up=0.0), shifts, vectors, {}),
+    "penalty, vectors, difference": (
         Penalty(curvature="difference", lower_steps=1, **BOTH),
         shifts,
         vectors,
         {"accumulate": 2},
     ),
-    "alternating, owned": (Alternating(lower_steps=2, warm_up=0.0), shifts, vectors, {}),
-    "reverse mode, owned": (ReverseMode(lower_steps=2), shifts, vectors, {}),
-    "approx grad, owned": (ApproxGrad(lower_steps=2, damping=0.1), importance, owned, {}),
-    "value gap, owned": (ValueGap(lower_steps=2, **BOTH), shifts, vectors, {}),
-    "value function, owned": (ValueFunction(lower_steps=2), importance, owned, {}),
+    "alternating, vectors": (Alternating(lower_steps=2, warm_up=0.0), shifts, vectors, {}),
+    "reverse mode, vectors": (ReverseMode(lower_steps=2), shifts, vectors, {}),
+    "approx grad, rows": (ApproxGrad(lower_steps=2, damping=0.1), importance, weights, {}),
+    "value gap, vectors": (ValueGap(lower_steps=2, **BOTH), shifts, vectors, {}),
 }
 
 
@@ -251,10 +244,9 @@ FEW = [
     "approx grad",
     "value gap, rows",
     "value function",
-    "penalty, owned",
-    "penalty, owned, box",
-    "value gap, owned",
-    "reverse mode, owned",
+    "penalty, vectors, box",
+    "value gap, vectors",
+    "reverse mode, vectors",
 ]
 """One of each method."""
 

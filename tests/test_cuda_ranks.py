@@ -13,13 +13,13 @@ from ranks import on_ranks
 from test_distributed import assert_alike
 
 from bilevel import Rows, solve
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NAMES = [
     "penalty, constraints",
     "penalty, rows",
-    "penalty, owned, box",
+    "penalty, vectors, box",
     "reverse mode, rows",
     "approx grad",
     "value gap",
@@ -35,7 +35,7 @@ def solved_on(device: str) -> dict[str, Any]:
         method, problem, start, options = CASES[name]
         u = start()
         if isinstance(u, Rows):
-            u = Rows(len(u), shape=tuple(u.values.shape[1:]), dtype=torch.float64, device=device, owned=u.owned)
+            u = Rows(len(u), shape=tuple(u.values.shape[1:]), dtype=torch.float64, device=device)
         else:
             u = u.detach().to(device).requires_grad_()
         solution = solve(
@@ -72,23 +72,20 @@ def spoken(kind: str) -> dict[str, Any]:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    ranks = Ranks(device)
+    ranks = ProcessGroup(device)
     x, whole = torch.arange(6.0, device=device).view(2, 3), torch.arange(4, device=device)
     copy = torch.zeros_like(x)
     copy.copy_(x)
-    ranks.same([copy])
-    gathered = ranks.at_first(x, [2])
+    ranks.broadcast_([copy])
     found = {
-        "mean": [t.tolist() for t in ranks.mean([x, x.double(), x[0]])],
-        "total": ranks.total(x).tolist(),
-        "each": [t.tolist() for t in ranks.each(whole)],
-        "handed": ranks.handed([x]).tolist(),
+        "mean": [t.tolist() for t in ranks.all_reduce_mean([x, x.double(), x[0]])],
+        "total": ranks.all_reduce_sum(x).tolist(),
+        "each": [t.tolist() for t in ranks.all_gather(whole)],
         "same": copy.tolist(),
-        "counts": ranks.counts([3, 4]),
-        "gather": ranks.gather("word"),
-        "share": ranks.share({"a": 1}),
-        "at first": None if gathered is None else gathered.tolist(),
-        "device": str(ranks.total(x).device.type),
+        "counts": ranks.all_gather_counts([3, 4]),
+        "gather": ranks.all_gather_object("word"),
+        "share": ranks.broadcast_object({"a": 1}),
+        "device": str(ranks.all_reduce_sum(x).device.type),
     }
     dist.destroy_process_group()
     return found
@@ -102,11 +99,9 @@ def test_what_ranks_say_to_each_other_comes_back_from_one_rank_as_it_was(kind):
         "mean": [x, x, x[0]],
         "total": x,
         "each": [whole],
-        "handed": [x],
         "same": x,
         "counts": [[3], [4]],
         "gather": ["word"],
         "share": {"a": 1},
-        "at first": x,
         "device": kind,
     }

@@ -226,7 +226,7 @@ def test_ranks_that_start_again_meet_under_a_new_name_in_a_store_that_is_not_new
 def test_ranks_without_an_address_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(OptionError, match=r"WORLD_SIZE=2.*torchrun"):
+    with pytest.raises(OptionError, match=r"got WORLD_SIZE=2.*torchrun"):
         solve(ridge(), Penalty(), decays(), network(), data(), max_steps=1)
 
 

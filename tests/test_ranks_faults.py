@@ -15,8 +15,9 @@ from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
 from ranks import ends, on_ranks, started
 from test_distributed import assert_alike
 
-from bilevel import Callback, Penalty, Problem, Run, solve
+from bilevel import Callback, Penalty, Problem, RankError, Run, solve
 from bilevel.distributed import process_group as distributed
+from bilevel.distributed.process_group import ProcessGroup
 
 CASES = ["penalty, rows", "value gap"]
 
@@ -113,13 +114,13 @@ def long_run(folder: str, limit: float) -> None:
 
 
 def signalled(folder: Path, rank: int, number: int, size: int = 3, limit: float = 600) -> dict[int, str]:
-    """What the other ranks say where one has got a signal in the midst of a run."""
+    """Signal one rank during a run; return the messages that end the others."""
     ranks, results = started(size, long_run, str(folder), limit)
     file, end = folder / "state.safetensors", time.monotonic() + 300
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(ranks[rank].pid, number)
-    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1)
+    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1, seconds=60)
     ranks[rank].kill()
     ranks[rank].join()
     assert rank not in found
@@ -128,17 +129,42 @@ def signalled(folder: Path, rank: int, number: int, size: int = 3, limit: float 
     return {other: message.splitlines()[0] for other, (_, message) in found.items()}
 
 
-# The first rank holds the store; killed, it takes the place with it where the others could have met.
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_others_name_the_rank_that_was_killed_alone_and_a_checkpoint_is_left(tmp_path, rank):
-    for message in signalled(tmp_path, rank, signal.SIGKILL).values():
-        assert message.startswith(f"RankError: rank {rank} of 3 is lost: ")
+def assert_named(messages: dict[int, str], rank: int) -> None:
+    """Rank 0 names the rank, the others point to rank 0, and all say what to do."""
+    for other, message in messages.items():
+        expected = (
+            f"rank {rank} of 3 did not answer rank 0: " if other == 0 else f"rank {other} of 3 lost the other ranks: "
+        )
+        assert message.startswith(f"RankError: {expected}")
         assert "resume=True" in message
 
 
-def test_a_rank_that_lives_and_does_not_answer_is_told_from_one_that_is_lost(tmp_path):
-    for message in signalled(tmp_path, 1, signal.SIGSTOP, limit=4).values():
-        assert message.startswith("RankError: rank 1 of 3 does not answer, though its process is there: ")
+# The first rank holds the store. If it is killed, no rank can name another.
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_end_when_one_is_killed_and_rank_0_names_it_and_a_checkpoint_is_left(tmp_path, rank):
+    assert_named(signalled(tmp_path, rank, signal.SIGKILL), rank)
+
+
+def test_a_rank_that_lives_but_does_not_answer_is_named_after_the_timeout(tmp_path):
+    assert_named(signalled(tmp_path, 1, signal.SIGSTOP, limit=4), 1)
+
+
+def one_is_late() -> str:
+    """What a rank says if the second of three comes to the barrier when the others have given up."""
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
+    time.sleep(3 if ranks.rank == 1 else 0)
+    try:
+        with ranks.reporting_lost_ranks():
+            ranks.wait_for_all(timedelta(seconds=1))
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk():
+    first, _, third = on_ranks(3, one_is_late)
+    assert first.startswith("rank 1 of 3 did not answer rank 0: ")
+    assert third.startswith("rank 2 of 3 lost the other ranks: ")
 
 
 def one_fails(wrong: str, which: int = 1) -> str:
@@ -160,13 +186,12 @@ def one_fails(wrong: str, which: int = 1) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_tell_the_error_that_ended_a_rank(rank):
-    found = on_ranks(3, one_fails, "objective", rank)
+def test_an_error_that_ends_one_rank_ends_the_others(rank):
+    found = dict(enumerate(on_ranks(3, one_fails, "objective", rank)))
     assert found.pop(rank) == "ValueError: the disk of this machine is gone"
-    for message in found:
-        assert message.startswith(f"RankError: rank {rank} of 3 ended: ValueError: the disk of this machine is gone. ")
+    assert_named(found, rank)
 
 
 def test_ranks_that_were_called_with_other_arguments_are_refused():
     for message in on_ranks(2, one_fails, "seed"):
-        assert message.startswith("RankError: every rank must call solve with the same arguments; the seed of rank")
+        assert message.startswith("RankError: every rank must call solve with the same arguments; seed is ")

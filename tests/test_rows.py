@@ -332,7 +332,6 @@ def test_projection_keeps_the_rows_that_moved_in_their_set():
     [
         (lambda: Rows(0), OptionError, "at least one row; got n=0"),
         (lambda: Rows(-3), OptionError, "got n=-3"),
-        (lambda: Rows(3, owned="no"), OptionError, "owned must be True, False or None; got 'no'"),
         (lambda: Rows(3, init=torch.zeros(4)), OptionError, r"n=3 rows; got a tensor of shape \(4,\)"),
         (lambda: Rows(3, init=torch.zeros(())), OptionError, "n=3 rows"),
         (lambda: Rows(3, init=torch.zeros(3, dtype=torch.int64)), VariableError, "dtype torch.int64"),

@@ -149,6 +149,8 @@ def divided() -> dict[str, Any]:
     with pytest.raises(OptionError) as error:
         run(Penalty(curvature="exact"), v)
     found["exact"] = str(error.value)
+    with pytest.raises(OptionError, match="accumulate cannot be used if v is sharded"):
+        run(METHODS["difference"], v, accumulate=2)
     dist.destroy_process_group()
     return found
 
@@ -303,7 +305,7 @@ def test_a_sharded_run_of_any_method_resumes_from_a_checkpoint_that_is_whole(tmp
 
 
 def dying() -> None:
-    """The second rank is killed in an objective; the first waits for it in its model, in one of FSDP's collectives."""
+    """Kill the second rank in an objective while the first waits for it in its model, in a collective of FSDP."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -323,4 +325,4 @@ def dying() -> None:
 
 def test_a_rank_that_is_lost_in_a_collective_of_the_model_is_named():
     found = ends(*started(2, dying), 1)
-    assert found[0][1].startswith("RankError: rank 1 of 2 is lost: ")
+    assert found[0][1].startswith("RankError: rank 1 of 2 did not answer rank 0: ")

@@ -128,7 +128,7 @@ class Certificate:
     violation: float
     """The largest violation of an upper-level constraint; 0 without constraints."""
     scale: float
-    """The size of grad f, against which the stationarity is judged."""
+    """The size of grad f, against which |grad_v F| is judged, and |grad_u F| unless `scale_u` is given."""
     lower_scale: float
     """The size that grad_v g has away from its zero, against which the residual is judged."""
     violation_scale: float = 1.0
@@ -155,6 +155,8 @@ class Certificate:
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
     batches: int = 0
     full_data: bool = True
+    scale_u: float | None = None
+    """The size that |grad_u F| is judged against, in the unit of u; None: `scale`, as |grad_v F|."""
 
     @property
     def stationarity(self) -> float:
@@ -162,9 +164,15 @@ class Certificate:
         return math.hypot(self.stationarity_u, self.stationarity_v)
 
     @property
+    def relative_stationarity(self) -> float:
+        """|grad F| with the part of u and that of v each relative to its scale."""
+        scale_u = self.scale if self.scale_u is None else self.scale_u
+        return math.hypot(self.stationarity_u / scale_u, self.stationarity_v / self.scale)
+
+    @property
     def worst(self) -> float:
         """The largest of the relative measures: what `solve` compares with its tolerance."""
-        measures = (self.stationarity / self.scale, self.lower_residual / self.lower_scale, self.infeasibility)
+        measures = (self.relative_stationarity, self.lower_residual / self.lower_scale, self.infeasibility)
         return math.nan if any(math.isnan(m) for m in measures) else max(measures)
 
     @property

@@ -37,24 +37,19 @@ from bilevel import Penalty, Problem, Rows, weighted_mean
 from bilevel.applications import networks as models
 from bilevel.batches.rank_shares import Sharing
 from bilevel.batches.sources import Sources
-from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.shared_rows import share_out
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Setting, State
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "studies" / "results" / "distributed.json"
-OWNED = ", owned rows"
-"""After a model: each rank has its own importances alone (docs/distributed.md)."""
 MODELS = {
     "linear": (models.linear, 400),
     "mlp": (models.mlp, 400),
     "cnn": (models.mnist_cnn, 64),
-    f"linear{OWNED}": (models.linear, 400),
-    f"mlp{OWNED}": (models.mlp, 400),
 }
 """The builder, and the size of each of the two batches."""
-SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578, f"linear{OWNED}": 7_850, f"mlp{OWNED}": 238_510}
+SIZES = {"linear": 7_850, "mlp": 238_510, "cnn": 1_389_578}
 LOWER_STEPS = 2
 ENOUGH = 0.5
 """Seconds that each way runs in each round, at the least one iteration."""
@@ -68,11 +63,11 @@ def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
     return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u[batch[2]]))
 
 
-def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
+def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
     """The state of a run, as `solve` makes it, on a part of each batch."""
     build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
-    v, u = build(), Rows(10_000, owned=name.endswith(OWNED))
+    v, u = build(), Rows(10_000)
     draw = torch.Generator().manual_seed(1)
     shape = (1, 28, 28)
     batches = [
@@ -84,7 +79,6 @@ def run(name: str, ranks: Ranks | None, parts: int = 1) -> State:
         for _ in range(4)
     ]
     first, second = variables(Problem(upper, lower), u, v)
-    share_out(first.rows, ranks)
     sharing = None if ranks is None else Sharing(ranks.rank, ranks.size)
     setting = Setting(
         Problem(upper, lower),
@@ -115,7 +109,7 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
     torch.set_num_threads(1)
     own = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in own.items()})
-    ranks = Ranks.here(torch.device("cpu"))
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
     assert ranks is not None
     both = run(name, ranks)
     alone = run(name, None) if rank == 0 else None
@@ -124,7 +118,7 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
     if half:
         timed(half, 1)
     count = max(1, math.ceil(ENOUGH / timed(alone, 1)[0])) if alone else 0
-    count = ranks.share(count)
+    count = ranks.broadcast_object(count)
     found = []
     for _ in range(rounds):
         one, part = (timed(way, count) if way else (0.0, 0.0) for way in (alone, half))
@@ -132,12 +126,12 @@ def process(rank: int, port: int, name: str, rounds: int, answer: Any) -> None:
         before = ranks.payload
         two = timed(both, count)
         sent = (ranks.payload - before) / count
-        found.append((one, two, max(x[1] for x in ranks.gather(two)), sent, part[1]))
+        found.append((one, two, max(x[1] for x in ranks.all_gather_object(two)), sent, part[1]))
     weights = torch.zeros(SIZES[name])
-    ranks.mean([weights])
+    ranks.all_reduce_mean([weights])
     began = time.perf_counter()
     for _ in range(20):
-        ranks.mean([weights])
+        ranks.all_reduce_mean([weights])
     reduce = (time.perf_counter() - began) / 20
     if rank == 0:
         answer.put(

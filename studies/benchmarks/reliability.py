@@ -43,7 +43,7 @@ READERS = {
 WORDS = {
     "kills": "SIGKILL at a random moment of `bilevel denoise digits`; resumed, the same bits, every file readable",
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
-    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others name it alone; "
+    "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others end, rank 0 names it; "
     "resumed, the same bits, every file readable",
     "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
@@ -131,7 +131,7 @@ def page(kept: list[tuple[Settings, Found]]) -> str:
         f"twice. To repeat all of it, in {_time(kept)}, beside this page: "
         "`python studies/benchmarks/reliability.py --page runs/reliability/page.md`; one fault alone: `--only pages`. "
         "The tests in `tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. "
-        "A fault is survived where all that its line says holds.",
+        "A fault is survived if everything that its line says holds.",
         "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
         "",

@@ -1,4 +1,4 @@
-"""One rank of three killed at random moments: the others name it alone, and the run goes on to the same bits."""
+"""Kill one rank of three at random moments: rank 0 names it, and the resumed run ends with the same bits."""
 
 from __future__ import annotations
 

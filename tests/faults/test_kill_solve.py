@@ -46,7 +46,7 @@ def stochastic(steps: int, **options: Any) -> Solution:
         v = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2))
     momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
     method = Penalty(lower_steps=2, lower_optimizer=momentum, cotangent="running", advance_every=7)
-    u = Rows(64, owned=True)  # under ranks, each has its own alone
+    u = Rows(64)
     return solve(Problem(upper, lower), method, u, v, (trusted, noisy), max_steps=steps, **options)
 
 

@@ -12,7 +12,7 @@ from bilevel.errors import OptionError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question to put after a sentence, where one of the known names is near."""
+    """Return a question to append to a message if a known name is close; else an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

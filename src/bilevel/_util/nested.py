@@ -1,4 +1,4 @@
-"""Batches: whatever a source yields, with tensors somewhere in its tuples, lists and dicts."""
+"""Map functions over the tensors in nested tuples, lists and dicts, as batches are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pair = tuple[Any, Any]
 
 
 def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with `function` applied to every tensor in its tuples, lists and dicts."""
+    """Apply `function` to every tensor in the batch's tuples, lists and dicts, and return the result."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -26,10 +26,10 @@ def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def detached(batches: Sequence[Pair]) -> list[Pair]:
-    """The batches, cut from the graph of `prepare`."""
+    """Return the batches detached from the graph of `prepare`."""
     return [each_tensor(Tensor.detach, pair) for pair in batches]
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`."""
+    """Return the batch with its tensors on `device`."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor], *, trials: bool = False) -> Tensor:
-    """<a, b> over all tensors, as a tensor; with `trials`, one for each entry of their leading dimension."""
+    """Return <a, b> over all tensors, as a tensor; with `trials`, one for each entry of the leading dimension."""
     products = (x * y for x, y in zip(a, b, strict=True))
     total: Tensor = torch.stack([x.reshape(x.shape[0], -1).sum(1) if trials else torch.sum(x) for x in products]).sum(0)
     return total
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all tensors, as a tensor; zero, on the host, where there are none."""
+    """Return the Euclidean norm over all tensors, as a tensor; an empty list gives zero on the host."""
     if not tensors:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()) for t in tensors]))
@@ -31,11 +31,11 @@ def gradient(
     keep_graph: bool = False,
     retain: bool = False,
 ) -> list[Tensor]:
-    """d<cotangent, output> in the leaves; zero where a leaf plays no part."""
+    """Return d<cotangent, output> in the leaves; zero for a leaf that plays no part."""
     outputs = [output] if isinstance(output, Tensor) else list(output)
     weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
     live = [i for i, out in enumerate(outputs) if out.requires_grad]
-    for i in live:  # the sum over trials: each depends on its own part of the leaves alone
+    for i in live:  # the sum over trials: each depends only on its own part of the leaves
         if weights[i] is None and outputs[i].dim():
             weights[i] = torch.ones_like(outputs[i])
     if not live or not leaves:
@@ -52,17 +52,17 @@ def gradient(
 
 
 def spread(price: Tensor, like: Tensor) -> Tensor:
-    """A number, or one for each trial, in a shape that multiplies `like`."""
+    """Reshape a number, or one for each trial, so that it multiplies `like`."""
     return price if price.dim() == 0 else price.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """a - b."""
+    """Return a - b."""
     return list(torch._foreach_sub(list(a), list(b))) if a else []
 
 
 def summed(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The sum of vectors."""
+    """Return the sum of vectors."""
     total = list(lists[0])
     for other in lists[1:]:
         total = list(torch._foreach_add(total, list(other))) if total else []

@@ -11,11 +11,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def agreeing(count: int, one: str, many: str) -> str:
-    """The form of a word that goes with the count: that of one, or that of none and many."""
+    """Return the singular for a count of one, else the plural."""
     return one if count == 1 else many
 
 
 def first_of(names: Iterable[object], most: int) -> str:
-    """Names in a sentence, the first ones where there are many."""
+    """Join names for a sentence; a long list is cut after the first ones."""
     some = list(map(str, names))
     return ", ".join(some[:most]) + (", ..." if len(some) > most else "")

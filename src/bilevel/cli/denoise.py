@@ -29,8 +29,8 @@ from bilevel.cli.progress import RunBar, StageBar
 from bilevel.cli.run_state import begin, finished, folder_of, resumable
 from bilevel.cli.telling import tell
 from bilevel.data import apply_decisions, load
-from bilevel.distributed.process_group import Ranks, first_rank, restarted
-from bilevel.distributed.synchronise import by_first
+from bilevel.distributed.process_group import ProcessGroup, first_rank, restarted
+from bilevel.distributed.synchronise import run_on_first
 from bilevel.errors import OptionError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
@@ -150,9 +150,9 @@ def command(
         done = finished(folder, asked) if resume else None
         return done, None if done is not None else begin(folder, asked, resume, (*FILES, NOISY))
 
-    ranks = Ranks.here(where)
+    ranks = ProcessGroup.from_environment(where)
     first = ranks is None or ranks.first
-    done, checkpoint = opened() if ranks is None else by_first(ranks, opened)
+    done, checkpoint = opened() if ranks is None else run_on_first(ranks, opened)
     if done is not None or checkpoint is None:
         if first:
             print("note: this run is finished already.", file=sys.stderr)

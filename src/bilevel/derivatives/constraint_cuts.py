@@ -1,6 +1,6 @@
 """Cuts: g(u, v) <= g(u, w) wherever w meets the lower constraints, for each w that was found to be better than v.
 
-They keep v from a point that is no lower solution, which the KKT conditions alone do not know.
+The KKT conditions also hold at points that are not lower solutions. Cuts keep v away from these.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cuts:
         def cut(u: Any, v: Any, batch: Any) -> Tensor:
             here = kkt.lower_value(batch)
             there, c, d = kkt.parts(batch, w)
-            # Met, too, where w is no point of the lower level, which only constraints that u moves can bring about.
+            # The cut is also met if w is not feasible at the lower level. Only constraints that u moves can cause this.
             outside = [x / size for x, size in zip(c, kkt.sizes_c, strict=True)]
             outside += [(x / size).abs() for x, size in zip(d, kkt.sizes_d, strict=True)]
             outside = [x[rows].amax() for x, rows in zip(outside, moved, strict=True) if bool(rows.any())]

@@ -24,10 +24,10 @@ def missing_double_backward(error: BaseException | None) -> str | None:
 
 
 def refuse_once_differentiable(tensors: Sequence[Tensor]) -> None:
-    """Raise where the graph of a gradient has a node that stands for a missing derivative.
+    """Raise an error if the graph of a gradient has a node that stands for a missing derivative.
 
-    autograd raises only when it runs such a node; asked for the gradient in other tensors, it passes it by and the
-    result is wrong without a word.
+    autograd raises only when it runs such a node. If the gradient is taken in other tensors, it skips the node and
+    returns a wrong result.
     """
     seen: set[Any] = set()
     todo = [tensor.grad_fn for tensor in tensors]

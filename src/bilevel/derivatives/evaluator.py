@@ -1,13 +1,13 @@
-"""The objectives and constraints of a problem at the current u and v, with their first derivatives.
+"""Evaluate the objectives and constraints of a problem at the current u and v, with their first derivatives.
 
-The user's functions are called here: in the precision in force, counted, and with u in the graph only where its
-derivative is wanted.
+This module calls the user's functions: in the chosen precision, counted, and with u in the graph only if its derivative
+is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from bilevel.problem.variables import Variable
 
 
 class Evaluations:
-    """Evaluates a problem at the current u and v, which are live: nothing is copied, and u and v are read in place."""
+    """Evaluates a problem at the current u and v, which it reads in place."""
 
     def __init__(self, problem: Problem, u: Variable, v: Variable, precision: Precision | None = None) -> None:
         self.problem, self.u, self.v = problem, u, v
@@ -32,62 +32,76 @@ class Evaluations:
         self.lower_evaluations = 0
         self.upper_evaluations = 0
         self.tapes: list[list[tuple[Tensor, Tensor]]] = []
-        """The rows of u that the last evaluation read, with their leaves"""
+        """The rows of u that the last evaluation read, with their leaves."""
         self.cuts: list[tuple[Tensor, Tensor]] = []
-        """What `prepare` made, each tensor with the leaf that `cut` put in its place"""
+        """The tensors that `prepare` made, each with the leaf that replaces it (see `cut`)."""
 
-    # -- what ranks agree on (see `bilevel.distributed.derivatives`); one process has nothing to agree on
+    # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
     # ---------------------------
 
     gradient = staticmethod(gradient)
     """The derivative of outputs in leaves: see `bilevel._util.tensor_lists`"""
     shared = False
-    """Whether the batches are shares of those of all ranks"""
+    """Whether each batch is this rank's share of a larger batch."""
 
-    def agreed(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The mean over ranks."""
+    def mean_over_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Average over ranks."""
         return tensors
 
-    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
-        """The mean over ranks of what belongs to the leaves of v and u; what follows belongs to rows that were read."""
+    def mean_dense_over_ranks(self, found: list[Tensor]) -> list[Tensor]:
+        """Average the gradients of the leaves of v and u over ranks. The row gradients that follow stay local."""
         return found
 
-    def agreed_gradients(self, found: Gradients) -> Gradients:
-        """f, g and their derivatives as means over ranks. Rows stay each rank's own: see `all_rows`."""
+    def mean_gradients_over_ranks(self, found: Gradients) -> Gradients:
+        """Average f, g and their derivatives over ranks. Row gradients stay local: see `all_rows`."""
         return found
 
     def all_rows(self, parts: Parts) -> Parts:
-        """The rows that were read on any rank, with the gradients that they have in the mean."""
+        """Return the rows that any rank read, with their mean gradients."""
         return parts
 
     def size(self, found: list[Tensor]) -> Tensor:
-        """The norm of what `agreed_beside_rows` returned, rows included."""
+        """Return the norm of gradients averaged by `mean_dense_over_ranks`, rows included."""
         return norm(found)
 
     def square(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares, of each trial where there are trials, of tensors like those of u and then of v."""
+        """Return the sum of squares of tensors shaped like u and then v; with trials, one sum for each trial."""
         return self.dot(tensors, tensors)
 
     def whole(self, part: Tensor) -> Tensor:
-        """The sum over the shards of v, where it is divided among ranks."""
+        """Return the sum over the shards of v, if v is divided among ranks."""
         return part
 
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to take the mean over ranks; what is returned waits for it."""
+    def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start averaging over ranks; return a function that waits for the result."""
         return lambda: tensors
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def lower(self, batch: Any) -> Tensor:
+        """Return g, and count the evaluation."""
         self.lower_evaluations += 1
-        return self._scalar(self._call(self.problem.lower, batch), "lower")
+        with self.calling(batch) as given:
+            value = self.problem.lower(self.u.value, self.v.value, given)
+        return self._scalar(self.returned(value, batch), "lower")
 
     def upper(self, batch: Any) -> Tensor:
+        """Return f, and count the evaluation."""
         self.upper_evaluations += 1
-        return self._scalar(self._call(self.problem.upper, batch), "upper")
+        with self.calling(batch) as given:
+            value = self.problem.upper(self.u.value, self.v.value, given)
+        return self._scalar(self.returned(value, batch), "upper")
+
+    def calling(self, batch: Any) -> AbstractContextManager[Any]:
+        """The context that a user's function is called in: it yields the batch to pass."""
+        return nullcontext(batch) if self.precision is None else reduced(self.precision, self.v.device, batch)
+
+    def returned(self, value: Any, batch: Any) -> Any:
+        """Return what a user's function gave for this batch, as it is differentiated: half precision as float32."""
+        return value if self.precision is None else widened(value)
 
     def _scalar(self, value: Any, name: str) -> Tensor:
-        """One number, or one for each trial."""
+        """Check that an objective returned one number, or one for each trial, and return it."""
         if not isinstance(value, Tensor):
             raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
         if (trials := self.problem.trials) is not None:
@@ -103,34 +117,34 @@ class Evaluations:
         return value.reshape(())
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        """<a, b>, of each trial where there are trials. Every tensor is shaped like one of u or v."""
+        """Return <a, b>; with trials, one for each trial. Every tensor is shaped like one of u or v."""
         return dot(a, b, trials=self.problem.trials is not None)
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The Euclidean norm over all tensors, of each trial where there are trials."""
+        """Return the Euclidean norm over all tensors; with trials, one for each trial."""
         if self.problem.trials is None:
             return norm(tensors)
         return self.dot(tensors, tensors).detach().sqrt()
 
     def constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.equalities, *self.problem.inequalities]
-        return [self._call(function, batch) for function in functions]
+        """Return the values of the upper level's constraints, equalities first."""
+        return self._values([*self.problem.equalities, *self.problem.inequalities], batch)
 
     def lower_constraints(self, batch: Any) -> list[Tensor]:
-        functions: list[Objective] = [*self.problem.lower_equalities, *self.problem.lower_inequalities]
-        return [self._call(function, batch) for function in functions]
+        """Return the values of the lower level's constraints, equalities first."""
+        return self._values([*self.problem.lower_equalities, *self.problem.lower_inequalities], batch)
 
-    def _call(self, function: Objective, batch: Any) -> Any:
-        """The user's function, in the precision in force; half-precision results as float32."""
-        if self.precision is None:
-            return function(self.u.value, self.v.value, batch)
-        with reduced(self.precision, self.v.device):
-            value = function(self.u.value, self.v.value, batch)
-        return widened(value)
+    def _values(self, functions: Sequence[Objective], batch: Any) -> list[Tensor]:
+        found = []
+        for function in functions:
+            with self.calling(batch) as given:
+                value = function(self.u.value, self.v.value, given)
+            found.append(self.returned(value, batch))
+        return found
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Evaluate in the precision of the variables, whatever `precision` says."""
+        """Evaluate in the precision of the variables inside this context."""
         held, self.precision = self.precision, None
         try:
             yield
@@ -138,7 +152,7 @@ class Evaluations:
             self.precision = held
 
     def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
-        """g and s = grad_v g, first order only, over the batches."""
+        """Return g and s = grad_v g over the batches, without a graph."""
         share = 1.0 / len(batches)
         total: list[Tensor] = []
         with self.holding_u(False):
@@ -149,7 +163,7 @@ class Evaluations:
         return total[0], total[1:]
 
     def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
-        """f, g, h, grad_v f and s over the batches, without curvature; with `lam`, v is of f + lam g."""
+        """Return f, g, h, grad_v f and s over the batches, without curvature; with `lam`, grad_v of f + lam g."""
         share, count = 1.0 / len(batches), len(self.v.leaves)
         h: list[Tensor] = []
         total: list[Tensor] = []
@@ -167,7 +181,7 @@ class Evaluations:
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
     def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
-        """f, grad_u f and, where asked, grad_v f over the batches: no g, no constraints."""
+        """Return f, grad_u f and, with `with_v`, grad_v f over the batches. g and the constraints are not evaluated."""
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
         total: Gradients | None = None
         for batch, _ in batches:
@@ -182,7 +196,7 @@ class Evaluations:
         return total
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
-        """r, from s."""
+        """Return r, given s."""
         if not self.v.projected:
             return list(slope)
         with torch.no_grad():
@@ -190,7 +204,7 @@ class Evaluations:
             return [v - p for v, p in zip(self.v.leaves, moved, strict=True)]
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
-        """The batches, or what `prepare` makes of each; with its graph where u is to be differentiated through it."""
+        """Return the batches as `prepare` makes them, with the graph if `graph`."""
         self.cuts = []
         if self.problem.prepare is None:
             return list(batches)
@@ -204,11 +218,11 @@ class Evaluations:
         return [(item, item) for item in made]
 
     def cut(self, batches: Sequence[Pair]) -> list[Pair]:
-        """The batches with leaves in place of what `prepare` made of u.
+        """Return the batches with new leaves in place of the tensors that `prepare` made from u.
 
-        Derivatives in u are then followed by those in these leaves. Where there are several, they are added up, and
-        `pulled` takes the sum through `prepare`, which may be a large network, once. What `prepare` made that is no
-        tensor of a tuple, list or dict stays as it is, and is passed through each time.
+        Derivatives in u are then followed by derivatives in these leaves. They are summed over all uses, and `pulled`
+        takes the sum through `prepare`, which can be a large network, once. Tensors that are not in a tuple, list or
+        dict stay as they are, and each use goes through `prepare` again.
         """
         if self.problem.prepare is None:
             return list(batches)
@@ -225,19 +239,18 @@ class Evaluations:
         return [each_tensor(leaf, pair) for pair in batches]
 
     def pulled(self, found: list[Tensor]) -> list[Tensor]:
-        """The derivative in u, from those in its leaves and in those of `cut`."""
+        """Return the derivative in u, given the derivatives in the leaves of u and of `cut`."""
         count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
         self.cuts = []
         if not made:
             return found
         through = self.gradient(made, self.u.leaves, cotangent=found[count:])
-        return summed([found[:count], self.agreed(through)])
+        return summed([found[:count], self.mean_over_ranks(through)])
 
     def gathered(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        """What was found in `count` leaves of v, the leaves of u and of `cut`, and the rows that were read, in this
-        order."""
+        """Return `Gradients` from derivatives in `count` leaves of v, in the leaves of u and `cut`, and in the rows."""
         static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
@@ -254,7 +267,7 @@ class Evaluations:
 
     @contextmanager
     def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
-        """u is part of the graph only where its derivative is wanted. Yields what lists its leaves, after the reads."""
+        """Put u in the graph only if `with_u`. Yields a function that lists its leaves after they were read."""
         self.tapes = []
         if with_u:
             for rows in self.u.rows:

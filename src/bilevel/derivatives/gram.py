@@ -5,11 +5,10 @@ For z = x W' + b with n rows, the only use of W in g, and dz = dg/dz, the slope 
     |s_W|^2 = <dz dz', x x'>,    d(|s_W|^2 / 2) = <(x x') dz, d dz> + <(dz dz') x, dx>,
     <nu, s_W> = <x nu', dz>,     d<nu, s_W>     = <x nu', d dz>     + <dz nu, dx>.
 
-The products with the n x n Gram matrices take the place of dz' x with a graph, of x s_W' and of dz s_W, and are cheaper
-where n is smaller than the width; the terms of nu cost full products, but s_W itself is still saved. The cotangent must
-be nu + gamma s of one batch in one process, without a projection. A weight that g uses otherwise too (weight decay, a
-layer used twice, tied weights) keeps the plain form. The layers are found in the graph of g, so that it does not matter
-how g was written.
+Products with the n x n Gram matrices replace dz' x with a graph, x s_W' and dz s_W. They are cheaper if n is smaller
+than the width. The terms of nu cost full products, but s_W itself is still saved. The cotangent must be nu + gamma s
+of one batch in one process, without a projection. A weight that g also uses elsewhere (weight decay, a layer used
+twice, tied weights) keeps the plain form. The layers are found in the graph of g, so any way of writing g works.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def layers(g: Tensor, leaves: Sequence[Tensor], least: int = 0) -> list[Layer]:
 
 
 def _transposes(node: Any) -> bool:
-    """Whether a node is that of W.t() or W.T."""
+    """Return whether a node belongs to W.t() or W.T."""
     name: str = node.name()
     return name == "TBackward0" or (name == "PermuteBackward0" and tuple(node._saved_dims) == (1, 0))
 
@@ -109,7 +108,7 @@ def terms(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(outputs, cotangents, s) with d(<nu, s> + gamma/2 |s|^2) = sum <cotangent, d output>.
 
-    `nu` is None where it is zero, s empty unless it is asked for. `layers` are in Gram form, all other leaves plain.
+    `nu` is None if it is zero. s is empty without `with_slope`. `layers` are in Gram form, all other leaves plain.
     """
     taken = {layer.position for layer in layers}
     plain = [i for i in range(len(leaves)) if i not in taken]

@@ -1,18 +1,17 @@
-"""A lower level with constraints as one without: its KKT conditions in place of the slope.
+"""Turn a lower level with constraints into one without: its KKT conditions replace the slope.
 
 With c <= 0 the lower inequalities, d = 0 the lower equalities, and L = g + <alpha, c> + <beta, d>, the conditions are
 
     s = grad_v L = 0,   d = 0,   phi_t(a, b) = a + b - sqrt(a^2 + b^2 + 2 t^2) = 0   (Fischer-Burmeister, smoothed)
 
-alpha and beta are variables beside u, L stands in the place of g, and d and phi_t are equalities as any other: F and
-its derivatives stay what they are. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as has
-beta / k.
-phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once it is small, pieces take the place of phi_t:
+alpha and beta are variables next to u, L replaces g, and d and phi_t are ordinary equalities: F and its derivatives do
+not change. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as has beta / k.
+phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once t is small, pieces replace phi_t:
 
     active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
 
-which are constraints without kinks, and bring all digits. A piece that ends where a = b = 0 is left for its neighbour
-where the multiplier says that f falls there. Cuts are inequalities beside those of the upper level: see
+These constraints have no kinks and give full accuracy. If a piece ends at a = b = 0 and the multiplier says that f
+falls in the neighbouring piece, the run moves there. Cuts are further inequalities at the upper level: see
 `bilevel.derivatives.constraint_cuts`.
 """
 
@@ -33,12 +32,12 @@ from bilevel.problem.problem import Objective, Problem
 from bilevel.problem.variables import Variable
 
 ROWS = 200
-"""Most numbers of a constraint that are measured one by one; beyond, they share one size."""
+"""Constraints of up to this many numbers are measured number by number; larger ones share one size."""
 TINY = 1e-12
 
 
 class Extended(Variable):
-    """u together with the scaled multipliers of the lower level, or these alone. `value` is the user's u."""
+    """u together with the scaled multipliers of the lower level, or only these. `value` is the user's u."""
 
     def __init__(self, u: Variable, more: Sequence[Tensor], *, alone: bool = False) -> None:
         self.value, self.name, self.modules = u.value, u.name, u.modules
@@ -50,7 +49,7 @@ class Extended(Variable):
 
 
 class KKT:
-    """The constraints of a lower level, their multipliers, and the problem that they turn it into."""
+    """The constraints of a lower level, their multipliers, and the problem without constraints that they give."""
 
     def __init__(self, problem: Problem, u: Variable, v: Variable, batch: Any) -> None:
         self.source, self.v, self.plain_u = problem, v, u
@@ -89,9 +88,9 @@ class KKT:
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """For one gradient of F: g, c and d of the present point are evaluated for L, and taken from there.
+        """Evaluate g, c and d once for one gradient of F, and reuse them.
 
-        Only so long as nothing moves u or v, which a difference of gradients does.
+        This holds only while nothing moves u or v; a difference of gradients moves them.
         """
         self._sharing = True
         try:
@@ -100,11 +99,11 @@ class KKT:
             self._sharing, self._shared = False, None
 
     def _made(self) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
-        """What L was last made of, where it is shared and still that of the present point."""
+        """Return the cached (g, c, d), or None if caching is off or u or v changed."""
         return self._shared[1] if self._shared is not None and self._shared[0] == self._versions() else None
 
     def _versions(self) -> list[int]:
-        """Numbers that change whenever u or v does."""
+        """Return numbers that change whenever u or v does."""
         return [leaf._version for leaf in (*self.plain_u.leaves, *self.v.leaves)]
 
     def lower_value(self, batch: Any) -> Tensor:
@@ -129,7 +128,7 @@ class KKT:
             b.copy_(x * size / self.bend)
 
     def measure(self, batch: Any, curvature: float) -> None:
-        """Take the units from the present point: |g_vv| is given, |J| of each constraint measured."""
+        """Set the units at the present point, given |g_vv|; |J| of each constraint is measured."""
         slope = norm(gradient(self.parts(batch)[0], self.v.leaves)).item()
         self.bend = max(curvature, slope / (1 + norm(self.v.leaves).item()), TINY)
         nearby = self._secant(batch)
@@ -144,7 +143,7 @@ class KKT:
         self.sizes_d = [self._row_sizes(x) for x in d]
 
     def _secant(self, batch: Any) -> float:
-        """How much the slope of g changes over a tenth of the size of v, relative to that; 0 where it is not finite."""
+        """Return how much the slope of g changes over a tenth of the size of v, relative to it; 0 if not finite."""
         held = [leaf.detach().clone() for leaf in self.v.leaves]
         step = 0.1 * (1 + norm(held).item()) / sum(leaf.numel() for leaf in held) ** 0.5
         first = gradient(self.parts(batch)[0], self.v.leaves)
@@ -163,7 +162,7 @@ class KKT:
         return found
 
     def _row_sizes(self, h: Tensor) -> Tensor:
-        """|grad h_i| of each number of a constraint, in v, and a thousandth of that in u where it is larger."""
+        """Return |grad h_i| in v for each number of a constraint, or a thousandth of |grad h_i| in u if larger."""
 
         def size(weight: Tensor) -> float:
             own = [leaf for leaf in self.plain_u.leaves if leaf.requires_grad]
@@ -200,9 +199,10 @@ class KKT:
         )
 
     def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
-        parts = g, c, d = self.parts(batch)
+        g = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
+        c, d = self.constraints(batch)
         if self._sharing:
-            self._shared = self._versions(), parts
+            self._shared = self._versions(), (g, c, d)
         for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):
             g = g + torch.sum(multiplier * value)
         return g
@@ -244,25 +244,25 @@ class KKT:
 
     @torch.no_grad()
     def choose_piece(self, batch: Any) -> None:
-        """Fix which constraints are active: those whose multiplier is larger than their slack."""
+        """Take a constraint as active if its multiplier is larger than its slack."""
         self.active = [a > self._slack(i, batch) for i, a in enumerate(self.a)]
 
     @torch.no_grad()
     def wrong(self, batch: Any, pulls: Sequence[Tensor], near: float) -> list[Tensor]:
-        """Where a = b = 0 within `near` and the multiplier of the piece says that f falls in the other one."""
+        """Return the entries with a = b = 0 within `near` for which f falls in the other piece, by its multiplier."""
         found = []
         first = len(self.source.equalities) + len(self.b)
         for i in range(len(self.a)):
             pull = pulls[first + i]
             both = (self.a[i].abs() <= near) & (self._slack(i, batch).abs() <= near)
-            # The piece holds b (where active) or a at zero, the other one lets it grow: df = -pull there.
+            # The piece holds b (if active) or a at zero; the other one lets it grow: df = -pull there.
             found.append(both & (pull > 1e-6 * pull.abs().max()))
         return found
 
     # -- what a certificate says -----------------------------------------------------------------------------------
 
     def own(self, values: Sequence[Tensor], pulls: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], int]:
-        """Values and multipliers of the upper level's constraints among all, and how many of them are equalities."""
+        """Return the values and multipliers of the upper level's own constraints, and the number of equalities."""
         equal, less = len(self.source.equalities), len(self.source.inequalities)
         first = equal + len(self.a) + len(self.b)
         kept = [*range(equal), *range(first, first + less)]
@@ -270,7 +270,7 @@ class KKT:
 
     @torch.no_grad()
     def measures(self, batch: Any) -> dict[str, Any]:
-        """The fields of a certificate that are about lower constraints."""
+        """Return the fields of a certificate that concern lower constraints."""
         c, d = self.constraints(batch)
         slacks = [-x / size for x, size in zip(c, self.sizes_c, strict=True)]
         both = [torch.minimum(a, b).abs().amax().item() for a, b in zip(self.a, slacks, strict=True)]

@@ -1,11 +1,11 @@
-"""Mixed precision: the user's functions run under autocast; variables, moments, prices and results stay float32.
+"""Mixed precision: the user's functions run under autocast; variables, moments and results stay float32.
 
 Matrix products and convolutions of upper, lower, prepare and the constraints take bfloat16, forward, backward and in
-the second backward. What they return is brought to float32 before it is differentiated, and gradients arrive in float32
-because the variables are. The certificate, which is a measurement, is taken in full precision.
+the second backward. Their results are converted to float32 before differentiation, and gradients arrive in float32
+because the variables are float32. The certificate is measured in full precision.
 
-Losses over classes get their scores in float32 before autocast sees them. Its own way on CUDA, one kernel that reads
-bfloat16 and computes in float32, has a second derivative that is rounded to bfloat16 where large terms cancel.
+Losses over classes get their scores in float32 before autocast sees them. On CUDA, autocast itself uses one kernel that
+reads bfloat16 and computes in float32; its second derivative is rounded to bfloat16 while large terms cancel.
 """
 
 from __future__ import annotations
@@ -44,24 +44,22 @@ LOSSES: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-def reduced(precision: Precision | None, device: torch.device) -> AbstractContextManager[None]:
-    """What a user's function runs in."""
-    if precision is None:
-        return nullcontext()
-    # Without the cache of casts. It outlives an evaluation where the caller is under autocast too, and would then hand
-    # out weights as they were before the last step; it saves nothing where a forward pass reads each weight once; and
-    # a captured graph must make its own casts.
-    return _autocast(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
+def reduced(precision: Precision | None, device: torch.device, batch: Any = None) -> AbstractContextManager[Any]:
+    """Return the context that a user's function runs in at this precision; it yields the batch."""
+    return nullcontext(batch) if precision is None else _autocast(device, batch)
 
 
 @contextmanager
-def _autocast(context: torch.autocast) -> Iterator[None]:
-    with context, _WideLosses():
-        yield
+def _autocast(device: torch.device, batch: Any) -> Iterator[Any]:
+    # Without the cache of casts. The cache outlives an evaluation if the caller is under autocast as well, and would
+    # then return the weights from before the last step. It saves nothing if a forward pass reads each weight once, and
+    # a captured graph must make its own casts.
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False), _WideLosses():
+        yield batch
 
 
 class _WideLosses(TorchFunctionMode):
-    """Gives the functions in LOSSES float32."""
+    """Passes float32 to the functions in LOSSES."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -72,12 +70,12 @@ class _WideLosses(TorchFunctionMode):
 
 
 def widened(value: Any) -> Any:
-    """The value with every half-precision tensor in it as float32."""
+    """Return the value with every half-precision tensor in it converted to float32."""
     return each_tensor(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, value)
 
 
 def refuse_precision(precision: object, *variables: Variable) -> None:
-    """Refuse a precision that is not known, or that these variables cannot be run in."""
+    """Refuse an unknown precision, or one that these variables cannot use."""
     if precision is None:
         return
     if precision not in get_args(Precision):
@@ -88,6 +86,6 @@ def refuse_precision(precision: object, *variables: Variable) -> None:
             if tensor.dtype != torch.float32:
                 where = f"{variable.name}[{name!r}]" if name else variable.name
                 raise OptionError(
-                    f"precision='bf16' needs float32 variables, whose products alone it rounds; {where} is "
+                    f"precision='bf16' needs float32 variables, because it rounds only their products; {where} is "
                     f"{str(tensor.dtype).removeprefix('torch.')}. Convert it with .float(), or leave precision out."
                 )

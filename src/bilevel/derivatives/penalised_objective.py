@@ -1,6 +1,6 @@
-"""First and second order products of the two objectives.
+"""The penalised objective, its derivative, and products with the second derivatives of g.
 
-With s = grad_v g, and r = s, or r = v - P(v - s) where the lower variable is projected, the penalised objective is
+With s = grad_v g, and r = s, or r = v - P(v - s) if the lower variable is projected, the penalised objective is
 
     F(u, v) = f + <nu, r> + gamma/2 |r|^2
                 + <mu, h> + gamma_h/2 |h|^2                                          (equalities)
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,19 @@ from bilevel.problem.variables import Variable
 if TYPE_CHECKING:
     from bilevel.derivatives.lower_constraints import KKT
 
+T = TypeVar("T")
 Curvature = Literal["auto", "exact", "gram", "difference"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several batches: its share of the mean, and the means over all of them, which its cotangents come from."""
+
+    share: float
+    slope: Sequence[Tensor]
+    constraints: Sequence[Tensor]
+    upper_state: Any
+    """The state of the random generators in which f is evaluated."""
 
 
 class Derivatives(Evaluations):
@@ -54,10 +67,10 @@ class Derivatives(Evaluations):
         super().__init__(problem, u, v, precision)
         self.curvature: Curvature = curvature
         self.gram_layers = 0
-        """Linear layers in Gram form, in the last evaluation of F"""
+        """The number of linear layers in Gram form in the last evaluation of F."""
         self.kkt: KKT | None = None
-        """What the lower level's constraints were turned into; `problem` is then without them"""
-        self._proved = False  # whether an exact evaluation has gone through
+        """The form that the lower level's constraints were brought into; `problem` is then without them."""
+        self._proved = False  # whether an exact evaluation has succeeded
 
     # -- the derivative of F -------------------------------------------------------------------------------------
 
@@ -70,45 +83,56 @@ class Derivatives(Evaluations):
         slope: Sequence[Tensor] | None = None,
         lam: Tensor | None = None,
     ) -> Gradients:
-        """The derivative of F in v, and in u where asked; with `lam`, which is for v alone, that of F + lam g.
+        """Return the derivative of F in v, and in u if `with_u`.
 
-        Over several batches F is that of the mean objectives: s and h are averaged first, in a pass of their own, and
-        then pulled on in each batch. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
+        `lam`, which is for v only, adds lam g to F. `slope` replaces s in the cotangent (see `Penalty.cotangent`).
+        Over several batches, F is made of the mean objectives.
         """
         if with_u and lam is not None:
             raise ProblemError("lam must be None with with_u=True: u descends F, without lam g.")
-        if len(batches) == 1:
-            only: Gradients = self._guarded(lambda: self._one(batches[0], prices, with_u, lam, 1.0, slope, None))
-            return only
+        if not batches:
+            raise ProblemError("penalised needs at least one batch; got none.")
+        if len(batches) > 1:
+            return self._several(batches, prices, with_u, lam, slope)
+        if self._proved:
+            return self._one(batches[0], prices, with_u, lam, slope)
+        return self._guarded(lambda: self._one(batches[0], prices, with_u, lam, slope))
+
+    def _several(
+        self,
+        batches: Sequence[Pair],
+        prices: Prices,
+        with_u: bool,
+        lam: Tensor | None,
+        slope: Sequence[Tensor] | None,
+    ) -> Gradients:
+        """Average s and h over the batches first, then differentiate each batch with the mean cotangents."""
         share = 1.0 / len(batches)
         states: list[Any] = []
         mean: list[Tensor] = []
         with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
             for batch in batches:
                 states.append(random_state(self.v.device))
-                g = self.lower(batch[1])
-                s = self.gradient(g * share, self.v.leaves)
+                s = self.gradient(self.lower(batch[1]) * share, self.v.leaves)
                 with torch.no_grad():
-                    part = s + [h * share for h in self.constraints(batch[0])]
-                    mean = summed([mean, part]) if mean else part
-        count, mean = len(self.v.leaves), self.agreed(mean)
+                    found = s + [h * share for h in self.constraints(batch[0])]
+                    mean = summed([mean, found]) if mean else found
+        count, mean = len(self.v.leaves), self.mean_over_ranks(mean)
         pulled = mean[:count] if slope is None else list(slope)
 
-        # g and h are evaluated again with the draws they had; f goes on from where those ended.
+        # g and h are evaluated again with the draws that they had; f continues from the state after the last batch.
         onward = random_state(self.v.device)
-        total: Gradients | None = None
+        parts: list[Gradients] = []
         for batch, state in zip(batches, states, strict=True):
-            resume = partial(set_random_state, onward, self.v.device)
+            part = Part(share, pulled, mean[count:], onward)
 
-            def one(batch: Pair = batch, state: Any = state, resume: Callable[[], None] = resume) -> Gradients:
+            def one(batch: Pair = batch, state: Any = state, part: Part = part) -> Gradients:
                 set_random_state(state, self.v.device)
-                return self._one(batch, prices, with_u, lam, share, pulled, mean[count:], resume)
+                return self._one(batch, prices, with_u, lam, pulled, part)
 
-            found: Gradients = self._guarded(one)
+            parts.append(self._guarded(one))
             onward = random_state(self.v.device)
-            total = found if total is None else added(total, found)
-        if total is None:
-            raise ProblemError("penalised needs at least one batch; got none.")
+        total = reduce(added, parts)
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
         return total
 
@@ -118,43 +142,32 @@ class Derivatives(Evaluations):
         prices: Prices,
         with_u: bool,
         lam: Tensor | None,
-        share: float,
-        given_slope: Sequence[Tensor] | None,
-        given_constraints: Sequence[Tensor] | None,
-        before_upper: Callable[[], None] | None = None,
+        given: Sequence[Tensor] | None,
+        part: Part | None = None,
     ) -> Gradients:
-        exact = self.curvature != "difference"
-        leaves = self.v.leaves
+        """Differentiate F on one pair of batches; `given` replaces s in the cotangent."""
+        exact, leaves = self.curvature != "difference", self.v.leaves
+        state = None if exact else random_state(self.v.device)
         with self.holding_u(with_u) as inputs:
-            state = random_state(self.v.device) if not exact else None
             g = self.lower(batch[1])
-            direct: list[Tensor] | None = None
-            # The Gram form knows no cotangent but nu + gamma s.
-            nu = prices.nu if prices.multipliers else None
-            plain = given_slope is not None or self.v.projected or self.problem.trials is not None or self.shared
-            gram = [] if plain else self._gram(g, with_slope=lam is None, with_nu=prices.multipliers)
-            self.gram_layers = len(gram)
-            if gram:
-                s, pull, slope = terms(g, leaves, gram, prices.gamma, nu, with_slope=lam is None)
-            else:
-                s = self.gradient(g, leaves, keep_graph=exact, retain=with_u)
-                slope = [x.detach() for x in s]
-            # Ranks average s while f is evaluated. Of several batches it has been averaged before.
-            landed = self._agreeing(slope) if given_constraints is None else None
+            s, slope, pull = self._first_backward(g, prices, with_u, lam, plain=given is not None)
+            # Ranks average s while f is evaluated. With several batches it has been averaged before.
+            mean_slope = self.mean_over_ranks_async(slope) if part is None else None
             h = self.constraints(batch[0])
-            if before_upper is not None:
-                before_upper()
+            if part is not None:
+                set_random_state(part.upper_state, self.v.device)
             f = self.upper(batch[0])
-            slope = slope if landed is None else landed()
-            if not gram:
-                direct, pull = self.cotangent(slope if given_slope is None else given_slope, prices)
-            values = self.agreed([x.detach() for x in h]) if given_constraints is None else list(given_constraints)
+            slope = slope if mean_slope is None else mean_slope()
+            direct: list[Tensor] | None = None
+            if pull is None:
+                direct, pull = self.cotangent(slope if given is None else given, prices)
+            values = self.mean_over_ranks([x.detach() for x in h]) if part is None else list(part.constraints)
             pull_h = self.constraint_cotangents(values, prices)
             wrt = [*leaves, *inputs()]
             if exact:
                 if not self._proved:
                     refuse_once_differentiable(s)
-                # lam g rides along: its cotangents join those of the second backward before any product is formed.
+                # lam g joins the second backward, so that each product is formed once.
                 first, weights = ([f], [None]) if lam is None else ([f, g], [None, lam.to(g.dtype)])
                 found = self.gradient([*first, *s, *h], wrt, cotangent=[*weights, *pull, *pull_h])
             else:
@@ -162,22 +175,39 @@ class Derivatives(Evaluations):
                 found = summed([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
                 if lam is not None:
                     found = summed([found, [spread(lam, x) * x for x in slope]])
-            # Never in place: autograd may hand out one tensor for two inputs.
+            # Never in place: autograd can return one tensor for two inputs.
             if direct is not None:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
+            share = 1.0 if part is None else part.share
             if share != 1.0:
                 found = list(torch._foreach_mul(found, share))
             return self.gathered(f, g, slope, values, found, share, len(leaves))
 
+    def _first_backward(
+        self, g: Tensor, prices: Prices, with_u: bool, lam: Tensor | None, *, plain: bool
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+        """Return s with its graph, its value, and the cotangent of s if the Gram form fixes it."""
+        with_slope = lam is None
+        # The Gram form has no cotangent other than nu + gamma s of one batch in one process.
+        plain = plain or self.v.projected or self.problem.trials is not None or self.shared
+        found = [] if plain else self._gram(g, with_slope=with_slope, with_nu=prices.multipliers)
+        self.gram_layers = len(found)
+        if found:
+            nu = prices.nu if prices.multipliers else None
+            s, pull, slope = terms(g, self.v.leaves, found, prices.gamma, nu, with_slope=with_slope)
+            return s, slope, pull
+        s = self.gradient(g, self.v.leaves, keep_graph=self.curvature != "difference", retain=with_u)
+        return s, [x.detach() for x in s], None
+
     def _gram(self, g: Tensor, *, with_slope: bool, with_nu: bool) -> list[Layer]:
-        """The layers of g that go into Gram form: those where it is cheaper, or all by option."""
+        """Return the layers of g to use in Gram form: those for which it is cheaper, or all with `curvature="gram"`."""
         if self.curvature == "gram":
             return layers(g, self.v.leaves)
         found = layers(g, self.v.leaves, LEAST) if self.curvature == "auto" else []
         return [layer for layer in found if layer.wins(with_slope=with_slope, with_nu=with_nu)]
 
     def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
-        """(a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
+        """Return (a, w) with d(<nu, r> + gamma/2 |r|^2) = <a, dv> + <w, ds>; a is None without a projection.
 
         With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
         """
@@ -194,7 +224,7 @@ class Derivatives(Evaluations):
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
-        """What is paid for each constraint; see `paid`. Refuses values whose shape is not that of the multipliers."""
+        """Return the cotangent of each constraint (see `paid`); refuse values shaped unlike their multipliers."""
         for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
             if m.shape != h.shape:
                 raise ProblemError(
@@ -206,9 +236,9 @@ class Derivatives(Evaluations):
     # -- products for scales and certificates --------------------------------------------------------------------
 
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
-        """g_vv d, followed by g_uv d where asked, by the curvature in force.
+        """Return g_vv d, followed by g_uv d with `with_u`, by the present kind of curvature.
 
-        `self.tapes` then says which rows of u the last entries belong to.
+        Afterwards `self.tapes` says which rows of u the last entries belong to.
         """
         share = 1.0 / len(batches)
 
@@ -228,12 +258,12 @@ class Derivatives(Evaluations):
 
         return summed([[d * share for d in self._guarded(lambda: one(b))] for _, b in batches])  # noqa: B023
 
-    def _guarded(self, evaluate: Callable[[], Any]) -> Any:
-        """Run an exact evaluation; under `auto`, fall back once where an operator has no double backward."""
-        if self.curvature == "difference":
+    def _guarded(self, evaluate: Callable[[], T]) -> T:
+        """Run an exact evaluation. Under `auto`, fall back to differences if an operator has no double backward."""
+        if self._proved or self.curvature == "difference":
             return evaluate()
-        state = None if self._proved else random_state(self.v.device)
-        buffers = [] if self._proved else [*self.v.buffers(), *self.u.buffers()]
+        state = random_state(self.v.device)
+        buffers = [*self.v.buffers(), *self.u.buffers()]
         saved = [buffer.clone() for buffer in buffers]
         try:
             found = evaluate()
@@ -241,7 +271,7 @@ class Derivatives(Evaluations):
             operator = missing_double_backward(error)
             if operator is None:
                 raise
-            if self.curvature in ("exact", "gram"):
+            if self.curvature != "auto":
                 raise ProblemError(
                     f"{operator} has no double backward, which curvature={self.curvature!r} needs. Use "
                     "curvature='difference', or replace the operator (for attention: "
@@ -254,8 +284,7 @@ class Derivatives(Evaluations):
                 stacklevel=2,
             )
             self.curvature = "difference"
-            if state is not None:
-                set_random_state(state, self.v.device)
+            set_random_state(state, self.v.device)
             for buffer, value in zip(buffers, saved, strict=True):
                 buffer.data.copy_(value)
             return evaluate()
@@ -265,9 +294,9 @@ class Derivatives(Evaluations):
     def _difference(
         self, batch: Any, wrt: Sequence[Tensor], pull: Sequence[Tensor], state: Any, after: Any = None
     ) -> list[Tensor]:
-        """d<pull, s> as a central difference of grad g along `pull`, with the draws from `state` on.
+        """Return d<pull, s> as a central difference of grad g along `pull`, with random draws that start at `state`.
 
-        The generators are left at `after`, or where one evaluation leaves them.
+        The generators end at `after`, or at the state after one evaluation.
         """
         leaves = self.v.leaves
         held = [leaf.detach().clone() for leaf in leaves]

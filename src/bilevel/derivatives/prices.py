@@ -1,4 +1,4 @@
-"""What a violated condition costs, and the values and derivatives that come of it."""
+"""`Prices`, the penalty weights and multipliers of F, and `Gradients`, its values and derivatives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bilevel._util.tensor_lists import summed
 
 @dataclass
 class Prices:
-    """What a violated condition costs: gamma and nu for the lower stationarity, gamma_h and mu for each constraint."""
+    """Penalty weights and multipliers: gamma and nu for the lower stationarity, gamma_h and mu for each constraint."""
 
     gamma: Tensor
     nu: list[Tensor]
     gamma_h: list[Tensor] = field(default_factory=list)
     mu: list[Tensor] = field(default_factory=list)
     multipliers: bool = True
-    """Whether nu may be other than zero"""
+    """Whether nu can differ from zero."""
 
 
 @dataclass
@@ -30,32 +30,32 @@ class Gradients:
     f: Tensor
     g: Tensor
     slope: list[Tensor]
-    """s = grad_v g; empty where lam was given and s was not needed"""
+    """s = grad_v g; empty if lam was given and s was not needed."""
     residual: list[Tensor]
-    """r: the slope, or v - P(v - s) where the lower variable is projected"""
+    """r: the slope, or v - P(v - s) if the lower variable is projected."""
     constraints: list[Tensor]
     """h, the equalities first"""
     v: list[Tensor]
-    """grad_v F, or grad_v (F + lam g) where lam was given"""
+    """grad_v F, or grad_v (F + lam g) if lam was given."""
     u: list[Tensor] = field(default_factory=list)
     rows: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
 
 
 def paid(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:
-    """mu + gamma_h h, and max(0, mu + gamma_h h) for inequalities: the pull of each constraint, and the next mu."""
+    """Return mu + gamma_h h, or max(0, mu + gamma_h h) for inequalities: the cotangent and the next mu of each."""
     pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
     return pulls[:equalities] + [pull.clamp(min=0) for pull in pulls[equalities:]]
 
 
 def violation(values: Sequence[Tensor], equalities: int) -> Tensor:
-    """The largest violation of a constraint, as a tensor; there is at least one."""
+    """Return the largest violation of a constraint, as a tensor; there is at least one."""
     sizes = [h.abs().amax() if i < equalities else h.amax().clamp(min=0) for i, h in enumerate(values)]
     return torch.stack(sizes).amax()
 
 
 def added(a: Gradients, b: Gradients) -> Gradients:
-    """The sum of two derivatives, each of a part of the batches."""
+    """Return the sum of two derivatives, each from a part of the batches."""
     return Gradients(
         f=a.f + b.f,
         g=a.g + b.g,

@@ -1,18 +1,19 @@
-"""Means over ranks: what makes `solve` data-parallel under torchrun. On one process there are no ranks, and no cost.
+"""The ranks of a data-parallel run, and the collectives between them.
 
-Every quantity that ranks agree on is averaged in one all-reduce of one flat buffer for each type of number, and is then
-the same bits on all of them: what is decided from it is decided alike everywhere. Small things that the host decides
-on (a stop, a checkpoint) go over a group of its own on the CPU.
+A mean over ranks is one all-reduce of one flat buffer for each dtype. All ranks receive the same bits, so what they
+decide from it is the same everywhere. Small objects that hosts decide on (a stop, a checkpoint) use a gloo group.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,23 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bilevel.distributed.doors import Doors
-from bilevel.distributed.lost import AGAIN, Search, between_ranks
 from bilevel.errors import OptionError, RankError, reason
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank, where the user has not set up the ranks."""
+"""The timeout of a collective, if the user has not initialised the process group."""
+GRACE = timedelta(seconds=5)
+"""How long rank 0 waits for a word from another rank after a collective has failed."""
+AGAIN = "Start the job again: with checkpoint= and resume=True it continues from the last checkpoint."
 
 
 def world() -> int:
-    """How many ranks this job has."""
+    """Return the number of ranks of this job."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that writes files and draws bars."""
+    """Whether this process is rank 0, which writes files and draws progress bars."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return world() == 1 or int(os.environ.get("RANK", "0")) == 0
@@ -47,209 +49,190 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-class Flight:
-    """A mean that is under way."""
+@dataclass(frozen=True)
+class PendingMean:
+    """A mean over ranks that is under way; `wait()` returns it, one tensor for each that was passed."""
 
-    def __init__(self, land: Callable[[], list[Tensor]]) -> None:
-        self._land = land
-
-    def wait(self) -> list[Tensor]:
-        """The mean over ranks, one tensor for each that was handed in."""
-        return self._land()
+    wait: Callable[[], list[Tensor]]
 
 
-class Ranks:
-    """The processes of a data-parallel run; `payload` counts the bytes that this one has handed to collectives."""
+class ProcessGroup:
+    """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
-    _runs = 0
-    _talk: tuple[Any, Any, Any] = None, None, None
-    """The group of all ranks, that of their CPUs, and their doors, which are made once."""
+    _groups: tuple[Any, Any] = None, None
+    """torch's default group, and a gloo group of the same ranks that is made once for it."""
+    _timeout: timedelta | None = None
+    """The timeout of both; None: torch's default, because the user has initialised the process group."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.payload = 0
-        backends = dist.get_backend_config()
-        everyone = dist.group.WORLD
-        if new := Ranks._talk[0] is not everyone:
-            host = everyone if "cpu" in str(backends) else dist.new_group(backend="gloo")
-            Ranks._talk = everyone, host, Doors(self.rank)
-        _, self._host, self._doors = Ranks._talk
-        Ranks._runs += 1
-        self._search = Search(self._doors, self.size, Ranks._runs)
-        if new:
-            self._doors.meet(self.gather(self._doors.own))
+        self.first, self.payload = self.rank == 0, 0
+        if ProcessGroup._groups[0] is not dist.group.WORLD:
+            # Also on CPUs: after a collective of the default group has failed, this one still works.
+            ProcessGroup._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=ProcessGroup._timeout)
+        self._host = ProcessGroup._groups[1]
 
     @classmethod
-    def here(cls, device: torch.device) -> Ranks | None:
-        """The ranks that torchrun or the user has started; None where there is one process."""
+    def from_environment(cls, device: torch.device) -> ProcessGroup | None:
+        """Return the ranks that torchrun or the user has started; None if there is one process."""
         if world() == 1:
             return None
         if not dist.is_available():
-            raise OptionError("this build of torch has no torch.distributed, which WORLD_SIZE above 1 needs.")
+            raise OptionError("WORLD_SIZE above 1 needs torch.distributed, which this build of torch does not have.")
         if not dist.is_initialized():
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
                 raise OptionError(
-                    f"WORLD_SIZE={world()} asks for ranks, but {missing[0]} is not set. Start the ranks with torchrun, "
-                    "or unset WORLD_SIZE."
+                    f"{missing[0]} must be set if WORLD_SIZE is above 1; got WORLD_SIZE={world()}. Start the ranks "
+                    "with torchrun, or unset WORLD_SIZE."
                 )
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
                 store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-                store = dist.PrefixStore(_meeting(store, rank, size), store)  # type: ignore[attr-defined]
                 dist.init_process_group(
-                    backend,
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                     timeout=TIMEOUT,
                     device_id=device if device.type == "cuda" else None,
                     rank=rank,
                     world_size=size,
-                    store=store,
+                    store=dist.PrefixStore(_meeting(store, rank, size), store),  # type: ignore[attr-defined]
                 )
             except (RuntimeError, ValueError) as error:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
+            ProcessGroup._timeout = TIMEOUT
             atexit.register(_leave)
         return cls(device)
 
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def start(self, tensors: Sequence[Tensor]) -> Flight:
-        """Begin to average these over the ranks, in one all-reduce for each type of number."""
-        kinds: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            kinds.setdefault(tensor.dtype, []).append(i)
+    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> PendingMean:
+        """Begin to average the tensors over ranks, in one all-reduce for each dtype."""
         parts = []
-        for indices in kinds.values():
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
             self.payload += flat.nbytes
-            with self._watched():
-                parts.append((indices, flat, dist.all_reduce(flat, async_op=True)))
+            parts.append((indices, flat, dist.all_reduce(flat, async_op=True)))
 
         def land() -> list[Tensor]:
             found: list[Tensor] = list(tensors)
             for indices, flat, work in parts:
-                with self._watched():
-                    work.wait()
+                work.wait()
                 pieces = torch.split(flat.div_(self.size), [tensors[i].numel() for i in indices])
                 for i, piece in zip(indices, pieces, strict=True):
                     found[i] = piece.view(tensors[i].shape)
             return found
 
-        return Flight(land)
+        return PendingMean(land)
 
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over ranks of each."""
-        return self.start(tensors).wait() if tensors else []
+    def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean over ranks of each tensor."""
+        return self.all_reduce_mean_async(tensors).wait() if tensors else []
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, without a derivative."""
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, without a derivative."""
         found = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.payload += found.nbytes
-        with self._watched():
-            dist.all_reduce(found)
+        dist.all_reduce(found)
         return found
 
-    def counts(self, own: Sequence[int]) -> list[list[int]]:
-        """For each of these counts, that of every rank. Hosts tell it over their own group: no device is waited for."""
+    def all_gather_counts(self, own: Sequence[int]) -> list[list[int]]:
+        """Return for each count those of all ranks. Hosts exchange them over gloo, without waiting for a device."""
         mine = torch.tensor(own)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._watched():
-            dist.all_gather(every, mine, group=self._host)
-        found: list[list[int]] = torch.stack(every, 1).tolist()
-        return found
+        dist.all_gather(every, mine, group=self._host)
+        return [list(each) for each in zip(*(counts.tolist() for counts in every), strict=True)]
 
-    def each(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank; they are of one shape."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which must have one shape."""
         every = [torch.empty_like(tensor) for _ in range(self.size)]
         self.payload += tensor.nbytes
-        with self._watched():
-            dist.all_gather(every, tensor)
+        dist.all_gather(every, tensor)
         return every
 
-    def handed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Each rank has a part for every rank, all of one shape: those for this one, stacked."""
-        sent = torch.stack(list(parts))
-        found = torch.empty_like(sent)
-        self.payload += sent.nbytes
-        with self._watched():
-            dist.all_to_all_single(found, sent)
-        return found
-
-    def at_first(self, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """Every rank's rows, `counts` of them, one after another, on the host of the first; None on the others."""
-        padded = tensor.new_zeros(max(counts), *tensor.shape[1:], device="cpu")
-        padded[: len(tensor)] = tensor.detach()
-        sent = padded.reshape(-1).view(torch.uint8)
-        every = [torch.empty_like(sent) for _ in counts] if self.first else None
-        with self._watched():
-            dist.gather(sent, every, 0, group=self._host)
-        if every is None:
-            return None
-        found = [x.view(tensor.dtype).view(padded.shape)[:n] for x, n in zip(every, counts, strict=True)]
-        return torch.cat(found)
-
-    def same(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Give every rank the values of the first, or of another, in place."""
+    @torch.no_grad()
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of rank 0 to all ranks, in place."""
         for tensor in tensors:
             value = tensor.detach().contiguous()
             self.payload += value.nbytes
-            with self._watched():
-                dist.broadcast(value, source)
-            with torch.no_grad():
-                tensor.copy_(value)
+            dist.broadcast(value, 0)
+            tensor.copy_(value)
 
-    # -- what the host decides ---------------------------------------------------------------------------------------
+    # -- objects of the host ------------------------------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, on all of them."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         found: list[Any] = [None] * self.size
-        with self._watched():
+        with self.reporting_lost_ranks():
             dist.all_gather_object(found, value, group=self._host)
         return found
 
-    def share(self, value: Any) -> Any:
-        """The first rank's value, on all of them."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0."""
         held = [value]
-        with self._watched():
+        with self.reporting_lost_ranks():
             dist.broadcast_object_list(held, 0, group=self._host)
         return held[0]
 
-    # -- who is lost -------------------------------------------------------------------------------------------------
+    # -- lost ranks --------------------------------------------------------------------------------------------------
+
+    def wait_for_all(self, timeout: timedelta | None = None) -> None:
+        """Wait until all ranks have called this. On rank 0, the error names the ranks that did not."""
+        dist.monitored_barrier(self._host, timeout or ProcessGroup._timeout, wait_all_ranks=True)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Leave word of an error that ends this rank, for the others to name."""
+    def reporting_lost_ranks(self) -> Iterator[None]:
+        """Raise `RankError` if a collective fails in the block. Rank 0 names the ranks that do not answer."""
         try:
             yield
-        except RankError:
-            raise
-        except BaseException as error:
-            if isinstance(error, RuntimeError) and between_ranks(error):
-                raise RankError(self._search.sentence(error)) from error
-            self._search.leave(
-                f"{type(error).__name__}: {reason(error)}" if isinstance(error, Exception) else "stopped"
-            )
-            raise
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Turn the failure of a collective into a sentence that names the rank that is not there any more."""
-        try:
-            yield
-        except (RuntimeError, ConnectionError) as error:
-            if isinstance(error, NotImplementedError):
+        except RuntimeError as error:
+            # A collective of ours, of a sharded model, or of the user.
+            if not (isinstance(error, dist.DistError) or re.search(r"\bgloo\b|monitoredBarrier", str(error))):
                 raise
-            raise RankError(self._search.sentence(error)) from error
+            raise RankError(f"{self._sentence(error)}. {AGAIN}") from error
+
+    def _sentence(self, error: RuntimeError) -> str:
+        """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""
+        named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
+        lost = [int(rank) for rank in re.findall(r"\d+", named[1])] if named else self._lost()
+        # The first sentence of the error, without the line of gloo's source.
+        cause = reason(RuntimeError(re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]))
+        if lost:
+            names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            return f"{names} of {self.size} did not answer rank 0: {cause}"
+        return (
+            f"rank {self.rank} of {self.size} lost the other ranks: {cause}. The messages of rank 0 and of torchrun "
+            "name the rank that failed first"
+        )
+
+    def _lost(self) -> list[int]:
+        """Send a word to rank 0. On rank 0, return the ranks whose process has ended, or else the silent ones."""
+        word = torch.zeros(1)
+        if not self.first:
+            with suppress(RuntimeError):
+                dist.send(word, 0, self._host)
+            return []
+        answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        for rank in range(1, self.size):
+            try:
+                answers[rank] = dist.irecv(word, rank, self._host)
+            except RuntimeError as error:
+                errors[rank] = str(error)
+        for rank, answer in answers.items():
+            try:
+                answer.wait(GRACE)
+            except RuntimeError as error:
+                errors[rank] = str(error)
+        # After a timeout, gloo closes the connections to all ranks and says "timeout" for each.
+        return [rank for rank, error in errors.items() if "time" not in error.lower()] or list(errors)
 
 
 def _meeting(store: Any, rank: int, size: int) -> str:
-    """A name that the ranks which are there now, and no others, have in common.
+    """Return a name that only the ranks of this start share.
 
-    torchrun keeps one store for all restarts, in which the addresses of dead ranks stay behind. Counts of restarts
-    differ between machines. The first rank therefore draws a name, and answers each of the others, which ask by a name
-    of their own, until all have heard it.
+    torchrun keeps one store for all restarts, with the addresses of dead ranks in it, and counts of restarts differ
+    between machines. So rank 0 draws a name. Each other rank asks for it under a random key of its own, and rank 0
+    answers until all have read the name.
     """
     own = secrets.token_hex(8)
     if rank > 0:

@@ -1,48 +1,48 @@
-"""Derivatives where v is divided among the ranks by FSDP2's `fully_shard`.
+"""Derivatives if v is divided among the ranks by FSDP2's `fully_shard`.
 
-Each rank has a shard of every tensor of v, and all that a step does with v it does with its shards: moments, prices and
-cotangents are as large. A forward pass gathers the tensors, a backward pass leaves in each shard the mean over ranks.
-Autograd sees the gathered tensors alone, and there is no second backward: gradients are read where `backward` leaves
-them, and the curvature is a difference of them.
+Each rank has a shard of every tensor of v. Moments, prices and cotangents have the size of the shards. A forward pass
+gathers the tensors; a backward pass leaves in each shard the mean over ranks. Autograd sees only the gathered tensors
+and there is no second backward. So gradients are read where `backward` leaves them, and the curvature is a difference
+of gradients.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel._util.tensor_lists import dot
+from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature
-from bilevel.derivatives.prices import Gradients
-from bilevel.distributed.derivatives import Across
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.rank_derivatives import RankDerivatives
 from bilevel.errors import BilevelWarning, OptionError
-from bilevel.methods.base import Setting
-from bilevel.problem.problem import Objective
+from bilevel.problem.problem import Problem
+from bilevel.problem.variables import Variable
 
 
-class Sharded(Across):
-    """What is shaped like v is a shard of it, and a mean over ranks already."""
+class ShardedDerivatives(RankDerivatives):
+    """Derivatives whose tensors shaped like v are shards of it, and means over ranks already."""
 
-    def __init__(self, setting: Setting, ranks: Ranks, curvature: Curvature) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        u: Variable,
+        v: Variable,
+        ranks: ProcessGroup,
+        curvature: Curvature,
+        precision: Precision | None,
+    ) -> None:
         if curvature in ("exact", "gram"):
             raise OptionError(
                 f"fully_shard has no double backward, which curvature={curvature!r} and ForwardMode need. Use "
                 "curvature='difference', or ValueGap."
             )
-        for refused, name in (
-            (setting.problem.project_lower is not None, "project_lower"),
-            (setting.accumulate > 1, "accumulate"),
-            (setting.u.shards, "a sharded u"),
-        ):
-            if refused:
-                raise OptionError(f"{name} cannot be used where v is sharded by fully_shard. Use a v that is not.")
         if curvature == "auto":
             warnings.warn(
                 "v is sharded by fully_shard, which has no double backward: the curvature is approximated by finite "
@@ -50,14 +50,16 @@ class Sharded(Across):
                 BilevelWarning,
                 stacklevel=2,
             )
-        super().__init__(setting, ranks, "difference")
+        super().__init__(problem, u, v, ranks, "difference", precision)
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}
         self._units: list[Any] = [m for m in self.v.modules[0].modules() if hasattr(m, "reshard")]
 
-    def _call(self, function: Objective, batch: Any) -> Any:
-        for unit in self._units:  # what was gathered for an earlier pass is of an earlier v
+    @contextmanager
+    def calling(self, batch: Any) -> Iterator[Any]:
+        for unit in self._units:  # tensors gathered for an earlier pass belong to an earlier v
             unit.reshard()
-        return super()._call(function, batch)
+        with super().calling(batch) as given:
+            yield given
 
     def gradient(
         self,
@@ -68,7 +70,7 @@ class Sharded(Across):
         keep_graph: bool = False,
         retain: bool = False,
     ) -> list[Tensor]:
-        """d<cotangent, output> in the leaves, those of v as means over ranks."""
+        """Return d<cotangent, output> in the leaves. Those of v are means over ranks."""
         outputs = [output] if isinstance(output, Tensor) else list(output)
         weights: Sequence[Tensor | None] = [None] * len(outputs) if cotangent is None else cotangent
         pairs = [(out, w) for out, w in zip(outputs, weights, strict=True) if out.requires_grad]
@@ -87,7 +89,7 @@ class Sharded(Across):
     # -- sums over shards ---------------------------------------------------------------------------------------------
 
     def whole(self, part: Tensor) -> Tensor:
-        return self.ranks.total(part)
+        return self.ranks.all_reduce_sum(part)
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         return self.whole(dot([x.detach() for x in a], [x.detach() for x in b]))
@@ -101,35 +103,14 @@ class Sharded(Across):
         return shards + dot(tensors[:count], tensors[:count]) if count else shards
 
     def size(self, found: list[Tensor]) -> Tensor:
-        count = len(self.v.leaves)
-        shards = self.dot(found[:count], found[:count])
-        if len(found) <= count:
-            return shards.sqrt()
-        leaves = count + len(self.u.leaves)
-        square = shards + sum(x.detach().square().sum() for x in found[count:leaves])
-        rows = [x.detach().square().sum() for x in found[leaves:]]
-        total: Tensor = square + self.ranks.total(torch.stack(rows).sum()) / self.ranks.size**2 if rows else square
-        return total.sqrt()
+        count, dense = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)
+        square = self.dot(found[:count], found[:count]) + sum(x.detach().square().sum() for x in found[count:dense])
+        return (square + self._row_square(found[dense:], square)).sqrt()
 
     # -- means of all but v -------------------------------------------------------------------------------------------
 
-    def _agreeing(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def _means(self, like_v: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return list(like_v), self.ranks.all_reduce_mean(others)
+
+    def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: tensors
-
-    def agreed_beside_rows(self, found: list[Tensor]) -> list[Tensor]:
-        count, leaves = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)
-        return [*found[:count], *self.ranks.mean(found[count:leaves]), *found[leaves:]]
-
-    def agreed_gradients(self, found: Gradients) -> Gradients:
-        leaves = len(self.u.leaves)
-        f, g, *u = self.ranks.mean([found.f, found.g, *found.u[:leaves]])
-        return replace(found, f=f, g=g, u=[*u, *found.u[leaves:]])
-
-    def slope(self, batches: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
-        g, slope = super(Across, self).slope(batches)
-        return self.ranks.mean([g])[0], slope
-
-    def first_order(self, batches: Sequence[Pair], lam: Tensor | None) -> Gradients:
-        found = super(Across, self).first_order(batches, lam)
-        f, g, *h = self.ranks.mean([found.f, found.g, *found.constraints])
-        return replace(found, f=f, g=g, constraints=h)

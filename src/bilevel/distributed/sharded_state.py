@@ -1,8 +1,8 @@
-"""The state of a run as one process has it, from what each rank has of it, and back.
+"""The state of a run with a sharded v, as one process would have it, and back.
 
-Rows that ranks own, with their moments, and tensors that `fully_shard` has divided, with all of the state that is
-shaped like them, are gathered for a checkpoint one tensor at a time, on the host of the first rank, which writes it. A
-run that goes on from it, at any number of ranks, takes its own part of each.
+For a checkpoint, the tensors that `fully_shard` has divided, and the parts of the state that are shaped like them, are
+gathered one tensor at a time on the host of rank 0, which writes them. A run that resumes at any number of ranks takes
+its own shard of each.
 """
 
 from __future__ import annotations
@@ -12,103 +12,83 @@ from typing import Any
 
 from torch import Tensor
 
-from bilevel.distributed.shared_rows import Block
 from bilevel.errors import CheckpointError
 from bilevel.problem.variables import Variable
 
-Convert = Callable[[Any, int], Any]
-"""Of a tensor that is shaped like one of v, and the position of that one among them."""
 
-
-def whole_state(
+def gather_state(
     u: Variable, v: Variable, method: dict[str, Any], like_v: Sequence[str], *, first: bool
 ) -> dict[str, Any]:
-    """What a checkpoint has of u, v and the method's state. All ranks call it; the tensors are those of the first."""
+    """Return u, v and the method's state for a checkpoint. All ranks call it; only the first one gets gathered tensors.
+
+    `like_v` names the entries of the method's state that hold a tensor for each tensor of v, as paths with slashes.
+    """
     found: dict[str, Any] = {"u": dict(u.tensors()), "v": dict(v.tensors()), "method": dict(method)}
-    _each_block(u, found, lambda block, part: block.at_first(part))
     if v.shards:
 
-        def gathered(dtensor: Any) -> Tensor | None:
-            whole = dtensor.detach().full_tensor()
+        def gathered(sharded: Any) -> Tensor | None:
+            whole = sharded.detach().full_tensor()
             return whole.cpu() if first else None
 
-        def gathered_like(local: Tensor, i: int) -> Tensor | None:
-            return gathered(_sharded_like(v.shards[i], local))
-
         found["v"] = {key: gathered(t) if hasattr(t, "full_tensor") else t for key, t in found["v"].items()}
-        _each_like_v(found["method"], like_v, len(v.shards), gathered_like)
+        _convert_like_v(found["method"], like_v, v.shards, lambda local, like: gathered(_as_shard(local, like)))
     return found
 
 
-def own_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[str]) -> dict[str, Any]:
-    """This rank's part of what `whole_state` made."""
+def split_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequence[str]) -> dict[str, Any]:
+    """Return this rank's part of the state that `gather_state` has made."""
     found = saved | {"u": dict(saved["u"]), "v": dict(saved["v"]), "method": dict(saved["method"])}
-    _each_block(u, found, lambda block, whole: block.part(whole))
     if v.shards:
-        held = v.tensors()
-        found["v"] = {
-            key: _cut(held[key], whole) if hasattr(held.get(key), "to_local") else whole
-            for key, whole in found["v"].items()
-        }
-        _each_like_v(found["method"], like_v, len(v.shards), lambda whole, i: _cut(v.shards[i], whole).to_local())
+        for key, held in v.tensors().items():
+            if hasattr(held, "to_local"):
+                found["v"][key] = _divided(found["v"][key], held)
+        _convert_like_v(found["method"], like_v, v.shards, lambda whole, like: _divided(whole, like).to_local())
     return found
 
 
-def _each_block(u: Variable, found: dict[str, Any], convert: Callable[[Block, Any], Any]) -> None:
-    """Convert what belongs to rows that ranks own."""
-    homes = [rows.home for rows in u.rows]
-    if not any(homes):
-        return
-    method = found["method"]
-    states = list(method["upper"]["rows"])
-    for i, (key, home) in enumerate(zip(u.row_names, homes, strict=True)):
-        if isinstance(home, Block):
-            found["u"][key] = convert(home, found["u"][key])
-            states[i] = {name: convert(home, tensor) for name, tensor in states[i].items()}
-    method["upper"] = method["upper"] | {"rows": states}
-
-
-def _each_like_v(method: dict[str, Any], like_v: Sequence[str], count: int, convert: Convert) -> None:
-    """Convert what is shaped like the tensors of v, where the state says that it has such."""
+def _convert_like_v(
+    method: dict[str, Any], like_v: Sequence[str], shards: Sequence[Any], convert: Callable[[Any, Any], Any]
+) -> None:
+    """Replace the tensors of the state that are shaped like those of v by `convert(tensor, that tensor of v)`."""
     for path in like_v:
         *outer, last = path.split("/")
         node = method
         for key in outer:
             node[key] = dict(node[key])
             node = node[key]
-        node[last] = _converted(node[last], -1, count, convert)
+        node[last] = _converted(node[last], None, shards, convert)
 
 
-def _converted(node: Any, position: int, count: int, convert: Convert) -> Any:
-    """A list has one entry for each tensor of v, the last ones where there are more; so have keys that are numbers."""
-    if isinstance(node, Tensor):  # a counter or a rate has no dimensions; shards have
-        return convert(node, position) if node.dim() and position >= 0 else node
+def _converted(node: Any, like: Any, shards: Sequence[Any], convert: Callable[[Any, Any], Any]) -> Any:
+    """Convert the tensors in `node`. The last entries of a list, and keys that are numbers, belong to tensors of v."""
+    if isinstance(node, Tensor):  # counters and rates have no dimensions, shards have
+        return convert(node, like) if node.dim() and like is not None else node
     if isinstance(node, dict):
-        places = {key: int(key) if key.isdigit() else position for key in node}
-        return {key: _converted(item, places[key], count, convert) for key, item in node.items()}
+        return {
+            key: _converted(item, shards[int(key)] if key.isdigit() else like, shards, convert)
+            for key, item in node.items()
+        }
     if isinstance(node, (list, tuple)):
-        before = len(node) - count
-        return [_converted(item, i - before, count, convert) for i, item in enumerate(node)]
+        others = len(node) - len(shards)
+        likes = [*[None] * others, *shards] if others >= 0 else [like] * len(node)
+        return [_converted(x, y, shards, convert) for x, y in zip(node, likes, strict=True)]
     return node
 
 
-def _sharded_like(shard: Any, local: Tensor) -> Any:
-    """This rank's part of a tensor that is divided as v's own is."""
-    from torch.distributed.tensor import DTensor
-
-    if local.shape != shard.to_local().shape:
+def _as_shard(local: Tensor, like: Any) -> Any:
+    """Return the sharded tensor of which each rank has its `local` part, divided as `like` is."""
+    if local.shape != like.to_local().shape:
         raise CheckpointError(
             f"the state of the optimizer of v has a tensor of shape {tuple(local.shape)} for a shard of shape "
-            f"{tuple(shard.to_local().shape)}, and cannot be gathered. Use Adam or SGD for lower_optimizer."
+            f"{tuple(like.to_local().shape)}, and cannot be gathered. Use Adam or SGD for lower_optimizer."
         )
-    return DTensor.from_local(
-        local.detach(), shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    return type(like).from_local(
+        local.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def _cut(like: Any, whole: Tensor) -> Any:
-    """The tensor, divided as `like` is; every rank has all of it."""
+def _divided(whole: Tensor, like: Any) -> Any:
+    """Return the tensor divided as `like` is. Every rank passes all of it."""
     from torch.distributed.tensor import distribute_tensor
 
-    own = whole.to(like.device, like.dtype)
-    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""How the ranks of a run begin: with the same arguments, the same u and v, and random numbers of their own."""
+"""What ranks have in common in a run: arguments, u and v, records and the end. Random numbers are each rank's own."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import derived, set_random_state
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
 from bilevel.problem.variables import Variable
 
 ALIKE = ("u", "v", "method", "options", "accumulate", "seed", "precision")
-"""The parts of a fingerprint that ranks must have in common. Data and what closes over it may be each rank's own."""
+"""The parts of a fingerprint that must be equal on all ranks. Data, and functions that close over it, can differ."""
 
 
-def by_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """What the first rank makes, on all of them; an error that ends it there ends all in the same words."""
+def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
+    """Call `make` on rank 0 and return its result on all ranks. An error of rank 0 is raised on all of them."""
     found: Any = None
     if ranks.first:
         try:
             found = make()
         except BilevelError as error:
             found = error
-    found = ranks.share(found)
+    found = ranks.broadcast_object(found)
     if isinstance(found, BilevelError):
         found.told = not ranks.first
         raise found
     return found
 
 
-def begin_alike(ranks: Ranks, identity: Mapping[str, Any], u: Variable, v: Variable) -> None:
-    """Refuse ranks that were called with other arguments; give all of them the first one's u and v."""
-    for rank, other in enumerate(ranks.gather({name: identity[name] for name in ALIKE})):
+def check_same_arguments(ranks: ProcessGroup, identity: Mapping[str, Any], u: Variable, v: Variable) -> None:
+    """Raise RankError if ranks have different arguments. Copy u and v of rank 0 to all ranks."""
+    for rank, other in enumerate(ranks.all_gather_object({name: identity[name] for name in ALIKE})):
         for name, value in other.items():
             if value != identity[name]:
                 raise RankError(
-                    f"every rank must call solve with the same arguments; the {name} of rank {ranks.rank} is "
-                    f"{identity[name]}, that of rank {rank} is {value}."
+                    f"every rank must call solve with the same arguments; {name} is {identity[name]} on rank "
+                    f"{ranks.rank} and {value} on rank {rank}."
                 )
-    ranks.same([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
+    ranks.broadcast_([t for variable in (u, v) if not variable.shards for t in variable.tensors().values()])
 
 
-def apart(ranks: Ranks, seed: int, device: torch.device, step: int = 0) -> None:
-    """Seed the global generators by rank: dropout masks of different examples are then different ones."""
+def seed_by_rank(ranks: ProcessGroup, seed: int, device: torch.device, step: int = 0) -> None:
+    """Seed the global generators by rank, so that different examples have different dropout masks."""
     if ranks.first:
         return
     own = derived(seed, f"rank {ranks.rank} step {step}")
@@ -54,32 +54,33 @@ def apart(ranks: Ranks, seed: int, device: torch.device, step: int = 0) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(own)
 
 
-def own_generators(ranks: Ranks, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with the generators that this rank had; at another number of ranks, with new ones."""
+def restore_generators(ranks: ProcessGroup, saved: Mapping[str, Any], device: torch.device) -> None:
+    """Restore this rank's generators. If the number of ranks has changed, seed new ones."""
     states = saved.get("ranks") or []
     if len(states) == ranks.size:
         set_random_state(states[ranks.rank], device)
     else:
-        apart(ranks, saved["seed"], device, saved["step"])
+        seed_by_rank(ranks, saved["seed"], device, saved["step"])
 
 
-def agree(
-    ranks: Ranks, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
+def agree_on_end(
+    ranks: ProcessGroup, table: Sequence[Sequence[float]], finite: bool, interrupted: bool, step: int
 ) -> tuple[bool, bool]:
-    """Whether all ranks are finite, and whether any was interrupted; refuses to go on where their records differ."""
-    found = ranks.gather((zlib.crc32(repr(table).encode()), finite, interrupted))
+    """Return whether all ranks are finite and whether any was interrupted. Raise RankError if their records differ."""
+    ranks.wait_for_all()
+    found = ranks.all_gather_object((zlib.crc32(repr(table).encode()), finite, interrupted))
     for rank, (digest, *_) in enumerate(found):
         if digest != found[0][0]:
             raise RankError(
-                f"rank {rank} has other records than rank 0 by step {step}, so that they may decide differently. Run "
-                "all ranks on the same kind of machine, with the same release of torch."
+                f"the records of rank {rank} differ from those of rank 0 at step {step}, so ranks could decide "
+                "differently. Run all ranks on the same kind of machine, with the same release of torch."
             )
     return all(x[1] for x in found), any(x[2] for x in found)
 
 
-def share_buffers(ranks: Ranks, variables: Sequence[Variable]) -> None:
-    """Replace the floating buffers of modules by their mean over ranks."""
+@torch.no_grad()
+def average_buffers(ranks: ProcessGroup, variables: Sequence[Variable]) -> None:
+    """Replace the floating-point buffers of modules by their means over ranks."""
     buffers = [b for variable in variables for b in variable.buffers() if b.is_floating_point()]
-    with torch.no_grad():
-        for buffer, mean in zip(buffers, ranks.mean(buffers), strict=True):
-            buffer.copy_(mean)
+    for buffer, mean in zip(buffers, ranks.all_reduce_mean(buffers), strict=True):
+        buffer.copy_(mean)

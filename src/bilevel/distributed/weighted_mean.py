@@ -1,9 +1,9 @@
-"""`weighted_mean`: the mean of losses by weights that u may decide, the same in one process and over ranks.
+"""`weighted_mean`: the mean of losses by weights that can depend on u, in one process and over ranks.
 
     sum_i w_i l_i / sum_i w_i
 
-Under ranks both sums are over the examples of all of them. A mean over ranks of such quotients would be another number;
-the normaliser is therefore summed over ranks, with its derivative.
+Under torchrun both sums run over the examples of all ranks. The mean over ranks of their quotients would be another
+number, so the normaliser is summed over ranks, with its derivative.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import ProblemError
 
-_SHARE: ContextVar[tuple[Ranks, float] | None] = ContextVar("share", default=None)
+_SHARE: ContextVar[tuple[ProcessGroup, float] | None] = ContextVar("share", default=None)
 
 
 @contextmanager
-def among(ranks: Ranks, weight: float) -> Iterator[None]:
-    """Inside, an objective is evaluated on this rank's share of a batch, and its value multiplied by `weight`."""
+def evaluating_share(ranks: ProcessGroup, weight: float) -> Iterator[None]:
+    """Declare that the block evaluates an objective on this rank's share, and multiplies its value by `weight`."""
     token = _SHARE.set((ranks, weight))
     try:
         yield
@@ -32,43 +32,40 @@ def among(ranks: Ranks, weight: float) -> Iterator[None]:
         _SHARE.reset(token)
 
 
-def evaluating() -> bool:
-    """Whether all ranks are evaluating an objective, each on its share."""
-    return _SHARE.get() is not None
-
-
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
-    """sum(weights * losses) / sum(weights), over the examples of all ranks.
+    """Return sum(weights * losses) / sum(weights), over the examples of all ranks.
 
-    Use it in an objective in place of the quotient: the same number in one process, and exact under torchrun, where the
-    mean of each rank's quotient is not the quotient of the means.
+    Use it in an objective in place of the quotient. In one process it is the same number. Under torchrun it is exact,
+    while the mean over ranks of each rank's quotient is not.
+
+    Args:
+        losses: The loss of each example; pass `reduction="none"` to the loss function.
+        weights: The weight of each example, of the same shape. Their sum must not be 0.
+
+    >>> weighted_mean(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0]))
+    tensor(2.5000)
     """
     if losses.shape != weights.shape:
         raise ProblemError(
-            f"weighted_mean needs one weight for each loss; got losses of shape {tuple(losses.shape)} and weights of "
-            f"shape {tuple(weights.shape)}. Pass reduction='none' to the loss."
+            f"weights must have one weight for each loss; got losses of shape {tuple(losses.shape)} and weights of "
+            f"shape {tuple(weights.shape)}. Pass reduction='none' to the loss function."
         )
-    share = _SHARE.get()
-    if share is None:
+    if (share := _SHARE.get()) is None:
         return (weights * losses).sum() / weights.sum()
     ranks, weight = share
     # The mean over ranks of weight * this is the quotient of the sums.
-    return ranks.size / weight * (weights * losses).sum() / _total(weights.sum(), ranks)
+    total: Tensor = _SumOverRanks.apply(weights.sum(), ranks)  # type: ignore[no-untyped-call]
+    return ranks.size / weight * (weights * losses).sum() / total
 
 
-def _total(value: Tensor, ranks: Ranks) -> Tensor:
-    found: Tensor = _Total.apply(value, ranks)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Total(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks. Its derivative is the sum over ranks of the cotangents, and so on to any order."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: ProcessGroup) -> Tensor:
         ctx.ranks = ranks
-        return ranks.total(value)
+        return ranks.all_reduce_sum(value)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        return _total(cotangent, ctx.ranks), None
+        return _SumOverRanks.apply(cotangent, ctx.ranks), None  # type: ignore[no-untyped-call]

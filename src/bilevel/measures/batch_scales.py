@@ -2,7 +2,7 @@
 
     lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|
 
-`scales` is the same for a problem without data. Over trials, the sizes are those of all of them together.
+`scales` is the same for a problem without data. With trials, sizes are measured over all trials together.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ GAMMA_SHARE = 1.0
 LOWER_RATES = (1e-4, 3e-2)
 """The least and the largest default lower rate."""
 LOWER_SHARE = 0.06
-"""How much of f + lam g a first step of Adam at the default lower rate may take away, to first order."""
+"""The share of f + lam g that a first step of Adam at the default lower rate removes at most, to first order."""
 DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
-"""Above this rate, a step of Adam may not move the product of the layers of v by more than this share of it."""
+"""Above this rate, a step of Adam moves the product of the layers of v by at most this share."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class BatchScales:
     def lower_rate(self, lam: float | None) -> float:
         """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
 
-        Without lam, v descends g alone.
+        Without lam, v descends only g.
         """
         (f, f_sum), (g, s_sum) = self.f, self.g
         value, fall = (g, s_sum) if lam is None else (f + lam * g, f_sum + lam * s_sum)
@@ -75,8 +75,8 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             d.lower(pair[1])
             f, values = d.upper(pair[0]), d.constraints(pair[0])
             wrt = [*leaves, *inputs()]
-            first = d.agreed_beside_rows(d.gradient(f, wrt, retain=True))
-            (value,) = d.agreed([f.detach()])
+            first = d.mean_dense_over_ranks(d.gradient(f, wrt, retain=True))
+            (value,) = d.mean_over_ranks([f.detach()])
             f_v += d.size(first[: len(leaves)]).item()
             f_z += d.size(first).item()
             f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(d, first[: len(leaves)]))
@@ -87,12 +87,12 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             shapes = shapes or [h.shape for h in values]
             size_h = size_h or [0.0] * len(values)
             for i, h in enumerate(values):
-                slopes = d.agreed_beside_rows(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
+                slopes = d.mean_dense_over_ranks(d.gradient(h, wrt, cotangent=[torch.ones_like(h)], retain=True))
                 pulled = d.size(slopes).item()
                 size_h[i] += pulled / math.sqrt(max(1, h.numel()))
     length = 1.0 + d.size(leaves).item()
     if not bent > 1e-12 * max(slope, 1e-300):
-        direction = d.agreed_beside_rows([torch.randn_like(leaf) for leaf in leaves])
+        direction = d.mean_dense_over_ranks([torch.randn_like(leaf) for leaf in leaves])
         product = d.hessian_product(pairs[:1], [x / d.size(direction) for x in direction], with_u=False)
         bent = count * max(d.size(product).item() ** 2 * length, 1e-12)
     sizes = [s / count * length for s in size_h]
@@ -125,7 +125,7 @@ def _largest_rate(d: Derivatives) -> float:
 
 
 def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
-    """gamma at the present v, without a host read; not finite or zero where it cannot be told."""
+    """Return gamma at the present v, without a host read; zero or not finite if it cannot be measured."""
     found = [(d.first_order([pair], None), pair) for pair in pairs]
     f_v = torch.stack([d.size(gradients.v) for gradients, _ in found]).sum()
     bends = [d.size(d.hessian_product([pair], gradients.slope, with_u=False)) for gradients, pair in found]

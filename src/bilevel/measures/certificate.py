@@ -33,7 +33,7 @@ class Ended(Protocol):
     def derivatives(self) -> Derivatives: ...
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
-    def scales(self) -> tuple[float, float, float]: ...
+    def scales(self) -> tuple[float, float, float, float]: ...
     def episode(self) -> list[Pair] | None: ...
 
 
@@ -59,7 +59,7 @@ def _measure(
     upper, lower, full = _batches(state, sources, problem)
     _, slope = d.slope([pair for make in lower for pair in make(False)])
     residual = d.residual(slope)
-    values = d.agreed(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
+    values = d.mean_over_ranks(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
     # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
     leaves = [*d.v.leaves, *d.u.leaves]
@@ -68,7 +68,7 @@ def _measure(
         for pair in make(True):
             outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
             lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
-    slopes = d.agreed_beside_rows(_mean(lagrangian))
+    slopes = d.mean_dense_over_ranks(_mean(lagrangian))
     direct, pull = d.cotangent(slope, state.prices())
     curved = _product(d, lower, pull)
     total = [a + b for a, b in zip(slopes, curved, strict=True)]
@@ -84,7 +84,7 @@ def _measure(
         slope_u = [x.detach() - y for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
     own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
-    scale, lower_scale, violation_scale = state.scales()
+    scale_u, scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(),
@@ -94,6 +94,7 @@ def _measure(
         scale=scale,
         lower_scale=lower_scale,
         violation_scale=violation_scale,
+        scale_u=scale_u,
         lower_minimiser=minimiser,
         hypergradient_error=error,
         damping=_damping(state.lam(), prices.gamma),
@@ -155,7 +156,7 @@ def _accuracy(d: Derivatives) -> float:
 
 
 _Maker = Callable[[bool], list[Pair]]
-"""The batch (True: with the graph of `prepare`), as a list of one pair. Made anew for each backward."""
+"""The batch (True: with the graph of `prepare`), as a list of one pair. Made again for each backward."""
 
 
 def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:

@@ -25,11 +25,11 @@ ITERATIONS = 50
 EVALUATIONS = 600
 """Most evaluations of one minimisation: where g is flat the line searches are long."""
 LARGEST = 1e-4
-"""The most that g may be less by, relative to its size, and still be explained by the accuracy."""
+"""A decrease of g up to this share of its size counts as rounding."""
 MOST = 1e8
 """The largest price of a lower constraint, in the unit of g's curvature."""
 VAIN = 4
-"""Rounds in a row that bring v no nearer to the constraints before a minimisation is over."""
+"""A minimisation ends after this many rounds in a row that bring v no closer to the constraints."""
 REACHES = (0.1, 1.0)
 """How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
 LOOKS = 128
@@ -69,9 +69,9 @@ def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
 
 
 def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
-    """Minimise g under the lower constraints from the present v, where it leaves v.
+    """Minimise g under the lower constraints, starting and ending at the live v.
 
-    Multipliers start at zero, or where an earlier minimisation left them.
+    Multipliers start at zero, or at the values of an earlier minimisation.
     """
     size = 1 + flatten(d.v.leaves).norm().item()
     alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else list(start.alpha)
@@ -208,7 +208,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
 
 @torch.no_grad()
 def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
-    """Points away from `held` where g + price * violation is small: every other one differs in one number alone."""
+    """Points away from `held` where g + price * violation is small: every other one differs in only one number."""
     size = 1 + held.norm().item()
     batch = d.prepare([(None, None)], graph=False)[0][1]
     looked: list[tuple[float, Tensor]] = []

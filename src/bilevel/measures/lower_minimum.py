@@ -1,4 +1,4 @@
-"""Minimises g(u, .) for a fixed u, without data: where a run starts, and what its end is checked against."""
+"""Minimise g(u, .) for a fixed u, without data, for the start of a run and the check of its end."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
 
 
 def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
-    """u and v as variables, or a sentence that says what is wrong with them."""
+    """Return u and v as variables; raise an error that says what is wrong with them."""
     upper = Variable(u, "u", problem.project_upper)
     lower = Variable(v, "v", problem.project_lower)
     if lower.rows:
@@ -89,7 +89,7 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
 def _check_trials(trials: int, *both: Variable) -> None:
     for variable in both:
         if variable.rows:
-            raise OptionError(f"{variable.name} cannot hold Rows where the problem has trials. Use a tensor.")
+            raise OptionError(f"{variable.name} cannot hold Rows if the problem has trials. Use a tensor.")
         for leaf in variable.leaves:
             if leaf.dim() == 0 or leaf.shape[0] != trials:
                 raise OptionError(

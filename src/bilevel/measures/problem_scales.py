@@ -22,17 +22,20 @@ TINY = 1e-12
 @dataclass
 class Scales:
     f: float
-    """|f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) where that is larger: the slope of a linear f counts too"""
+    """|f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) if larger, since a linear f has a slope but no curvature."""
     g: float
     """|g_vv|"""
     cross: float
     """|g_uv|: how strongly u moves the slope of g; a lower bound"""
     jacobians: list[float]
     """|J_h| of each constraint; a lower bound, exact for a constraint of one number"""
+    unit_u: float = 1.0
+    """The length of a move of u that changes as much as a move of v by 1: min(sqrt(|f_zz| / |f_uu|), |g_vv| / |g_uv|,
+    |J_h| / |J_h in u|), and at least 1. grad_u F is judged in this unit"""
 
 
 def lower_curvature(d: Derivatives, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
-    """|g_vv| at the present u and v, on these batches where there are data."""
+    """Return |g_vv| at the present u and v, on these batches if there are data."""
     still = d.prepare([(None, None)], graph=False) if batches is None else batches
     return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
 
@@ -61,24 +64,40 @@ def measure(d: Derivatives, generator: torch.Generator) -> Scales:
     def random(like: Tensor) -> Tensor:
         return _random(like, generator)
 
-    leaves, count = [*d.u.leaves, *d.v.leaves], len(d.v.leaves)
+    leaves, count, split = [*d.u.leaves, *d.v.leaves], len(d.v.leaves), len(d.u.leaves)
     bend_g = lower_curvature(d, generator)
     cross = 0.0
     for _ in range(SAMPLES):
         x = [random(leaf) for leaf in d.v.leaves]
         product = d.hessian_product(d.prepare([(None, None)], graph=True), x, with_u=True)[count:]
         cross = max(cross, (norm(product) / norm(x)).item() * math.sqrt(max(1.0, d.v.size / d.u.size)))
-    slope = norm(_upper_slope(d, leaves)).item()
+    slope, reach = _upper_slope(d, leaves), 1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()
     bend_f = _power(lambda x: _upper_product(d, leaves, x), leaves, generator)
-    bend_f = max(bend_f, 1e-3 * slope / (1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()), TINY)
+    bend_f = max(bend_f, 1e-3 * norm(slope).item() / reach, TINY)
+    bend_u = max(_upper_curvature_u(d, leaves), 1e-3 * norm(slope[:split]).item() / reach)
     jacobians = [TINY] * (len(d.problem.equalities) + len(d.problem.inequalities))
+    jacobians_u = [0.0] * len(jacobians)
     for _ in range(SAMPLES):
         for i in range(len(jacobians)):
             h = d.constraints(d.prepare([(None, None)], graph=True)[0][0])[i]
             w = random(h)
-            size = norm(gradient(h, leaves, cotangent=[w])) / norm([w])
-            jacobians[i] = max(jacobians[i], size.item())
-    return Scales(bend_f, max(bend_g, TINY), cross, jacobians)
+            pull = gradient(h, leaves, cotangent=[w])
+            jacobians[i] = max(jacobians[i], (norm(pull) / norm([w])).item())
+            jacobians_u[i] = max(jacobians_u[i], (norm(pull[:split]) / norm([w])).item())
+    bend_g = max(bend_g, TINY)
+    parts = [(bend_f**0.5, bend_u**0.5), (bend_g, cross), *zip(jacobians, jacobians_u, strict=True)]
+    units = [whole / part for whole, part in parts if part > TINY]
+    return Scales(bend_f, bend_g, cross, jacobians, max(1.0, min(units, default=1.0)))
+
+
+def _upper_curvature_u(d: Derivatives, leaves: Sequence[Tensor]) -> float:
+    """|f_uu|. Its random vector has a generator of its own: the run's draws stay as they are."""
+    still = [torch.zeros_like(leaf) for leaf in d.v.leaves]
+
+    def product(x: Sequence[Tensor]) -> list[Tensor]:
+        return _upper_product(d, leaves, [*x, *still])[: len(d.u.leaves)]
+
+    return _power(product, d.u.leaves, torch.Generator().manual_seed(0))
 
 
 def _upper_slope(d: Derivatives, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -145,9 +145,9 @@ class _Run(Steps):
             g = d.lower(batches[0][1])
             s = gradient(g, leaves, keep_graph=True)
             wrt = [*leaves, *inputs()]
-            q = self._solved(lambda p: d.agreed(gradient(s, leaves, cotangent=p, retain=True)), f_v, left)
-            found = d.agreed_beside_rows(gradient(s, wrt, cotangent=q))
-            g, *slope = d.agreed([g.detach(), *(x.detach() for x in s)])
+            q = self._solved(lambda p: d.mean_over_ranks(gradient(s, leaves, cotangent=p, retain=True)), f_v, left)
+            found = d.mean_dense_over_ranks(gradient(s, wrt, cotangent=q))
+            g, *slope = d.mean_over_ranks([g.detach(), *(x.detach() for x in s)])
             return d.gathered(torch.zeros_like(g), g, slope, [], found, 1.0, len(leaves))
 
     def _curved_anew(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:

@@ -13,7 +13,7 @@ from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
@@ -55,7 +55,7 @@ class Setting:
     """What runs the steps: see `bilevel.engines.engine`."""
     start: int = 0
     """Which of several starts this is."""
-    ranks: Ranks | None = None
+    ranks: ProcessGroup | None = None
     """The processes that share the batches; None where one has them all."""
 
 
@@ -83,8 +83,8 @@ class State(Protocol):
         """Leave u and v as they are returned; True, False or None: v minimises g, does not, was not tried."""
         ...
 
-    def scales(self) -> tuple[float, float, float]:
-        """The sizes that the stationarity, the lower residual and the violation are judged against."""
+    def scales(self) -> tuple[float, float, float, float]:
+        """The sizes that |grad_u F|, |grad_v F|, the lower residual and the violation are judged against."""
         ...
 
     def episode(self) -> list[Pair] | None:

@@ -120,7 +120,7 @@ class _Run(Unrolled):
             with d.holding_u(True):
                 g = d.lower(batch) * share
                 first = gradient(g, [*self.v.leaves, *self.u.leaves], keep_graph=True)
-            found = d.agreed([*(x.detach() for x in first[:count]), *self._bent(first, P)])
+            found = d.mean_over_ranks([*(x.detach() for x in first[:count]), *self._bent(first, P)])
             part, bent = found[:count], found[count:]
             slope = [a + b for a, b in zip(slope, part, strict=True)] if slope else part
             change = [a + b for a, b in zip(change, bent, strict=True)] if change else bent

@@ -21,7 +21,7 @@ from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients, Prices
-from bilevel.distributed.derivatives import derivatives
+from bilevel.distributed.derivatives import make_derivatives
 from bilevel.engines.engine import Engine, Engines
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales, measure
@@ -85,7 +85,15 @@ class Steps(ABC):
                 f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
                 "tasks into one batch."
             )
-        self.derivatives = derivatives(setting, curvature)
+        self.derivatives = make_derivatives(
+            setting.problem,
+            setting.u,
+            setting.v,
+            ranks=setting.ranks,
+            precision=setting.precision,
+            curvature=curvature,
+            accumulate=setting.accumulate,
+        )
         self.tolerance = setting.tolerance
         self.lower_steps, self.falling = lower_steps, falling
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
@@ -334,8 +342,8 @@ class Steps(ABC):
         direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
         return [x / norm(direction) for x in direction]
 
-    def scales(self) -> tuple[float, float, float]:
-        return self._scale_values
+    def scales(self) -> tuple[float, float, float, float]:
+        return self._scale_values[0], *self._scale_values
 
     def episode(self) -> list[Pair] | None:
         return self.last if self.problem.start_lower is not None else None

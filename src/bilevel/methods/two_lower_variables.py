@@ -187,7 +187,7 @@ class ValueSteps(Steps):
                 g = d.lower(batch) * share
                 found = d.gradient(g, [*self.v.leaves, *inputs()], retain=self.problem.prepare is not None)
                 parts.append(d.gathered(torch.zeros_like(g), g, [], [], found, 1.0, count))
-        return d.agreed_gradients(reduce(added, parts))
+        return d.mean_gradients_over_ranks(reduce(added, parts))
 
     def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
         """g(u, w) - g(u, v) - mu/2 |v|^2 - <s, w - v>."""

@@ -1,6 +1,6 @@
 """Limited-memory BFGS on a flat vector, one iteration at a time, with a weak Wolfe line search by bisection.
 
-torch.optim.LBFGS cannot be stopped, saved and resumed between two iterations, nor asked whether its line search failed.
+torch.optim.LBFGS cannot be saved and resumed between two iterations, and does not report a failed line search.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class LBFGS:
     gradient: Tensor
     memory: int = 50
     metric: Tensor | None = None
-    """The expected inverse curvature of each coordinate; all one where it is None."""
+    """The expected inverse curvature of each coordinate; None stands for ones."""
     moves: list[Tensor] = field(default_factory=list)
     bends: list[Tensor] = field(default_factory=list)
     length: float = 0.0
     extra: Any = None
     shortest: float = 0.0
-    """Below this length the line search gives up; where it is not 0, it tells lengths apart to a hundredth."""
+    """Below this step length the line search gives up. If it is not 0, lengths are resolved to a hundredth."""
     _products: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False, repr=False)
     """Each bend that was seen last, with its 1 / <s, y>."""
 
@@ -61,7 +61,7 @@ class LBFGS:
         return -q
 
     def _rhos(self) -> list[Tensor]:
-        """1 / <s, y> of each pair: those of new pairs are formed, the others kept."""
+        """Return 1 / <s, y> of each pair; values of earlier pairs are reused."""
         held = {id(y): (y, rho) for y, rho in self._products}
         self._products = [
             held[id(y)] if id(y) in held else (y, 1 / torch.dot(s, y))
@@ -70,7 +70,7 @@ class LBFGS:
         return [rho for _, rho in self._products]
 
     def iterate(self, function: Function) -> bool:
-        """One iteration. False where no step along the direction, nor along -gradient, lowers the value."""
+        """Take one iteration; return False if no step along the direction or along -gradient lowers the value."""
         while True:
             d = self.direction()
             slope = torch.dot(self.gradient, d).item()
@@ -96,7 +96,7 @@ class LBFGS:
                     break
                 low = t
             t = 2 * low if high == float("inf") else (low + high) / 2
-            # Between two lengths this near, with a kink or rounding in between, no better one is to be had.
+            # Two lengths this close have a kink or rounding between them: there is no better one.
             if high - low <= (1e-2 if self.shortest else 1e-14) * high or high <= self.shortest:
                 break
         if kept is None:

@@ -1,7 +1,7 @@
-"""Iterative solvers of A q = b for a symmetric A that is known by its products alone.
+"""Iterative solvers of A q = b for a symmetric A that is known only by its products.
 
-They take a fixed number of steps, keep q from one system to the next, and compute with tensors alone: no host read, no
-early end. Over trials every trial has numbers of its own.
+They take a fixed number of steps, can keep q from one system to the next, and read nothing on the host, so they never
+end early. Each trial has its own numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = 1e-8
 
 
 class LinearSolver(ABC):
-    """A solver and its q. All that a solve changes is in `state`, in place, and is zero at the start."""
+    """A solver and its q. A solve changes only `state`, in place; all of it is zero at the start."""
 
     products: int
     """Products with A in one solve."""
@@ -35,7 +35,7 @@ class LinearSolver(ABC):
 
     @torch.no_grad()
     def solve(self, product: Product, b: Sequence[Tensor], left: Tensor) -> list[Tensor]:
-        """Take the steps towards A q = b, and return q. `left` is what a learning rate is multiplied by."""
+        """Take the steps towards A q = b, and return q. `left` scales the learning rate."""
         if not self.warm_start:
             self.restart()
         for mine, new in zip(self.q, self._solved(product, list(b), left), strict=True):
@@ -47,7 +47,7 @@ class LinearSolver(ABC):
         """The new q."""
 
     def restart(self) -> None:
-        """Forget q, and what was learnt of A."""
+        """Reset q and all that is known of A."""
         for tensor in (t for tensors in self.state.values() for t in tensors):
             tensor.zero_()
 
@@ -59,8 +59,8 @@ class LinearSolver(ABC):
 class ConjugateGradients(LinearSolver):
     """Conjugate gradients: exact after as many steps as A has different eigenvalues.
 
-    Where a direction has no positive curvature, and where the residual is down to rounding, the trial keeps its q for
-    the rest of the solve: the numbers of its further steps are zero.
+    If a direction has no positive curvature, or the residual is down to rounding, the trial keeps its q for the rest of
+    the solve: its further steps are zero.
     """
 
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
@@ -87,9 +87,9 @@ class ConjugateGradients(LinearSolver):
 class Neumann(LinearSolver):
     """The Neumann series, q <- q + eta (b - A q), with eta from the largest curvature of A.
 
-    A vector that one power iteration a solve turns towards the top of A gives eta = 1 / (SAFETY |A x|). Before it has
-    got there, or where A has grown, that can be too long: no step is longer than <r, A r> / |A r|^2, which makes the
-    residual r least along it, so that no residual grows; it is zero where <r, A r> is not positive.
+    A vector that one power iteration a solve turns towards the top of A gives eta = 1 / (SAFETY |A x|). Before the
+    vector has converged, or after A has grown, this eta can be too long. So no step is longer than <r, A r> / |A r|^2,
+    which minimises the residual r along it; the step is zero if <r, A r> is not positive.
     """
 
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
@@ -113,7 +113,7 @@ class Neumann(LinearSolver):
         return q
 
     def _unit(self, x: list[Tensor], other: list[Tensor]) -> list[Tensor]:
-        """x at the length 1, or `other` where it is zero."""
+        """Return x scaled to length 1, or `other` if x is zero."""
         size = self.dot(x, x).sqrt()
         return [
             torch.where(spread(size, a) > 0, a / spread(torch.where(size > 0, size, 1.0), a), b)
@@ -147,7 +147,7 @@ class LeastSquares(LinearSolver):
 
 
 def _add(x: Sequence[Tensor], a: float | Tensor, y: Sequence[Tensor]) -> list[Tensor]:
-    """x + a y, where a is a number, or one for each trial."""
+    """Return x + a y for a number a, or one for each trial."""
     return [m + (spread(a, n) if isinstance(a, Tensor) else a) * n for m, n in zip(x, y, strict=True)]
 
 

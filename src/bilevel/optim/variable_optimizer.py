@@ -31,7 +31,7 @@ def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactor
 
 
 class Descent:
-    """`row_rate` is the learning rate of Rows where the factory is not the user's.
+    """`row_rate` is the learning rate of Rows if the factory is not the user's.
 
     A user's optimizer can define two attributes. `state_starts_at_zero = True` says that all its state is tensors that
     start at zero: engines can then record its steps. `gradient_length(gradient)` is the length by which it scales a
@@ -61,13 +61,13 @@ class Descent:
             model = _build(factory, [torch.zeros(1, requires_grad=True)], option)
             if not isinstance(model, torch.optim.Adam) or isinstance(model, torch.optim.AdamW):
                 raise OptionError(
-                    f"{option} must be torch.optim.Adam where the variable holds Rows, which move by an Adam of their "
-                    f"own; got {type(model).__name__}."
+                    f"{option} must be torch.optim.Adam if the variable holds Rows, which have their own Adam; "
+                    f"got {type(model).__name__}."
                 )
             group = model.param_groups[0]
             for name in ("weight_decay", "amsgrad", "maximize"):
                 if group[name]:
-                    raise OptionError(f"{option} must not set {name} where the variable holds Rows; got {group[name]}.")
+                    raise OptionError(f"{option} must not set {name} if the variable holds Rows; got {group[name]}.")
             self.row_rate = float(group["lr"]) if row_rate is None else row_rate
             self.row_optimizers = [
                 RowAdam(rows, betas=tuple(group["betas"]), tiny=group["eps"]) for rows in variable.rows
@@ -75,7 +75,7 @@ class Descent:
 
     @property
     def rate(self) -> float:
-        """The base learning rate: the first group's, or that of the Rows."""
+        """The base learning rate: the first group's, or the rate of the Rows."""
         return self.rates[0][1] if self.rates else self.row_rate
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class Descent:
         for name, optimizer, parts in zip(names, self.row_optimizers, rows, strict=False):
             if not parts:
                 continue
-            values = optimizer.rows.held
+            values = optimizer.rows.values
             index, d = optimizer.joined(parts)
             projection = self.variable.projection(name)
             if projection is not None:
@@ -121,7 +121,7 @@ class Descent:
                 leaf.addcmul_(leaf.grad, group["lr"], value=-1)
 
     def row_squares(self, rows: Parts) -> list[Tensor]:
-        """|gradient|^2 of each Rows of which any were read."""
+        """Return |gradient|^2 of each Rows with rows that were read."""
         pairs = zip(self.row_optimizers, rows, strict=False)
         return [optimizer.norm_square(parts) for optimizer, parts in pairs if parts]
 
@@ -144,7 +144,7 @@ class Descent:
 
     @property
     def restarts_in_place(self) -> bool:
-        """Whether moments of zero, or none, are those of a new optimizer."""
+        """Whether an optimizer with zero moments equals a new one."""
         known = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
         return known or getattr(self.optimizer, "state_starts_at_zero", False)
 
@@ -212,10 +212,10 @@ def _root_mean_square(gradient: Tensor) -> Tensor:
 
 
 def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, length: Tensor) -> Tensor:
-    """(x - P(x - t gradient)) / t, for a step t of about the length of the optimizer's: zero where x is stationary.
+    """Return (x - P(x - t gradient)) / t for a step t about as long as the optimizer's; it is zero at a stationary x.
 
-    `length` is the root mean square of the gradient. Adam scales each entry by itself. Without this it would rest where
-    the scaled gradient, not the gradient itself, is normal to the set.
+    `length` is the root mean square of the gradient. Adam scales each entry separately. Without this it would stop at a
+    point with the scaled gradient, not the gradient itself, normal to the set.
     """
     t = (rate / length).to(x.dtype)
     t = torch.where((length > 0) & (rate > 0), t, torch.ones_like(t))

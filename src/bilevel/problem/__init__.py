@@ -1,1 +1,1 @@
-"""What is to be solved: `Problem`, its variables, rows and projections."""
+"""The problem to solve: `Problem`, its variables, rows and projections."""

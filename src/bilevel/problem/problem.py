@@ -1,4 +1,4 @@
-"""Problem and the variable types. This module never differentiates.
+"""`Problem`: the functions of a bilevel problem.
 
 min_u f(u, v*)   subject to   equalities(u, v*) = 0,   inequalities(u, v*) <= 0,
     v* = argmin_v g(u, v)   subject to   lower_equalities(u, v) = 0,   lower_inequalities(u, v) <= 0
@@ -23,17 +23,37 @@ Projection = Callable[[Tensor], Tensor]
 class Problem:
     """A bilevel problem: two objectives, and optionally constraints, projections and episodes.
 
-    `upper` (f) and `lower` (g) return one number each. Constraint functions return a tensor of any shape and receive
-    the upper batch; `inequalities` mean <= 0. Those of the lower level are part of v's own problem, and with data
-    functions of u and v alone: their batch is None. A projection maps a tensor to the nearest point of a convex set; it
-    is applied to each tensor of the variable, or, given as a dict, to the tensors it names.
+    Every function is called as `function(u, v, batch)`, with u and v as they were passed to `solve`. `batch` is None
+    without data.
 
-    `prepare(u, batches)` returns what depends on u alone for a pair (upper batch, lower batch); `upper`, `lower` and
-    the constraints then receive that in place of their batch. `start_lower(v, prepared)` puts v in place at its start
-    before each upper step.
+    Args:
+        upper: f, the objective of the upper level; returns one number.
+        lower: g, the objective of the lower level; returns one number.
+        equalities: A function or a list of functions h with h(u, v) = 0 at the upper level. They return tensors of any
+            shape and receive the upper batch.
+        inequalities: The same for h(u, v) <= 0.
+        lower_equalities: A function or a list of functions d with d(u, v) = 0 at the lower level. With data, their
+            batch is None.
+        lower_inequalities: The same for c(u, v) <= 0.
+        project_upper: A function that maps a tensor to the nearest point of a convex set, such as `Box(0, 1)`. It is
+            applied to each tensor of u; a dict applies one to each tensor that it names.
+        project_lower: The same for v.
+        prepare: `prepare(u, batches)` returns the part that depends only on u, for a pair (upper batch, lower batch).
+            The other functions then receive its result in place of their batch. It runs once in each upper step.
+        start_lower: `start_lower(v, prepared)` sets v to its start before each upper step.
+        trials: Declares n independent problems in one: every tensor of u and v has a leading dimension n, and the
+            objectives return n numbers, one for each trial.
 
-    `trials=n` declares n problems in one: every tensor of u and v has a leading dimension n, and the objectives return
-    n numbers, one a trial, which depend on that trial's part of u and v alone.
+    Example:
+        >>> import torch
+        >>> from bilevel import Problem
+        >>> problem = Problem(
+        ...     upper=lambda u, v, batch: (v - 1).square().sum(),
+        ...     lower=lambda u, v, batch: (v - u).square().sum(),
+        ...     inequalities=lambda u, v, batch: u - 2,
+        ... )
+        >>> len(problem.inequalities)
+        1
     """
 
     upper: Objective
@@ -63,7 +83,7 @@ class Problem:
             object.__setattr__(self, name, functions)
             if name.startswith("lower_") and functions and self.project_lower is not None:
                 raise ProblemError(
-                    f"{name} cannot be used with project_lower. State the set of v as lower inequalities, too."
+                    f"{name} cannot be used with project_lower. State the set of v as lower inequalities as well."
                 )
         if self.trials is not None:
             self._refuse_trials(self.trials)

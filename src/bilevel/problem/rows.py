@@ -1,71 +1,48 @@
-"""Per-example variables: `Rows`, and the optimizer that keeps its moments row by row.
+"""Per-example variables: `Rows`, and the tape of the rows that an evaluation read.
 
-A step that sees the rows of one batch costs O(batch): the rows are gathered as leaves, rows outside the batch are
-untouched, and their moments too. With m, w the running means of a row's gradient and of its square, and t the number
-of times that very row was visited, a visit moves the row by
-
-    rate * (m / (1 - beta1^t)) / (sqrt(w / (1 - beta2^t)) + tiny)
+A step that sees the rows of one batch costs O(batch): the rows are gathered as leaves, and the other rows are untouched
+(see `bilevel.optim.row_adam` for their moments).
 """
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel.errors import OptionError, RankError, VariableError
-
-OWNED_FROM = 2**20
-"""Numbers in a Rows from which ranks own its rows, unless it says otherwise."""
+from bilevel.errors import OptionError, VariableError
 
 Parts = list[list[tuple[Tensor, Tensor]]]
-"""For each Rows of u, the (index, gradient) pairs of the rows that were read; empty where none were."""
+"""For each Rows of u, the (index, gradient) pairs of the rows that were read; empty if none were."""
 
 
 def together(*parts: Parts) -> Parts:
-    """All pairs of all derivatives, whose sum they are the parts of."""
+    """Return the pairs of several derivatives as those of their sum."""
     count = max(len(part) for part in parts)
     return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
 
 
-class Home(Protocol):
-    """A rank's own rows, where ranks own them: see `bilevel.distributed.shared_rows`."""
-
-    count: int
-    """The rows of all ranks."""
-    held: Tensor
-    """The rows of this rank, and one more that stands for all others."""
-    kept: Tensor
-    """The rows of this rank."""
-
-    def read(self, index: Tensor) -> Tensor:
-        """The rows at `index`, whoever owns them. All ranks call it together."""
-        ...
-
-    def placed(self, index: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in `held` each row is, and its gradient; of rows of other ranks, the last place and zero."""
-        ...
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum over ranks."""
-        ...
-
-    def whole(self, like: Tensor | None) -> Tensor:
-        """All rows, on every rank; in `like`, where it is given."""
-        ...
-
-
 class Rows:
-    """A variable with one row for each training example: `u = Rows(len(dataset))`, read as `u[row]` in an objective.
+    """A variable with one row for each training example, read as `u[row]` in an objective.
 
-    `init` is a number, or a tensor whose first dimension is `n`; `shape` is the shape of one row. Under torchrun each
-    rank of a run has a block of the rows, with their moments, alone where they are `owned` (docs/distributed.md); None:
-    from a million numbers on.
+    Args:
+        n: The number of rows.
+        init: The first values: a number, or a tensor whose first dimension is `n`.
+        shape: The shape of one row, if `init` is a number; () by default.
+        dtype: The floating-point type; None: that of `init`, or torch's default.
+        device: Where the values lie; None: where `init` lies, or torch's default device.
+
+    Under torchrun every rank holds all rows and moves them by the same gradients.
+
+    >>> u = Rows(4, init=0.5)
+    >>> u[torch.tensor([0, 2])]
+    tensor([0.5000, 0.5000])
     """
+
+    values: Tensor
+    """All rows."""
 
     def __init__(
         self,
@@ -75,120 +52,56 @@ class Rows:
         shape: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        owned: bool | None = None,
     ) -> None:
         if n < 1:
             raise OptionError(f"Rows needs at least one row; got n={n}.")
-        if owned not in (None, True, False):
-            raise OptionError(f"owned must be True, False or None; got {owned!r}.")
         if isinstance(init, Tensor):
             if init.shape[:1] != (n,):
                 raise OptionError(f"init must have n={n} rows; got a tensor of shape {tuple(init.shape)}.")
-            values = init.detach().to(device=device, dtype=dtype, copy=True)
+            self.values = init.detach().to(device=device, dtype=dtype, copy=True)
         else:
-            values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
-        self._values: Tensor | None = values
-        self._home: Home | None = None
-        self._lent: weakref.ref[Tensor] | None = None
-        self.owned = values.numel() >= OWNED_FROM if owned is None else owned
+            self.values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
         if not self.values.is_floating_point():
             raise VariableError(f"Rows holds real numbers; got dtype {self.values.dtype}. Pass dtype=torch.float32.")
         self._tape: list[tuple[Tensor, Tensor]] | None = None
         self._cursor: int | None = None
 
-    @property
-    def values(self) -> Tensor:
-        """All rows."""
-        if self._values is None:
-            raise RankError(
-                "the rows of u are with their ranks while solve runs, and whole again at its end; of a run that failed "
-                "they are in its checkpoint. Rows(..., owned=False) keeps them whole."
-            )
-        return self._values
-
-    @values.setter
-    def values(self, values: Tensor) -> None:
-        self._values = values
-
-    @property
-    def kept(self) -> Tensor:
-        """What this process keeps of the rows: all, or its own."""
-        return self.values if self._home is None else self._home.kept
-
-    @property
-    def held(self) -> Tensor:
-        """What this process moves: all rows, or those of its `Home`."""
-        return self.values if self._home is None else self._home.held
-
-    @property
-    def home(self) -> Home | None:
-        return self._home
-
     def numel(self) -> int:
-        """How many numbers all rows have."""
-        return len(self) * math.prod(self.kept.shape[1:])
+        """Return how many numbers all rows have."""
+        return self.values.numel()
 
     def __len__(self) -> int:
-        return self.values.shape[0] if self._home is None else self._home.count
+        return self.values.shape[0]
 
     def __repr__(self) -> str:
-        return f"Rows({len(self)}, shape={tuple(self.kept.shape[1:])}, dtype={self.kept.dtype})"
-
-    # -- where ranks own the rows ------------------------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all rows are here."""
-        return self._values is not None
-
-    def settle(self, home: Home | None) -> None:
-        """Read and move the rows of `home` from here on. The whole is kept until `let_go`."""
-        self._home = home
-
-    def let_go(self) -> None:
-        """Keep no rows but those of the home."""
-        if self._home is not None and self._values is not None:
-            self._lent, self._values = weakref.ref(self._values), None
-
-    def gather(self) -> Home | None:
-        """Have all rows again, in the tensor that they were in where anyone still holds it; returns the home."""
-        home, self._home = self._home, None
-        if home is not None:
-            lent = None if self._lent is None else self._lent()
-            self._values, self._lent = home.whole(lent if self._values is None else self._values), None
-        return home
-
-    # -- reading -----------------------------------------------------------------------------------------------------
+        return f"Rows({len(self)}, shape={tuple(self.values.shape[1:])}, dtype={self.values.dtype})"
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The rows at `index`; while a gradient in u is wanted, as a leaf of its own that the step differentiates."""
-        if self._tape is None and self._home is None:
+        """Return the rows at `index`: on a tape as a new leaf that the step differentiates, else as plain values."""
+        if self._tape is None:
             return self.values[index]
-        if self._tape is not None and self._cursor is not None:
+        if self._cursor is not None:
             self._cursor += 1
             return self._tape[self._cursor - 1][1]
         if not isinstance(index, Tensor) or index.dtype == torch.bool:
-            index = torch.arange(len(self), device=self.kept.device)[index]
-        found = self.values[index] if self._home is None else self._home.read(index)
-        if self._tape is None:
-            return found
-        leaf = found.detach().requires_grad_()
+            index = torch.arange(len(self), device=self.values.device)[index]
+        leaf = self.values[index].detach().requires_grad_()
         self._tape.append((index.reshape(-1) % len(self), leaf))
         return leaf
 
     def start_tape(self) -> None:
-        """From here on, note which rows are read."""
+        """Record each later read as an (index, leaf) pair."""
         self._tape = []
 
     def tape(self) -> list[tuple[Tensor, Tensor]]:
-        """The (index, leaf) pairs read so far."""
+        """Return the (index, leaf) pairs read so far."""
         return list(self._tape or ())
 
     def replay(self) -> None:
-        """From here on, hand out the leaves on the tape again, in order: the same evaluation is done once more."""
+        """Return the recorded leaves again, in order, from the next read on: the same evaluation is repeated."""
         if self._tape is not None:
             self._cursor = 0
 
     def stop_tape(self) -> None:
-        """Read rows as plain values again."""
+        """Drop the tape and read rows as plain values again."""
         self._tape, self._cursor = None, None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bilevel.errors import ProblemError, VariableError
 from bilevel.problem.problem import Projection
-from bilevel.problem.rows import Home, Rows
+from bilevel.problem.rows import Rows
 
 
 class Variable:
@@ -23,7 +23,7 @@ class Variable:
     def __init__(self, value: Any, name: str, projection: Projection | Mapping[str, Projection] | None = None) -> None:
         self.value, self.name = value, name
         self.modules: list[nn.Module] = []
-        self._dense_rows: list[tuple[str, Rows, Home | None]] = []
+        self._dense_rows: list[tuple[str, Rows]] = []
         found: list[tuple[str, Tensor | Rows]] = []
         match value:
             case nn.Module():
@@ -49,7 +49,7 @@ class Variable:
             _refuse(item, f"{name}[{key!r}]" if key else name)
         self.names = [key for key, item in found if isinstance(item, Tensor)]
         self.leaves = [item for _, item in found if isinstance(item, Tensor)]
-        # Of tensors that `fully_shard` has divided among ranks, this rank's shards are what is moved.
+        # If `fully_shard` has divided the tensors among ranks, a step moves this rank's shards.
         self.shards = [leaf for leaf in self.leaves if hasattr(leaf, "to_local")]
         if self.shards:
             if len(self.shards) < len(self.leaves):
@@ -62,7 +62,7 @@ class Variable:
         self._projection = self._check_projection(projection)
 
     def _check_projection(self, projection: Projection | Mapping[str, Projection] | None) -> dict[str, Projection]:
-        """The projection of each tensor, by its name. Those of Rows act on each row by itself."""
+        """Return the projection of each tensor by its name. Projections of Rows act on each row separately."""
         known = [*self.names, *self.row_names]
         option = {"u": "project_upper", "v": "project_lower"}.get(self.name, "the projection")
         if projection is None:
@@ -79,19 +79,16 @@ class Variable:
     def make_dense(self) -> None:
         """Turn Rows into ordinary leaves, for what moves or measures all of u at once."""
         for key, rows in zip(self.row_names, self.rows, strict=True):
-            self._dense_rows.append((key, rows, rows.gather()))
+            self._dense_rows.append((key, rows))
             self.names.append(key)
             self.leaves.append(rows.values.requires_grad_())
         self.rows, self.row_names = [], []
 
     def release(self) -> None:
         """Undo `make_dense`."""
-        for key, rows, home in self._dense_rows:
+        for key, rows in self._dense_rows:
             self.names.pop()
             self.leaves.pop().requires_grad_(False)
-            if home is not None:  # what was only measured is let go of again
-                rows.settle(home)
-                rows.let_go()
             self.row_names.append(key)
             self.rows.append(rows)
         self._dense_rows = []
@@ -102,11 +99,11 @@ class Variable:
 
     @property
     def device(self) -> torch.device:
-        return (self.leaves or [self.rows[0].kept])[0].device
+        return (self.leaves or [self.rows[0].values])[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self.leaves or [self.rows[0].kept])[0].dtype
+        return (self.leaves or [self.rows[0].values])[0].dtype
 
     @property
     def projected(self) -> bool:
@@ -116,7 +113,7 @@ class Variable:
         return self._projection.get(name)
 
     def project_leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The projection of one tensor for each leaf; those without a projection come back as they are."""
+        """Project one tensor for each leaf; tensors without a projection are returned unchanged."""
         out = []
         for name, tensor in zip(self.names, tensors, strict=True):
             projection = self._projection.get(name)
@@ -125,10 +122,10 @@ class Variable:
 
     @torch.no_grad()
     def project(self, *, rows: bool = False) -> None:
-        """Project the leaves in place, and all Rows where asked; a step projects those that it moves."""
+        """Project the leaves in place, and all Rows with `rows`; a step projects the rows that it moves."""
         named = list(zip(self.names, self.leaves, strict=True))
         if rows:
-            named += [(name, r.kept) for name, r in zip(self.row_names, self.rows, strict=True)]
+            named += [(name, r.values) for name, r in zip(self.row_names, self.rows, strict=True)]
         for name, leaf in named:
             if (projection := self._projection.get(name)) is not None:
                 leaf.copy_(projection(leaf))
@@ -136,17 +133,17 @@ class Variable:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that makes up the variable's value, frozen parameters and buffers too, by name.
 
-        Where ranks own rows or v is sharded, this rank's part of it.
+        If v is sharded, these are this rank's shards.
         """
         if self.modules:
             module = self.modules[0]
             return dict(module.state_dict(keep_vars=True)) | dict(module.named_buffers())
         named = dict(zip(self.names, self.leaves, strict=True))
-        named |= {key: rows.kept for key, rows in zip(self.row_names, self.rows, strict=True)}
+        named |= {key: rows.values for key, rows in zip(self.row_names, self.rows, strict=True)}
         return named
 
     def buffers(self) -> list[Tensor]:
-        """What a forward pass may change besides its result: BatchNorm's statistics."""
+        """Return the buffers that a forward pass can change, such as BatchNorm's statistics."""
         return [buffer for module in self.modules for buffer in module.buffers()]
 
 

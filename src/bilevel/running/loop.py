@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from bilevel._util.random_state import random_state
-from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.sharded_state import own_state, whole_state
-from bilevel.distributed.synchronise import agree, own_generators, share_buffers
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.sharded_state import gather_state, split_state
+from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
 from bilevel.errors import BilevelWarning
 from bilevel.measures.certificate import certify
 from bilevel.methods.base import RECORD, Setting, State
@@ -43,7 +43,7 @@ class Loop:
         identity: dict[str, Any],
         *,
         writes: bool = True,
-        together: Ranks | None = None,
+        together: ProcessGroup | None = None,
         keeps: bool = False,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
@@ -128,8 +128,6 @@ class Loop:
         with self.state.derivatives.full_precision():
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
             state = self.state.state_dict()
-            for rows in self.variables[0].rows:
-                rows.gather()
             certificate, multipliers = certify(
                 self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
             )
@@ -171,7 +169,7 @@ class Loop:
             return Status.STATIONARY if stationary else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
-        stationary = certificate.stationarity / certificate.scale <= tolerance
+        stationary = certificate.relative_stationarity <= tolerance
         if certificate.passes(tolerance):
             return Status.CONVERGED
         if stationary and certificate.infeasibility > tolerance:
@@ -198,7 +196,7 @@ class Loop:
         self.pending = []
         finite = self._finite()
         if self.together is not None:
-            finite, self.interrupted = agree(self.together, table, finite, self.interrupted, self.step)
+            finite, self.interrupted = agree_on_end(self.together, table, finite, self.interrupted, self.step)
         if not finite:
             self.message = f"At step {self.step}, u or v is not finite."
             self._restore_snapshot()
@@ -207,14 +205,14 @@ class Loop:
         watch.step, watch.seconds, watch.bytes_per_step = self.step, self.seconds, self._bytes_per_step()
         stop = [bool(callback.log(watch)) for callback in self.callbacks]
         if self.together is not None:
-            stop = [any(each) for each in self.together.gather(stop)]
+            stop = [any(each) for each in self.together.all_gather_object(stop)]
         watch.seen = len(self.history)
         if self._within_tolerance():
             return Status.CONVERGED
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.kept for r in variable.rows))]
+        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
@@ -222,9 +220,9 @@ class Loop:
         tolerance = self.state.tolerance
         if tolerance is None or self.state.mode != "stochastic":
             return False
-        scale, lower_scale, _ = self.state.scales()
+        scale_u, scale, lower_scale, _ = self.state.scales()
         row = next(self.history.rows(len(self.history) - 1))
-        if max(math.hypot(row["grad_u"], row["grad_v"]) / scale, row["residual"] / lower_scale) > tolerance:
+        if max(math.hypot(row["grad_u"] / scale_u, row["grad_v"] / scale), row["residual"] / lower_scale) > tolerance:
             return False
         with self.state.derivatives.full_precision():
             certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
@@ -262,7 +260,7 @@ class Loop:
     def _save(self, status: Status | None = None) -> None:
         if self.ranks is not None:
             # What each rank's forward passes have left: BatchNorm's statistics, of shares of the batches.
-            share_buffers(self.ranks, self.variables)
+            average_buffers(self.ranks, self.variables)
         if self.folder is None:
             return
         saved = self._whole(status)
@@ -272,7 +270,7 @@ class Loop:
     def _whole(self, status: Status | None) -> dict[str, Any]:
         """What a checkpoint has. All ranks call it; tensors that they share out are whole on the one that writes."""
         device = self.setting.v.device
-        more = {} if self.ranks is None else {"ranks": self.ranks.gather(list(random_state(device)))}
+        more = {} if self.ranks is None else {"ranks": self.ranks.all_gather_object(list(random_state(device)))}
         u, v = self.variables
         return {
             "fingerprint": self.fingerprint,
@@ -281,7 +279,7 @@ class Loop:
             "seconds": self.seconds,
             "max_steps": self.setting.max_steps,
             "status": status.name if status else None,
-            **whole_state(u, v, self.state.state_dict(), self._like_v, first=self.writes),
+            **gather_state(u, v, self.state.state_dict(), self._like_v, first=self.writes),
             "sources": self.setting.sources.state_dict(),
             "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(),
@@ -300,7 +298,7 @@ class Loop:
                 BilevelWarning,
                 stacklevel=6,
             )
-        saved = own_state(*self.variables, saved, self._like_v)
+        saved = split_state(*self.variables, saved, self._like_v)
         self._write(saved)
         self.state.load_state_dict(saved["method"])
         self.setting.sources.load_state_dict(saved["sources"])
@@ -309,7 +307,7 @@ class Loop:
         if saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
         if self.ranks is not None:
-            own_generators(self.ranks, saved, self.setting.v.device)
+            restore_generators(self.ranks, saved, self.setting.v.device)
         self.history = History.from_lists(saved["history"].tolist())
         self.step, self.seconds = saved["step"], saved["seconds"]
         self.setting.sources.waited = saved.get("waited", 0.0)

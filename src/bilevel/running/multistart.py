@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bilevel.derivatives.penalised_objective import Derivatives
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Candidate, Solution, Status
@@ -62,7 +62,7 @@ class Runs(Protocol):
 
 def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
     """One run from each of `count` starting points; u and v are left at the best end."""
-    ranks = Ranks.here(order.lower.device)
+    ranks = ProcessGroup.from_environment(order.lower.device)
     seed = drawn_seed(ranks) if seed is None else seed
     both = order.upper, order.lower
     points = [(copied(both[0]), copied(both[1]))]
@@ -82,7 +82,7 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
         for other in set(kept) - {best_aside()}:  # a state may be large
             del kept[other]
         # Ctrl-C may reach one rank after the run of all has ended.
-        interrupted = solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted))
+        interrupted = solution.interrupted if ranks is None else any(ranks.all_gather_object(solution.interrupted))
         return not interrupted and not agreed([c for _, c in found.values()])
 
     def solved() -> bool:
@@ -105,10 +105,10 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     return best
 
 
-def drawn_seed(ranks: Ranks | None) -> int:
+def drawn_seed(ranks: ProcessGroup | None) -> int:
     """A seed from torch's global generator, that of the first rank on all of them."""
     seed = int(torch.randint(2**62, ()).item())
-    return seed if ranks is None else int(ranks.share(seed))
+    return seed if ranks is None else int(ranks.broadcast_object(seed))
 
 
 def agreed(candidates: Sequence[Candidate]) -> bool:

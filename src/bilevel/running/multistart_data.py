@@ -29,7 +29,7 @@ from bilevel._util.tensor_lists import gradient
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError
 from bilevel.measures.certificate import BATCHES, certify
 from bilevel.problem.problem import Objective, Problem
@@ -45,12 +45,12 @@ Points = list[tuple[list[Tensor], list[Tensor]]]
 
 def several_with_data(order: Any, folder: Path | None, seed: int | None, count: int) -> Solution:
     """The best of `count` starts; u and v are left at its end."""
-    ranks = Ranks.here(order.lower.device)
+    ranks = ProcessGroup.from_environment(order.lower.device)
     seed = drawn_seed(ranks) if seed is None else seed
 
     def fits() -> bool:
         finite = _finite(order, seed)
-        return finite if ranks is None else all(ranks.gather(finite))
+        return finite if ranks is None else all(ranks.all_gather_object(finite))
 
     points = spread_points(order.upper, order.lower, count, seed, fits)
     found = _at_once(order, folder, seed, points) if ranks is None else None
@@ -58,7 +58,7 @@ def several_with_data(order: Any, folder: Path | None, seed: int | None, count: 
         found = _in_turn(order, folder, seed, points, ranks)
     if ranks is not None:
         # Each rank has drawn its own random numbers, or batches; they are to keep the same start.
-        values = ranks.share([(c.upper, c.lower) for _, c in found])
+        values = ranks.broadcast_object([(c.upper, c.lower) for _, c in found])
         found = [(s, replace(c, upper=f, lower=g)) for (s, c), (f, g) in zip(found, values, strict=True)]
     best = chosen([s for s, _ in found], [c for _, c in found])
     for variable, value in zip((order.upper, order.lower), (best.candidates[0].u, best.candidates[0].v), strict=True):
@@ -107,7 +107,7 @@ def _finite(order: Any, seed: int) -> bool:
 
 
 def _in_turn(
-    order: Any, folder: Path | None, seed: int, points: Points, ranks: Ranks | None
+    order: Any, folder: Path | None, seed: int, points: Points, ranks: ProcessGroup | None
 ) -> list[tuple[Solution, Candidate]]:
     found = []
     sources = Sources(order.data, seed, order.lower.device)
@@ -117,7 +117,7 @@ def _in_turn(
         solution = order.run(None if folder is None else folder / f"start-{k}", seed + k, k)
         found.append((solution, _candidate(order, sources, solution, k)))
         # Ctrl-C may reach one rank after the run of all has ended.
-        if solution.interrupted if ranks is None else any(ranks.gather(solution.interrupted)):
+        if solution.interrupted if ranks is None else any(ranks.all_gather_object(solution.interrupted)):
             break
     return found
 
@@ -266,7 +266,7 @@ class _End:
 
     derivatives: Derivatives
     nu: list[Tensor]
-    sizes: tuple[float, float, float]
+    sizes: tuple[float, float, float, float]
 
     def prices(self) -> Prices:
         """nu + gamma s is all that was paid, whatever its parts."""
@@ -275,7 +275,7 @@ class _End:
     def lam(self) -> Tensor:
         return torch.zeros_like(self.prices().gamma)
 
-    def scales(self) -> tuple[float, float, float]:
+    def scales(self) -> tuple[float, float, float, float]:
         return self.sizes
 
     def episode(self) -> None:
@@ -290,7 +290,8 @@ def _trial(order: Any, sources: Sources, solution: Solution, made: Mapped, k: in
                 leaf.copy_(values[k])
     joint, count = solution.certificate, math.sqrt(len(made.u[0]))
     d = Derivatives(order.problem, order.upper, order.lower)
-    sizes = (joint.scale / count, joint.lower_scale / count, 1.0)  # those of all trials together
+    scale = joint.scale / count
+    sizes = (scale, scale, joint.lower_scale / count, 1.0)  # those of all trials together
     end = _End(d, [n[k] for n in solution.multipliers["nu"]], sizes)
     certificate, multipliers = certify(end, sources, minimiser=None, hypergradient=order.hypergradient)
     certificate = replace(certificate, damping=joint.damping)

@@ -25,7 +25,7 @@ from torch import Tensor
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import Derivatives
-from bilevel.distributed.process_group import Ranks
+from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import OptionError
 from bilevel.measures.constrained_lower_minimum import minimise_constrained
 from bilevel.measures.lower_minimum import flatten, minimise, write
@@ -185,7 +185,7 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
     """
     problem, u, v = order.problem, order.upper, order.lower
     refuse(problem, u)
-    seed = drawn_seed(Ranks.here(v.device)) if seed is None else seed
+    seed = drawn_seed(ProcessGroup.from_environment(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
     solution: Solution | None = None

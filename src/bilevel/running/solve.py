@@ -14,10 +14,9 @@ from bilevel._util.random_state import seeded
 from bilevel.batches.rank_shares import Sharing
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
-from bilevel.distributed.derivatives import derivatives
-from bilevel.distributed.process_group import Ranks
-from bilevel.distributed.shared_rows import share_out, take_back
-from bilevel.distributed.synchronise import apart, begin_alike, by_first
+from bilevel.distributed.derivatives import make_derivatives
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.synchronise import check_same_arguments, run_on_first, seed_by_rank
 from bilevel.engines.engine import ENGINES
 from bilevel.errors import CheckpointError, OptionError
 from bilevel.measures.problem_check import first_evaluation, variables
@@ -147,27 +146,27 @@ class _Order:
 
     def once(self, folder: Path | None, seed: int | None, start: int, aside: Aside | None = None) -> Solution:
         """One run from the present u and v, by this process or by all ranks."""
-        ranks = Ranks.here(self.lower.device)
-        with nullcontext() if ranks is None else ranks.telling():
+        ranks = ProcessGroup.from_environment(self.lower.device)
+        with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
             return self._once(folder, seed, start, ranks, aside)
 
     def _once(
-        self, folder: Path | None, seed: int | None, start: int, ranks: Ranks | None, aside: Aside | None
+        self, folder: Path | None, seed: int | None, start: int, ranks: ProcessGroup | None, aside: Aside | None
     ) -> Solution:
         problem, upper, lower = self.problem, self.upper, self.lower
-        saved = _open(folder, self.resume) if ranks is None else by_first(ranks, lambda: _open(folder, self.resume))
+        saved = _open(folder, self.resume) if ranks is None else run_on_first(ranks, lambda: _open(folder, self.resume))
         stored = saved is not None
         if saved is None and aside is not None:
             saved = aside.state
         if seed is None:
             seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
-            seed = seed if ranks is None else ranks.share(seed)
+            seed = seed if ranks is None else ranks.broadcast_object(seed)
         sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
         sources = Sources(self.data, seed, lower.device, sharing)
         identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
         identity |= {"precision": self.precision}
         if ranks is not None:
-            begin_alike(ranks, identity, upper, lower)
+            check_same_arguments(ranks, identity, upper, lower)
         if saved is not None:
             compare(saved["fingerprint"], identity, folder)
         if self.accumulate > 1 and not sources:
@@ -190,9 +189,10 @@ class _Order:
                 None if sharing is None else ranks,
             )
             try:
-                share_out(upper.rows, setting.ranks)
                 if not lower.shards:  # autograd does not reach those
-                    first_evaluation(derivatives(setting), sources)
+                    first_evaluation(
+                        make_derivatives(problem, upper, lower, ranks=setting.ranks, precision=self.precision), sources
+                    )
                 with _unchanged_on_error(upper, lower):
                     state = self.method.init(setting)
                     loop = Loop(
@@ -209,21 +209,18 @@ class _Order:
                         keeps=aside is not None,
                     )
                     if setting.ranks is not None:
-                        apart(setting.ranks, seed, lower.device)
+                        seed_by_rank(setting.ranks, seed, lower.device)
                     if saved is not None:
                         with store.understood(folder) if stored and folder is not None else nullcontext():
                             loop.restore(saved)
-                for rows in upper.rows:
-                    rows.let_go()
                 solution = loop.run(self.hypergradient)
                 if aside is not None:
                     aside.state = loop.kept
                 return solution
             finally:
                 upper.release()
-                take_back(upper.rows)
 
-    def _heard(self, ranks: Ranks | None) -> Sequence[Callback]:
+    def _heard(self, ranks: ProcessGroup | None) -> Sequence[Callback]:
         """The callbacks that are called in this process."""
         return [c for c in self.callbacks if ranks is None or ranks.first or c.every_rank]
 

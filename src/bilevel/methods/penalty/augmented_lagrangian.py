@@ -199,8 +199,7 @@ class Lagrangian:
             self._new_round()
             return self._record(0)
         write(self.search.x, self.leaves)  # the line search may have left another trial there
-        size = self.search.gradient.norm().item()
-        met = size <= self.epsilon or size <= 0.1 * self.goal * self.scales()[0]
+        met = self.search.gradient.norm().item() <= self.epsilon or self._stationarity() <= 0.1 * self.goal
         record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
         if met or not moved or self.taken >= (self.options.inner_steps or 50):
             self._end_round(met, moved)
@@ -228,7 +227,7 @@ class Lagrangian:
         raised = False
         if met:
             self.epsilon /= 10
-            if residual > max(self.best / 4, 0.1 * self.goal * self.scales()[1]):
+            if residual > max(self.best / 4, 0.1 * self.goal * self.scales()[2]):
                 self.price.gamma *= 10
                 raised = True
             for i, size in enumerate(sizes):
@@ -258,25 +257,30 @@ class Lagrangian:
             sizes.append(norm(moved).item())
         return sizes
 
+    def _stationarity(self) -> float:
+        """|grad F|, that of u and that of v each relative to its scale."""
+        scale_u, scale_v, *_ = self.scales()
+        slope = self.search.gradient
+        return math.hypot(slope[: self.split].norm().item() / scale_u, slope[self.split :].norm().item() / scale_v)
+
     def _measure_of(self, residual: float, sizes: Sequence[float]) -> float:
         """The largest of the relative measures: what is compared with the tolerance."""
-        scale, lower, _ = self.scales()
-        measures = [self.search.gradient.norm().item() / scale, residual / lower]
+        measures = [self._stationarity(), residual / self.scales()[2]]
         measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
         return float(max(measures))
 
     def _constraint_scales(self) -> list[float]:
         """How much each constraint changes over the size of z; then u in U, in units of z itself."""
         reach = self._reach()
-        return [j * reach for j in self.sizes.jacobians] + [reach]
+        return [j * reach for j in self.sizes.jacobians] + [1 + norm(self.leaves).item()]
 
     def _reach(self) -> float:
-        """The size of z that measures are relative to."""
-        return 1 + norm(self.leaves).item()
+        """The size of z that measures are relative to, u in its unit."""
+        return 1 + math.hypot(norm(self.u.leaves).item() / self.sizes.unit_u, norm(self.v.leaves).item())
 
-    def scales(self) -> tuple[float, float, float]:
-        reach = self._reach()
-        return self.sizes.f * reach, self.sizes.g * reach, min(self._constraint_scales())
+    def scales(self) -> tuple[float, float, float, float]:
+        reach, sizes = self._reach(), self.sizes
+        return sizes.f * reach / sizes.unit_u, sizes.f * reach, sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:
         """End here, or, where g can be made smaller, go on from the lower point."""
@@ -354,7 +358,7 @@ class Lagrangian:
         metric = torch.full_like(z[self.split :], 1 / (self.sizes.f + self.price.gamma.item() * self.sizes.g**2))
         search = LBFGS.start(restricted, z[self.split :], metric=metric)
         for _ in range(SETTLING):
-            if search.gradient.norm().item() <= 0.1 * self.goal * self.scales()[0] or not search.iterate(restricted):
+            if search.gradient.norm().item() <= 0.1 * self.goal * self.scales()[1] or not search.iterate(restricted):
                 break
         write(torch.cat([z[: self.split], search.x]), self.leaves)
 

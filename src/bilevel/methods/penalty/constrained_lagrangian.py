@@ -121,7 +121,7 @@ class Constrained(Lagrangian):
         # Objectives may be linear here: f then changes by its slope over the size of z, and the slope of g by `bend`
         # with a multiplier in the unit of v.
         bend = max(scales.f, slope / self._reach())
-        return replace(scales, f=bend, g=max(scales.g, self.kkt.bend), jacobians=sizes)
+        return replace(scales, f=bend, g=max(scales.g, self.kkt.bend), jacobians=sizes, unit_u=1.0)
 
     def _upper(self) -> list[int]:
         """The positions of the upper level's constraints among all."""
@@ -129,10 +129,9 @@ class Constrained(Lagrangian):
         first = equal + len(self.kkt.a) + len(self.kkt.b)
         return [*range(equal), *range(first, first + less)]
 
-    def scales(self) -> tuple[float, float, float]:
-        scale, lower, _ = super().scales()
+    def scales(self) -> tuple[float, float, float, float]:
         sizes = self._constraint_scales()
-        return scale, lower, min((sizes[i] for i in self._upper()), default=self._reach())
+        return *super().scales()[:3], min((sizes[i] for i in self._upper()), default=self._reach())
 
     def _reach(self) -> float:
         """That of u and v: multipliers of the lower level need not be bounded."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from bilevel._util.tensor_lists import gradient, norm, spread
 from bilevel.derivatives.lower_constraints import KKT, TINY
 from bilevel.derivatives.prices import Gradients
-from bilevel.distributed.derivatives import derivatives
+from bilevel.distributed.derivatives import make_derivatives
 from bilevel.engines.compiled import Compiled
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
@@ -94,7 +94,8 @@ class ConstrainedSteps(Stepwise):
 
     def _measure_units(self, setting: Setting) -> None:
         """|g_vv| on the first batches, |J| of each constraint, and the first t."""
-        kkt, d = self.kkt, derivatives(replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
+        kkt = self.kkt
+        d = make_derivatives(kkt.problem(), kkt.u, setting.v, ranks=setting.ranks, precision=setting.precision)
         upper, lower, _ = setting.sources.sample(1)
         pairs = [(upper[0], lower[0])]
         slope = d.size(d.slope(pairs)[1]).item()

@@ -1,0 +1,206 @@
+"""Counts turns of phrase that are hard to read in docstrings, comments, messages and documents.
+
+    python tests/language.py [PATH ...]     a line for each hit, and the rate of each folder
+    python tests/language.py --rates        the rates alone
+
+Without a path: src, studies/src, README.md and docs. PATTERNS names what is counted and what to write in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("src", "studies/src", "README.md", "docs")
+_RELATIVE = (
+    r"(?<!place )(?<!folder )(?<!point )(?<!file )(?<!line )(?<!says )(?<!say )(?<!shows )(?<!show )(?<!know )"
+    r"(?<!knows )(?<!see )(?<!find )(?<!from )(?<!is )(?<!are )(?<!to )(?<!of )(?<!near )(?<!exactly )"
+    r"(?<!stays )(?<!stay )"
+)
+"""Words after which "where" means a place."""
+PATTERNS: dict[str, tuple[str, str]] = {
+    "where": (
+        r"(?:(?<=[.:] )|(?<=^))where\b(?=[^.]*,)(?! (?:is|are|to|do|does)\b)(?! \S+ =)"  # begins a sentence
+        r"|(?<=[,;(] )where\b(?! (?:to|do|does)\b)(?! \S+ =)"
+        rf"|{_RELATIVE}(?-i:\bwhere) (?:it|there|that|they|no|not|a|an|the|this|these|all|asked|possible|needed)\b",
+        "if",
+    ),
+    "what is, that of": (r"\b(?:what is|that of|those of|that which|those which)\b", "a noun, or a verb"),
+    "of which": (r"\bof (?:which|whom|these)\b", "the subject first"),
+    "go on": (r"\b(?:go|goes|gone|going|went) on\b", "continue, resume"),
+    "anew": (r"\banew\b", "again, from scratch"),
+    "alone": (r"(?<!leave )(?<!leaves )(?<!left )(?<!let )(?<!leave it )(?<!leave them )\balone\b", "only"),
+    "of its own": (r"\b(?:of its own|of their own|by itself|by themselves)\b", "its; separately; automatically"),
+    "beside": (r"\bbeside\b", "next to, together with"),
+    ", too": (r", too(?=[.,;:)]|$)", "also"),
+    "is no": (r"\bis no\b(?! longer)", "is not a"),
+    "tell": (r"\b(?:told|tell|tells)\b", "report, say"),
+    "besides": (
+        r"\b(?:besides|learnt|nearer|likewise|afterwards|to be had|at hand|by now|amid)\b",
+        "also, learned, closer, later, available, already",
+    ),
+    "may": (r"(?-i:\bmay\b)", "can"),
+}
+COMPILED = {name: re.compile(pattern, re.IGNORECASE) for name, (pattern, _) in PATTERNS.items()}
+
+
+@dataclass(frozen=True)
+class Hit:
+    path: str
+    line: int
+    pattern: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.pattern}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A passage, and the line of its file that each of its lines stands in."""
+
+    lines: tuple[tuple[int, str], ...]
+
+    def sentences(self) -> Iterator[tuple[list[tuple[int, int]], str]]:
+        """Paragraphs as one line each, with (position, line) wherever a new line begins."""
+        starts: list[tuple[int, int]] = []
+        words = ""
+        for number, line in [*self.lines, (0, "")]:
+            if line.strip():
+                words += " " * bool(words)
+                starts.append((len(words), number))
+                words += " ".join(line.split())
+            elif words:
+                yield starts, words
+                starts, words = [], ""
+
+
+def hits(path: Path, name: str | None = None) -> tuple[list[Hit], int]:
+    """The hits of a file, and how many words it has."""
+    found, words = [], 0
+    for text in texts(path):
+        for starts, paragraph in text.sentences():
+            words += len(re.findall(r"[^\W\d_]{2,}", paragraph))
+            for pattern, expression in COMPILED.items():
+                for match in expression.finditer(paragraph):
+                    line = max(number for position, number in starts if position <= match.start())
+                    found.append(Hit(name or str(path), line, pattern, _sentence(paragraph, match.start())))
+    return sorted(found, key=lambda hit: hit.line), words
+
+
+def _sentence(paragraph: str, position: int) -> str:
+    start = max(paragraph.rfind(mark, 0, position) for mark in (". ", "! ", "? "))
+    ends = [end for mark in (". ", "! ", "? ") if (end := paragraph.find(mark, position)) >= 0]
+    return paragraph[start + 2 if start >= 0 else 0 : min(ends) + 1 if ends else None]
+
+
+def texts(path: Path) -> Iterator[Text]:
+    source = path.read_text()
+    return markdown(source) if path.suffix == ".md" else python(source)
+
+
+def markdown(source: str) -> Iterator[Text]:
+    """All but code blocks and the code within lines; a row of a table is a paragraph."""
+    fenced, lines = False, []
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+            line = ""
+        if fenced:
+            line = ""
+        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", line))
+        own = plain.lstrip().startswith(("|", "- ", "* ", "#", "> "))
+        lines += [(number, "")] * own + [(number, plain)] + [(number, "")] * plain.lstrip().startswith(("|", "#"))
+    yield Text(tuple(lines))
+
+
+def python(source: str) -> Iterator[Text]:
+    """Docstrings, other strings with a space in them, and comments."""
+    tree = ast.parse(source)
+    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+            words = "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in within:
+            words = node.value
+        else:
+            continue
+        if " " in words.strip():
+            yield Text(tuple(enumerate(_without_examples(words.splitlines()), node.lineno)))
+    block: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        words = re.sub(r"\b(?:fmt: \w+|noqa\S*.*|type: ignore\S*|isort: \w+)", "", token.string.lstrip("#"))
+        if block and token.start[0] != block[-1][0] + 1:
+            yield Text(tuple(block))
+            block = []
+        block.append((token.start[0], words))
+    yield Text(tuple(block))
+
+
+def _without_examples(lines: list[str]) -> list[str]:
+    """Docstrings without the lines that are run, and without code in backquotes."""
+    plain = [re.sub(r"`[^`]*`", "X", line) for line in lines]
+    return ["" if line.lstrip().startswith((">>>", "... ")) else line for line in plain]
+
+
+def files(places: Iterable[Path]) -> Iterator[Path]:
+    for place in places:
+        if place.is_file():
+            yield place
+        else:
+            yield from sorted(p for p in place.rglob("*") if p.suffix in (".py", ".md") and p.is_file())
+
+
+def counted(places: Iterable[Path]) -> tuple[list[Hit], dict[str, Counter[str]]]:
+    """All hits, and by file its words and the hits of each pattern."""
+    found: list[Hit] = []
+    table: dict[str, Counter[str]] = {}
+    for path in files(places):
+        name = str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)
+        of_file, words = hits(path, name)
+        found += of_file
+        table[name] = Counter(hit.pattern for hit in of_file) + Counter({"words": words})
+    return found, table
+
+
+def rate(counts: Iterable[Counter[str]]) -> float:
+    """Hits in a thousand words."""
+    total = sum(counts, Counter())
+    words = total.pop("words", 0)
+    return 1000 * total.total() / words if words else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count turns of phrase that are hard to read.")
+    parser.add_argument("paths", nargs="*", type=Path, help="files and folders")
+    parser.add_argument("--rates", action="store_true", help="print the rates only")
+    given = parser.parse_args()
+    found, table = counted(given.paths or [ROOT / place for place in PLACES if (ROOT / place).exists()])
+    if not given.rates:
+        print(*found, sep="\n")
+    folders = sorted({str(Path(name).parent) for name in table})
+    print(f"\n{'folder':48} {'words':>7} {'hits':>5} {'per 1,000':>9}")
+    for folder in folders:
+        inside = [counts for name, counts in table.items() if str(Path(name).parent) == folder]
+        total = sum(inside, Counter())
+        print(f"{folder:48} {total['words']:7} {total.total() - total['words']:5} {rate(inside):9.1f}")
+    total = sum(table.values(), Counter())
+    print(f"{'all':48} {total['words']:7} {total.total() - total['words']:5} {rate(table.values()):9.1f}")
+    total.pop("words", 0)
+    for name, count in total.most_common():
+        print(f"{count:6} {name} (better: {PATTERNS[name][1]})")
+
+
+if __name__ == "__main__":
+    main()

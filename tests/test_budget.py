@@ -1,0 +1,132 @@
+"""How large the code may be: statements in each layer, lines in a file, lines and branches in a function.
+
+Statements are counted, not lines: formatting does not change them. A new capability can raise the number of its layer,
+in the same commit and with a reason. `python tests/test_budget.py` prints the present numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel_studies"
+FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
+
+STATEMENTS = {
+    "top": 211,
+    "_util": 352,
+    "problem": 342,
+    "optim": 430,
+    "batches": 497,
+    "derivatives": 902,
+    "distributed": 835,
+    "measures": 764,
+    "engines": 410,
+    "methods": 2308,
+    "running": 1465,
+    "data": 1651,
+    "applications": 3550,
+    "report": 548,
+    "sklearn": 337,
+    "cli": 2261,
+    "studies": 6080,
+}
+LARGE_FILES: set[str] = {
+    "src/bilevel/methods/penalty/augmented_lagrangian.py",
+    "studies/src/bilevel_studies/classical/quadratic.py",
+}
+"""Files over the limit. The list may only shrink."""
+LARGE_FUNCTIONS: set[str] = {
+    "src/bilevel/applications/comparison/synthetic_problems.py:examples",
+    "src/bilevel/applications/denoising/denoise.py:denoise",
+    "src/bilevel/applications/poisoning/attack.py:attack",
+    "src/bilevel/applications/tuning/linear_tuning.py:tune_linear",
+    "src/bilevel/applications/tuning/tune.py:tune",
+    "src/bilevel/applications/tuning/tune_table.py:_linear",
+    "src/bilevel/applications/tuning/tune_table.py:_network",
+    "src/bilevel/cli/compare.py:command",
+    "src/bilevel/cli/denoise.py:command",
+    "src/bilevel/cli/fewshot.py:_run",
+    "src/bilevel/cli/fewshot.py:command",
+    "src/bilevel/cli/poison.py:command",
+    "src/bilevel/cli/poison_output.py:summary",
+    "src/bilevel/cli/tune.py:command",
+    "src/bilevel/measures/constrained_lower_minimum.py:minimise_constrained",
+    "src/bilevel/running/solve.py:_once",
+    "studies/src/bilevel_studies/few_shot/runs.py:_bilevel",
+    "studies/src/bilevel_studies/synthetic/page.py:page",
+    "studies/src/bilevel_studies/synthetic/sizes.py:table",
+}
+"""Functions over a limit, as `path:name`. The list may only shrink."""
+
+BRANCHING = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.match_case)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Yield each module with the name of its layer."""
+    for path in sorted(LIBRARY.rglob("*.py")):
+        parts = path.relative_to(LIBRARY).parts
+        yield (parts[0] if len(parts) > 1 else "top"), path
+    for path in sorted(STUDIES.rglob("*.py")):
+        yield "studies", path
+
+
+def statements() -> Counter[str]:
+    """Count the statements of each layer."""
+    found: Counter[str] = Counter()
+    for layer, path in modules():
+        found[layer] += sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(path.read_text())))
+    return found
+
+
+def large_files() -> set[str]:
+    """Return the files over the limit."""
+    return {name(path) for _, path in modules() if len(path.read_text().splitlines()) > FILE_LINES}
+
+
+def large_functions() -> set[str]:
+    """Return the functions over a limit; the docstring is not counted."""
+    found = set()
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[0]
+                text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                lines = node.end_lineno - node.lineno + 1 - (first.end_lineno - first.lineno + 1 if text else 0)
+                if lines > FUNCTION_LINES or sum(isinstance(n, BRANCHING) for n in ast.walk(node)) > BRANCHES:
+                    found.add(f"{name(path)}:{node.name}")
+    return found
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("layer", STATEMENTS)
+def test_a_layer_has_at_most_its_number_of_statements(layer):
+    found = statements()[layer]
+    assert found <= STATEMENTS[layer], f"{layer} has {found} statements, and may have {STATEMENTS[layer]}"
+
+
+def test_every_module_belongs_to_a_layer_with_a_budget():
+    assert set(statements()) <= set(STATEMENTS)
+
+
+def test_no_file_is_larger_than_the_limit():
+    assert large_files() == LARGE_FILES
+
+
+def test_no_function_is_larger_than_the_limits():
+    assert large_functions() == LARGE_FUNCTIONS
+
+
+if __name__ == "__main__":
+    found = statements()
+    library = sum(number for layer, number in found.items() if layer != "studies")
+    print(*(f"{layer:>14} {number}" for layer, number in found.items()), f"{'library':>14} {library}", sep="\n")
+    print(*sorted(large_files() | large_functions()), sep="\n")

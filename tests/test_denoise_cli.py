@@ -442,7 +442,7 @@ def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):
     np.savez(tmp_path / "one.npz", x=x, y=y)
     assert run(tmp_path / "one.npz", "--trusted", 12, *QUICK, "--out", tmp_path / "r", "--json") == 0
     notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
-    assert "All rows labelled -1 are drawn as trusted, so that none is left to clean" in notes
+    assert "All rows labelled -1 are drawn as trusted, so none is left to clean" in notes
     rows = json.loads((tmp_path / "r" / "result.json").read_text())["trusted_rows"]
     assert len(rows) == 12
     assert 7 in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,6 @@ from bilevel import Callback, CheckpointError, DataError, Penalty, ProblemError
 from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop, crop_and_flip
 from bilevel.applications.default_classifier import classifier
-from bilevel.applications.denoising import denoise as application
 from bilevel.applications.denoising.clean_dataset import Prepared, _advice, as_bytes, clean, prepare, thumbnails
 from bilevel.applications.denoising.denoise import denoise, importance_problem
 from bilevel.applications.training import probabilities
@@ -118,7 +118,7 @@ def test_where_examples_are_seen_seldom_importances_start_where_they_do_else_and
         starts[max_steps] = u.values, problem.lower(u, v, (x, y, every)), slope
         raise BegunError
 
-    monkeypatch.setattr(application, "solve", begun)
+    monkeypatch.setattr(importlib.import_module("bilevel.applications.denoising.denoise"), "solve", begun)
     often, seldom = (round(visits * len(y) / 100) for visits in (24, 6))
     for steps in (often, seldom):
         with pytest.raises(BegunError):
@@ -160,7 +160,7 @@ def test_folder_of_a_run_that_was_stopped_in_its_first_training_is_not_taken_for
 
     with pytest.raises(KeyboardInterrupt):
         denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, watch=stop, steps=40)
-    with pytest.raises(CheckpointError, match="holds a run already, and nothing is overwritten"):
+    with pytest.raises(CheckpointError, match="already holds a run, and nothing is overwritten"):
         denoise((x[:100], y[:100]), prepared.trusted, network(), checkpoint=tmp_path, steps=40)
     denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, resume=True, steps=40)
 
@@ -177,7 +177,7 @@ def test_model_of_any_type_of_numbers_has_checkpoints_to_go_on_from(dtype, tmp_p
 
     with pytest.raises(KeyboardInterrupt):
         made((x, y), model=network().to(dtype), watch=stop)
-    with pytest.raises(CheckpointError, match="other train data"):
+    with pytest.raises(CheckpointError, match="its train data differ"):
         made((x + 1, y), model=network().to(dtype), resume=True)
     straight = denoise((x, y), prepared.trusted, network().to(dtype), steps=8)
     assert torch.equal(made((x, y), model=network().to(dtype), resume=True).confidence, straight.confidence)
@@ -473,7 +473,7 @@ def test_rows_that_are_in_the_trusted_set_too_are_counted():
     labels = data.y[:6].clone()
     labels[0] = (labels[0] + 1) % 3
     prepared = prepare(small(trusted=(data.x[:6], labels)))
-    assert any("6 rows are in the trusted set, too, 1 of them with another label" in note for note in prepared.notes)
+    assert any("6 rows are also in the trusted set, 1 of them with another label" in note for note in prepared.notes)
 
 
 def test_one_class_is_refused():
@@ -502,7 +502,7 @@ def test_test_rows_that_are_trusted_too_are_left_out_of_the_test_set():
     assert torch.equal(prepared.data.test[1], test[1][5:])
     assert prepared.data.count == 58
     assert (
-        "5 rows of the test set are in the trusted set, too, which is trained on; they are left out." in prepared.notes
+        "5 rows of the test set are also in the trusted set, which is trained on; they are left out." in prepared.notes
     )
     with pytest.raises(DataError, match="rows that are not in the trusted set; all its 12 rows are"):
         prepare(replace(data, trusted=known, test=known))
@@ -519,7 +519,7 @@ def test_held_out_rows_that_are_in_the_rest_of_the_trusted_set_are_left_out():
     assert 0 < len(prepared.data.test[1]) < 80
     assert len(prepared.trusted[1]) == 320
     assert not any(row.numpy().tobytes() in left for row in prepared.data.test[0])
-    assert any("of the held-out part are in the trusted set, too" in note for note in prepared.notes)
+    assert any("of the held-out part are also in the trusted set" in note for note in prepared.notes)
 
 
 def test_trusted_set_of_few_different_rows_has_none_held_out():

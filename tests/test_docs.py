@@ -10,12 +10,12 @@ import pytest
 from typer.main import get_command
 
 import bilevel
-from bilevel.applications.denoising import denoise as denoising
 from bilevel.applications.tuning import linear_tuning
-from bilevel.applications.tuning import tune as tuning
 from bilevel.cli.main import app
 from bilevel.sklearn import TunedRidge
 
+denoising = importlib.import_module("bilevel.applications.denoising.denoise")  # functions have these names
+tuning = importlib.import_module("bilevel.applications.tuning.tune")
 ROOT = Path(__file__).parent.parent
 NAMES = ("guide", "denoising", "poisoning", "tuning", "distributed", "few-shot")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]

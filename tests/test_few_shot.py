@@ -308,7 +308,7 @@ def test_the_best_step_on_validation_tasks_is_kept_and_put_back(tmp_path):
         with torch.no_grad():
             for tensor in network.state_dict().values():
                 tensor.fill_(step)
-        best.hear(step, accuracy)
+        best.update(step, accuracy)
     for one in (best, Best(network, tmp_path / "best")):  # the other is in a later process
         with torch.no_grad():
             next(network.parameters()).zero_()

@@ -16,9 +16,8 @@ from torch import Tensor
 from bilevel import DataError
 from bilevel.applications.tuning.caution import beyond_chance, tune_cautiously
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.implicit_descent import descend
+from bilevel.applications.tuning.implicit_descent import ImplicitObjective, descend
 from bilevel.applications.tuning.linear_tuning import held_out_loss, trained, tune_linear
-from bilevel.applications.tuning.nested import Nested
 from bilevel.errors import CheckpointError
 from bilevel.problem.problem import Problem
 
@@ -169,7 +168,9 @@ def test_hypergradient_of_the_folds_is_that_of_differences(classes):
     model = FoldedModel(rows)
     u = torch.linspace(-1, 2, 6, dtype=torch.float64).requires_grad_()
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(u.exp(), v))
-    value, slope, _ = Nested(problem, u, model.v, lambda: model.second(u.detach().exp())).phi(u.detach().clone())
+    value, slope, _ = ImplicitObjective(problem, u, model.v, lambda: model.second(u.detach().exp())).phi(
+        u.detach().clone()
+    )
     assert value == pytest.approx(held_out_loss(rows, u.detach().exp()), rel=1e-9)
     for j in range(6):
         step = torch.zeros(6, dtype=torch.float64)
@@ -266,7 +267,7 @@ def test_a_lower_level_that_is_nearly_solved_takes_few_newton_steps():
     u.requires_grad_()
 
     def steps(first: float | None) -> int:
-        nested = Nested(problem, u, model.v, lambda: model.second(u.detach().exp()), first)
+        nested = ImplicitObjective(problem, u, model.v, lambda: model.second(u.detach().exp()), first)
         nested.solve_lower()
         return nested.newton_steps
 

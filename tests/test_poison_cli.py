@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
@@ -16,11 +17,12 @@ import torch
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.default_classifier import classifier
-from bilevel.applications.poisoning.audit import Ground
-from bilevel.cli import poison_audit
+from bilevel.applications.poisoning.setting import AttackSetting
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
 from bilevel.report.poison import Point, amplification, pictures
+
+auditing = importlib.import_module("bilevel.applications.poisoning.audit")  # the function has its name
 
 
 def run(*arguments: object) -> int:
@@ -136,7 +138,7 @@ def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
 @pytest.mark.parametrize("audit", [[], ["--audit"]])
 def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, tmp_path, capsys, monkeypatch, audit):
     """And an audit looks for no bound: none could flip it."""
-    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
+    monkeypatch.setattr(auditing, "detection_auc", lambda *_, **__: 0.5)
     given = dict(np.load(arrays))
     given["y_test"][0] = (given["y_test"][0] + 1) % 10
     np.savez(tmp_path / "wrong.npz", **given)
@@ -225,8 +227,8 @@ def test_attack_does_not_see_the_test_rows(arrays, tmp_path, kind):
 )
 def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, monkeypatch, what, options):
     """And `bilevel poison` by itself, with so much, succeeds."""
-    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
-    monkeypatch.setattr(poison_audit, "SUCCESS", 0.3)  # the test rows have 30 of the class
+    monkeypatch.setattr(auditing, "detection_auc", lambda *_, **__: 0.5)
+    monkeypatch.setattr(auditing, "SUCCESS", 0.3)  # the test rows have 30 of the class
     common = [arrays, *options]
     assert run(*common, "--audit", "--out", tmp_path / "a") == 0
     result = json.loads((tmp_path / "a" / "result.json").read_text())
@@ -249,8 +251,8 @@ def test_audit_finds_the_least_that_flips_a_target_or_a_class(arrays, tmp_path, 
 
 def test_denoiser_is_given_the_whole_network_whose_last_layer_is_attacked(arrays, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(poison_audit, "noticed", lambda ground, poison, model, **_: given.append(model) or 0.5)
-    monkeypatch.setattr(poison_audit, "PARTS_OF_EPSILON", 1)
+    monkeypatch.setattr(auditing, "detection_auc", lambda ground, poison, model, **_: given.append(model) or 0.5)
+    monkeypatch.setattr(auditing, "PARTS_OF_EPSILON", 1)
     options = ["--attack", "clean-label", "--target", 0, "--epsilon", 2, "--model", "mlp", "--steps", 2, "--audit"]
     assert run(arrays, *options, "--out", tmp_path) == 0
     first = classifier("mlp", (1, 8, 8), 10, device=torch.device("cpu"), seed=0).network
@@ -277,8 +279,8 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
     """Ctrl-C comes in the third run of the audit: the two before are kept, the end is that of a run in one piece."""
     options = ["--points", 20, "--steps", 12, "--audit", "--cost", 1]
     carried, cleans = [], []
-    whole = poison_audit.carry_out
-    clean = Ground.evaluate
+    whole = auditing.carry_out
+    clean = AttackSetting.evaluate
 
     def carry_out(ground, aim, **given):
         if len(carried) == 2:
@@ -290,14 +292,14 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
         cleans.append(points is None)
         return clean(ground, points)
 
-    monkeypatch.setattr(Ground, "evaluate", evaluate)
-    monkeypatch.setattr(poison_audit, "carry_out", carry_out)
-    monkeypatch.setattr(poison_audit, "noticed", lambda *_, **__: 0.5)
+    monkeypatch.setattr(AttackSetting, "evaluate", evaluate)
+    monkeypatch.setattr(auditing, "carry_out", carry_out)
+    monkeypatch.setattr(auditing, "detection_auc", lambda *_, **__: 0.5)
     assert run(arrays, *options, "--out", tmp_path / "a") == 130
     assert sum(cleans) == 1
     assert not (tmp_path / "a" / "result.json").exists()
     again = []
-    monkeypatch.setattr(poison_audit, "carry_out", lambda g, a, **k: again.append(a.points) or whole(g, a, **k))
+    monkeypatch.setattr(auditing, "carry_out", lambda g, a, **k: again.append(a.points) or whole(g, a, **k))
     assert run(arrays, *options, "--out", tmp_path / "a", "--resume") == 0
     assert again
     assert not set(carried) & set(again), "a finished run is not made again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from functools import partial
 
 import pytest
@@ -16,18 +17,20 @@ from torch.nn.functional import cross_entropy, one_hot
 from bilevel import Callback, DataError, Penalty
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
-from bilevel.applications.poisoning import attack as poisoning
-from bilevel.applications.poisoning import audit as auditing
-from bilevel.applications.poisoning.attack import attack, evaluate, smallest, unmoved
-from bilevel.applications.poisoning.audit import Aim, carry_out, goal_of, noticed, on_features, prepare
+from bilevel.applications.poisoning.attack import attack, evaluate, unmoved
+from bilevel.applications.poisoning.audit import carry_out, detection_auc, smallest
 from bilevel.applications.poisoning.bounds import Bound, Within, norms
 from bilevel.applications.poisoning.goals import Goal, clean_label, raised_loss, targeted, untargeted
+from bilevel.applications.poisoning.setting import AttackGoal, goal_of, on_features, prepare
 from bilevel.applications.poisoning.victims import Recipe, decayed, mapped, trained
 from bilevel.applications.poisoning.whitened_victim import CURVATURE, Whitened, whitened
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError, ProblemError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.reverse_mode import ReverseMode
+
+poisoning = importlib.import_module("bilevel.applications.poisoning.attack")  # functions have these names
+auditing = importlib.import_module("bilevel.applications.poisoning.audit")
 
 EXACT = Recipe(optimizer="lbfgs", steps=300, decay=0.005)
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -442,7 +445,7 @@ def test_denoiser_gives_poison_less_importance_than_clean_rows(digits, attacked)
     _, _, poison = attacked
     data = Labelled("d", "images", *train, tuple("0123456789"), [""] * 300, trusted=validation, test=test)
     ground = prepare(data, softmax_regression())
-    assert noticed(ground, poison, softmax_regression(), steps=200) > 0.7
+    assert detection_auc(ground, poison, softmax_regression(), steps=200) > 0.7
 
 
 def table(**parts) -> Labelled:
@@ -456,7 +459,7 @@ def table(**parts) -> Labelled:
 def test_bases_from_the_validation_rows_of_a_table_are_in_its_box():
     ground = prepare(table(), models.linear(3, 2))
     label = int(ground.test[1][0])
-    found = carry_out(ground, Aim("clean-label", 20, wanted=1 - label, target=0), bound=Bound(0.5), steps=2)
+    found = carry_out(ground, AttackGoal("clean-label", 20, wanted=1 - label, target=0), bound=Bound(0.5), steps=2)
     assert float(found.poison.base.abs().max()) > float(ground.train[0].abs().max())
     assert bool((found.poison.labels == 1 - label).all())
 
@@ -493,7 +496,7 @@ def test_test_set_without_the_class_that_is_attacked_is_refused_before_the_attac
     x, y = table().test
     ground = prepare(table(test=(x[y == 1], y[y == 1])), models.linear(3, 2))
     with pytest.raises(DataError, match="the test set must have rows of class 'a' to measure the attack on"):
-        goal_of(ground, Aim("targeted", 4, source=0, wanted=1), 0)
+        goal_of(ground, AttackGoal("targeted", 4, source=0, wanted=1), 0)
 
 
 def test_collision_is_squared_or_plain():
@@ -536,13 +539,13 @@ def test_denoiser_is_not_given_the_bases_of_the_points(digits, monkeypatch):
     train, validation, test = digits
     data = Labelled("d", "images", *train, tuple("0123456789"), [""] * 300, trusted=validation, test=test)
     ground = prepare(data, softmax_regression())
-    goal = goal_of(ground, Aim("clean-label", 3, wanted=(int(test[1][0]) + 1) % 10, target=0), 0)
+    goal = goal_of(ground, AttackGoal("clean-label", 3, wanted=(int(test[1][0]) + 1) % 10, target=0), 0)
     seen = []
     real = auditing.denoise
     monkeypatch.setattr(
         auditing, "denoise", lambda x, trusted, *a, **k: seen.append(trusted) or real(x, trusted, *a, **k)
     )
-    noticed(ground, unmoved(goal), softmax_regression(), without=goal.rows, steps=5)
+    detection_auc(ground, unmoved(goal), softmax_regression(), without=goal.rows, steps=5)
     assert len(seen[0][1]) == 297
     assert not any(bool((seen[0][0] == base).flatten(1).all(1).any()) for base in goal.base)
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from bilevel_studies.synthetic.attempts import DESCRIPTIONS, attempt
 
 from bilevel import OptionError, Penalty, Status, solve
-from bilevel.applications.comparison.synthetic_problems import BOUND, attempt, examples, matrices, nth
+from bilevel.applications.comparison.synthetic_problems import BOUND, examples, matrices, nth
 
 NAMES = ["sum", "difference", "sum-singular", "difference-singular"]
 each = pytest.mark.parametrize("index", range(4), ids=NAMES)
@@ -19,7 +20,7 @@ def near(example, seed, size):
 
 
 def test_the_examples_have_the_names_of_the_module_docstring():
-    assert [example.name for example in examples()] == NAMES
+    assert [example.name for example in examples()] == NAMES == list(DESCRIPTIONS)
 
 
 @each

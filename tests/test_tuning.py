@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from bilevel.applications.tuning.hyperparameters import (
     Free,
     LabelSmoothing,
     LossMix,
+    Range,
     SourceWeights,
     WeightDecay,
     parameters_of,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
-from bilevel.applications.tuning.ranges import Range
 from bilevel.applications.tuning.tune import tune
 from bilevel.errors import CheckpointError
 from bilevel.running.callbacks import Callback
@@ -94,18 +95,6 @@ def test_weight_decay_has_one_value_for_what_it_is_per():
     each = WeightDecay(per="weight").penalty(torch.arange(32.0), parameters)
     flat = torch.cat([p.flatten() for p in parameters.values() if p.ndim == 2])
     assert float(each) == pytest.approx(float((torch.arange(32.0) * flat**2).sum() / 2), rel=1e-5)
-
-
-def test_group_lasso_is_the_norm_of_each_group_and_has_a_derivative_at_zero():
-    weight = torch.zeros(2, 4, dtype=DOUBLE, requires_grad=True)
-    knob = FeaturePenalty(groups=[0, 0, 1, 1], kind="group-lasso")
-    assert torch.isfinite(
-        torch.autograd.grad(knob.penalty(torch.ones(2, dtype=DOUBLE), {"w": weight}), weight)[0]
-    ).all()
-    weight = torch.randn(2, 4, dtype=DOUBLE)
-    expected = 2 * weight[:, :2].norm() + 3 * weight[:, 2:].norm()
-    found = knob.penalty(torch.tensor([2.0, 3.0], dtype=DOUBLE), {"w": weight})
-    assert float(found) == pytest.approx(float(expected), rel=5e-3)
 
 
 def test_mixed_losses_have_shares_that_sum_to_one():
@@ -209,7 +198,7 @@ def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
         "layer": WeightDecay(per="layer"),
         "weight": WeightDecay(per="weight"),
         "smoothing": LabelSmoothing(),
-        "group": FeaturePenalty(groups=[0, 0, 1, 1, 1], kind="group-lasso"),
+        "group": FeaturePenalty(groups=[0, 0, 1, 1, 1]),
         "class": ClassWeights(),
         "source": SourceWeights(),
         "noise": Augmentation(transform=add_noise),
@@ -227,7 +216,7 @@ def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
 
 def test_batch_normalisation_learns_nothing_from_the_checks_of_the_data(monkeypatch):
     (x, y), model = classes(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
-    monkeypatch.setattr("bilevel.applications.tuning.tune.solve", _stop)
+    monkeypatch.setattr(sys.modules["bilevel.applications.tuning.tune"], "solve", _stop)
     with pytest.raises(KeyboardInterrupt):
         tune(model, (x, y), classes(1), {"decay": WeightDecay()})
     assert int(model[0].num_batches_tracked) == 0
@@ -283,7 +272,7 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monke
         )
     for hyper, own, differs in (
         (FeaturePenalty(high=10.0), None, "hyper"),
-        (FeaturePenalty(kind="group-lasso"), None, "hyper"),
+        (FeaturePenalty(groups=[0] * 20), None, "hyper"),
         (FeaturePenalty(), lambda value, model, batch: model(batch[0]).square().mean(), "loss"),
     ):
         with pytest.raises(CheckpointError, match=f"is of another run: its {differs} differ"):
@@ -322,7 +311,7 @@ def test_misuse_is_refused_with_a_sentence_that_names_it():
         (
             {"train": (x, x[:, 0]), "valid": (x, x[:, 0]), "hyper": {"a": LabelSmoothing()}},
             OptionError,
-            "LabelSmoothing needs labels",
+            "LabelSmoothing needs class labels",
         ),
         ({"hyper": {"a": ClassWeights()}, "loss": lambda *_: torch.zeros(())}, OptionError, "Free"),
     ):

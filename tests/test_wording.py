@@ -27,7 +27,7 @@ def test_one_row_of_the_test_set_among_the_training_rows_is_told_in_the_singular
     x, y = data.x.clone(), data.y.clone()
     x[7], y[7] = data.test[0][0], data.test[1][0]
     notes = prepare(replace(data, x=x, y=y), trusted=100, seed=0).notes
-    assert "1 row is in the test set or the held-out part, too; it is left out." in notes
+    assert "1 row is also in the test set or the held-out part; it is left out." in notes
 
 
 def test_one_embedded_image_is_told_in_the_singular(tmp_path):

@@ -7,6 +7,7 @@ replayed; where there are many, it is compiled first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,10 @@ from bilevel._util.random_state import random_state, seeded, set_random_state
 from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
 from bilevel.engines.engine import Engines
-from bilevel.errors import CheckpointError
 from bilevel.optim.variable_optimizer import Descent, adam
 from bilevel.problem.variables import Variable
 from bilevel.running import checkpoints as store
+from bilevel.running.run_identity import compare
 
 Augment = Callable[[Tensor], Tensor]
 """A batch of inputs, changed at random by torch's draws; the shape stays."""
@@ -153,14 +154,10 @@ class Trainer:
             return 0
         state = store.load(folder)
         with store.understood(folder):
-            return self._restored(state, folder, task)
+            compare(state["task"], task, folder)
+            return self._restored(state)
 
-    def _restored(self, state: dict[str, Any], folder: Path, task: dict[str, float]) -> int:
-        for name, value in task.items():
-            if state["task"].get(name) != value:
-                raise CheckpointError(
-                    f"{folder} holds a training with {name}={state['task'].get(name)}; got {value}. Use another folder."
-                )
+    def _restored(self, state: dict[str, Any]) -> int:
         for name, tensor in self.v.tensors().items():
             tensor.copy_(state["model"][name])
         self.descent.load_state_dict(state["descent"])
@@ -210,6 +207,17 @@ def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.
         yield from torch.split(order[: len(order) // size * size], size)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and back into its mode at the end."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 @torch.no_grad()
 def probabilities(
     model: nn.Module,
@@ -220,16 +228,18 @@ def probabilities(
     augment: Augment | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The model's probabilities of the classes, in evaluation mode, on the CPU; with `augment` the mean of 8 draws."""
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
-    with reduced(precision, device), seeded(seed, device):
+    """Return the model's probabilities of the classes, in evaluation mode, on the CPU.
+
+    `batch` inputs are computed at once. With `augment` it is the mean over 8 random changes of each input, drawn from
+    `seed`.
+    """
+    device = next(model.parameters()).device
+    with evaluating(model), reduced(precision, device), seeded(seed, device):
         found = []
         for part in torch.split(x, batch):
             inputs = part.to(device)
             draws = [augment(inputs) for _ in range(DRAWS)] if augment else [inputs]
             found.append(torch.stack([model(draw).float().softmax(1) for draw in draws]).mean(0))
-    model.train(training)
     return torch.cat(found).cpu()
 
 

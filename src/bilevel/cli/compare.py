@@ -21,13 +21,12 @@ from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,
     UNROLLED,
-    WIDTH,
     Budget,
     Subject,
     compare,
-    cost_of,
     deterministic,
     rated,
+    steps_of,
     synthetic,
 )
 from bilevel.applications.comparison.synthetic_problems import examples
@@ -45,7 +44,7 @@ from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
 NAMES = [example.name for example in examples()]
 SHOWN = "penalty,approx-grad,reverse-mode,alternating"
 FORMATS = (".png", ".svg", ".pdf")
-GRADIENTS = 10_000
+EVALUATIONS = 5_000
 """The budget, where none is given."""
 
 
@@ -66,37 +65,31 @@ def command(
             "reverse-mode:lower_steps=20:upper_rate=0.01."
         ),
     ] = SHOWN,
-    gradients: Annotated[
+    evaluations: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="The budget of each method in one trial: gradients, which are evaluations of g and products with its "
-            "second derivatives. A step-wise method takes the most upper steps that it pays for, and measures its "
-            f"scales before them for free; penalty, without data, ends with the step that spends it. By default "
-            f"{GRADIENTS:,}.",
+            help="The budget of each method in one trial: evaluations of g. A step-wise method takes as many upper "
+            "steps as it pays for; penalty, without data, ends with the step that spends it. By default "
+            f"{EVALUATIONS:,}.",
         ),
     ] = None,
-    evaluations: Annotated[
-        int | None,
-        typer.Option(min=1, help="The budget as evaluations of g alone instead; products and f are free."),
+    steps: Annotated[int | None, typer.Option(min=1, help="The budget in upper steps instead.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="The budget in seconds instead. The number of steps is estimated from the time of the first few."
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Upper steps instead, the same for all methods.")] = None,
     upper_rate: Annotated[
         float | None,
         typer.Option(
-            help="The learning rate of u (Adam) of step-wise methods that do not set their own (upper_rate=...). By "
-            "default, on the four problems, one that lets a coordinate travel by "
-            f"{WIDTH:g}, the width of the domain, within the steps; on a file, by 5, "
-            f"and 1e-3 for {' and '.join(PRESETS)}."
+            help="The learning rate of u (Adam) of step-wise methods that do not set their own (upper_rate=...)."
         ),
     ] = None,
     lower_rate: Annotated[
         float | None,
-        typer.Option(
-            help="That of v: of Adam, and of gradient descent for reverse-mode and forward-mode. By default from the "
-            f"first gradients; for {' and '.join(PRESETS)} the T-th part of that of u on the four problems, 1e-4 on a "
-            "file."
-        ),
+        typer.Option(help="The learning rate of v: of Adam, or of gradient descent for reverse-mode and forward-mode."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Starts; every method has the same.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="What the starts are drawn from.")] = 0,
@@ -107,9 +100,9 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Run methods on one problem, from the same starts and with the same budget, and show how they end."""
-    budget = _budget(gradients, evaluations, steps)
+    budget = _budget(evaluations, steps, seconds)
     rates = {"upper_rate": _rate("--upper-rate", upper_rate), "lower_rate": _rate("--lower-rate", lower_rate)}
-    chosen = {text: _method(text, rates, paced=problem in NAMES) for text in _listed(methods)}
+    chosen = {text: _method(text, rates) for text in _listed(methods)}
     subject, text = _subject(problem, trials, seed)
     folder = Folder(out)
     image = _image(out, plot)
@@ -132,10 +125,7 @@ def command(
         "seed": seed,
         "problem": problem,
         "trials": trials,
-        "gradients": None,
-        "evaluations": None,
-        "steps": None,
-        budget.unit: budget.most,
+        "budget": {budget.unit: budget.most},
         **rates,
         "measure": "error" if rows and rows[0]["error"] is not None else "f",
         "seconds": round(sum(row["seconds"] for row in rows), 3),
@@ -152,16 +142,14 @@ def command(
         )
 
 
-def _budget(gradients: int | None, evaluations: int | None, steps: int | None) -> Budget:
-    given = {"--gradients": gradients, "--evaluations": evaluations, "--steps": steps}
-    named = [name for name, value in given.items() if value is not None]
+def _budget(evaluations: int | None, steps: int | None, seconds: float | None) -> Budget:
+    given = {"evaluations": evaluations, "steps": steps, "seconds": seconds}
+    named = {unit: value for unit, value in given.items() if value is not None}
     if len(named) > 1:
-        raise OptionError(f"{' and '.join(named)} are different ways to say the budget; give one of them.")
-    if steps is not None:
-        return Budget("steps", steps)
-    if evaluations is not None:
-        return Budget("evaluations", evaluations)
-    return Budget("gradients", GRADIENTS if gradients is None else gradients)
+        options = " and ".join(f"--{unit}" for unit in named)
+        raise OptionError(f"{options} are different ways to set the budget; give one of them.")
+    unit, most = next(iter(named.items()), ("evaluations", EVALUATIONS))
+    return Budget(unit, most)
 
 
 def _rate(name: str, value: Any) -> float | None:
@@ -179,10 +167,10 @@ def _listed(text: str) -> list[str]:
     return names
 
 
-def _method(text: str, rates: dict[str, float | None], *, paced: bool) -> Method:
+def _method(text: str, rates: dict[str, float | None]) -> Method:
     """`name` or `name:option=value:option=value`, with the rates it names.
 
-    A preset has rates of its own: those of the command go in their place, and where the subject is `paced`, none.
+    A preset has rates of its own; the rates of the command replace them.
     """
     name, *parts = text.split(":")
     if name not in METHODS:
@@ -204,8 +192,6 @@ def _method(text: str, rates: dict[str, float | None], *, paced: bool) -> Method
                 options[optimizer] = partial(torch.optim.Adam, lr=options.pop(key))
         elif name in PRESETS and rate is not None:
             options[key] = rate
-        elif name in PRESETS and paced:
-            options[optimizer] = None
     known = _options_of(name)
     for key in options:
         if key not in known:
@@ -256,7 +242,7 @@ def _rated(name: str, subject: Subject, method: Any, rates: dict[str, float | No
 def _refuse(name: str, subject: Subject, method: Method) -> None:
     """Let a method refuse the problem before any other has run."""
     try:
-        cost_of(subject.starts(method)[0], method)
+        steps_of(subject.starts(method)[0], method, Budget("steps", 1))
     except OptionError as error:
         raise OptionError(f"{name}: {error}") from error
 

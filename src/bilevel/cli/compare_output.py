@@ -15,14 +15,14 @@ from rich.table import Table
 
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import counted
-from bilevel.applications.comparison.compare import METHODS, WIDTH
+from bilevel.applications.comparison.compare import METHODS
 
 
 def show(result: Mapping[str, Any]) -> None:
     """One table, or two where one is too wide for the terminal, and what the columns do not say."""
     console = Console()
-    unit = next(unit for unit in ("gradients", "evaluations", "steps") if result[unit] is not None)
-    title = f"{result['problem']}, {counted(result['trials'], 'start')}, {result[unit]:,} {unit}"
+    ((unit, most),) = result["budget"].items()
+    title = f"{result['problem']}, {counted(result['trials'], 'start')}, {most:,} {unit}"
     if result["trials"] > 1:
         title += "; means over the starts"
     known = result["measure"] == "error"
@@ -33,11 +33,9 @@ def show(result: Mapping[str, Any]) -> None:
         "Ended": [row["status"] for row in result["methods"]],
     }
     took = {
-        "Gradients": [f"{row['gradients']:,.0f}" for row in result["methods"]],
         "Evaluations": [f"{row['evaluations']:,.0f}" for row in result["methods"]],
         "Steps": [f"{row['steps']:,.0f}" for row in result["methods"]],
         "Seconds": [f"{row['seconds']:.1f}" for row in result["methods"]],
-        "Memory": [_bytes(row["memory"]) for row in result["methods"]],
     }
     names = [row["method"] for row in result["methods"]]
     both = _table(title, names, ends | took)
@@ -49,8 +47,6 @@ def show(result: Mapping[str, Any]) -> None:
     else:
         console.print(_table(title, names, ends))
         console.print(_table("", names, took))
-    for note in _notes(result, unit):
-        console.print(note, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _table(title: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
@@ -64,34 +60,8 @@ def _table(title: str, names: Sequence[str], columns: dict[str, list[str]]) -> T
     return table
 
 
-def _notes(result: Mapping[str, Any], unit: str) -> list[str]:
-    notes = [
-        "Gradients are evaluations of g and products with its second derivatives, counted, in one start; Memory is the "
-        "most that the tensors of one upper step took."
-    ]
-    if unit == "evaluations":
-        notes.append("The budget is of evaluations: products are not counted in it.")
-    if unit != "steps":
-        notes.append("What a step-wise method measures before its first step is in Evaluations, and not in the budget.")
-    rates = [f"{row['method']} {row['upper_rate']:.2g}" for row in result["methods"] if row["upper_rate"] is not None]
-    if rates:
-        notes.append(
-            f"Upper rates that let a coordinate of u travel by {WIDTH:g}, the width of the domain, within the steps: "
-            f"{', '.join(rates)}."
-        )
-    return notes
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
-
-
 def draw(result: Mapping[str, Any], image: Path) -> None:
-    """Error, or f, of every method against gradients."""
+    """Plot the error, or f, of every method against evaluations of g."""
     style: dict[Any, Any] = {
         "axes.spines.right": False,
         "axes.spines.top": False,
@@ -108,7 +78,7 @@ def draw(result: Mapping[str, Any], image: Path) -> None:
         if result["measure"] == "error":
             axes.set_yscale("log")
         axes.set(
-            xlabel="evaluations of g and products with its second derivatives",
+            xlabel="evaluations of g",
             ylabel=result["measure"],
             title=result["problem"],
         )

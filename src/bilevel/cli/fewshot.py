@@ -16,8 +16,7 @@ from torch import nn
 
 from bilevel._util.checks import in_range
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
-from bilevel.applications.few_shot.classifier import BACKBONES
-from bilevel.applications.few_shot.meta_train import (
+from bilevel.applications.few_shot import (
     TRAINING,
     TaskSampler,
     Training,
@@ -28,6 +27,7 @@ from bilevel.applications.few_shot.meta_train import (
     feature_count,
     meta_train,
 )
+from bilevel.applications.few_shot.classifier import BACKBONES
 from bilevel.cli import python_file
 from bilevel.cli.device import device_of
 from bilevel.cli.fewshot_again import embed_only, evaluate_again, report, with_embeddings

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bilevel.applications.few_shot import TaskSampler, adapt_and_evaluate
 from bilevel.applications.few_shot.classifier import SCALE
-from bilevel.applications.few_shot.meta_train import TaskSampler, adapt_and_evaluate
 from bilevel.cli import python_file
 from bilevel.cli.fewshot_asked import load, network_of
 from bilevel.cli.fewshot_classes import unseen

@@ -11,8 +11,8 @@ from torch import nn
 
 from bilevel._util.checks import did_you_mean
 from bilevel._util.random_state import seeded
+from bilevel.applications.few_shot import TaskSampler, backbone
 from bilevel.applications.few_shot.classifier import BACKBONES
-from bilevel.applications.few_shot.meta_train import TaskSampler, backbone
 from bilevel.cli import python_file
 from bilevel.data.class_images import ClassSplits
 from bilevel.data.class_sets import NAMES, load_classes

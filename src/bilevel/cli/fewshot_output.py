@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bilevel import __version__
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
-from bilevel.applications.few_shot.meta_train import Evaluation, TaskSampler, embed
+from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.folder import Folder
 from bilevel.data.class_images import ImageClasses
 from bilevel.data.class_sets import read_like

@@ -18,13 +18,13 @@ from bilevel._util.checks import did_you_mean, in_range
 from bilevel._util.parallel_map import one_thread
 from bilevel._util.text import first_of
 from bilevel.applications.default_classifier import KINDS
-from bilevel.applications.poisoning.audit import Aim, Ground, Outcome, carry_out, goal_of, on_features, prepare
+from bilevel.applications.poisoning.audit import AttackResult, Audit, audit, carry_out
 from bilevel.applications.poisoning.bounds import Bound
+from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, goal_of, on_features, prepare
 from bilevel.cli.denoise import SMALL
 from bilevel.cli.device import device_of
 from bilevel.cli.model import classifier_of
 from bilevel.cli.options import DataArgument, DeviceOption, JsonOption, LabelOption, ResumeOption, SeedOption
-from bilevel.cli.poison_audit import Audit, audit_of
 from bilevel.cli.poison_output import FILES, show, summary, write
 from bilevel.cli.progress import RunBar
 from bilevel.cli.run_state import begin, finished, folder_of, resumable
@@ -169,8 +169,13 @@ def command(
 
 
 def _run(
-    ground: Ground, aim: Aim, bound: Bound | None, asked: Mapping[str, Any], checkpoint: Path, resume: bool
-) -> tuple[Ground, Outcome, Audit | None]:
+    ground: AttackSetting,
+    aim: AttackGoal,
+    bound: Bound | None,
+    asked: Mapping[str, Any],
+    checkpoint: Path,
+    resume: bool,
+) -> tuple[AttackSetting, AttackResult, Audit | None]:
     if aim.kind == "clean-label":
         ground = on_features(ground)
     outcome = carry_out(
@@ -183,7 +188,20 @@ def _run(
         resume=resume,
         callbacks=[RunBar("moving points")],
     )
-    return ground, outcome, audit_of(ground, aim, bound, outcome, asked, checkpoint) if asked["audit"] else None
+    found = None
+    if asked["audit"]:
+        found = audit(
+            ground,
+            aim,
+            bound,
+            outcome,
+            steps=asked["steps"],
+            cost=asked["cost"],
+            checkpoint=checkpoint,
+            seed=asked["seed"],
+            callbacks=lambda label: [RunBar(label)],
+        )
+    return ground, outcome, found
 
 
 # -- what was asked for ------------------------------------------------------------------------------------------------
@@ -213,7 +231,7 @@ def _refuse(asked: Mapping[str, Any]) -> None:
         raise OptionError(f"--cost must be above 0 and at most 100 points; got {asked['cost']:g}.")
 
 
-def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:
+def _aim(asked: Mapping[str, Any], ground: AttackSetting) -> AttackGoal:
     classes = ground.data.classes
     points = asked["points"]
     if points is None:
@@ -228,7 +246,7 @@ def _aim(asked: Mapping[str, Any], ground: Ground) -> Aim:
     )
     if source is not None and source == wanted:
         raise OptionError(f"--target-class and --as must be two classes; both are {asked['as']!r}.")
-    return Aim(asked["attack"], points, source, wanted, asked["target"])
+    return AttackGoal(asked["attack"], points, source, wanted, asked["target"])
 
 
 def _class(option: str, name: str, classes: tuple[str, ...]) -> int:
@@ -245,5 +263,5 @@ def _bound(epsilon: float | None, norm: Norm, data: Labelled) -> Bound | None:
     return Bound(epsilon / steps, norm.value)
 
 
-def _noted(ground: Ground, note: str) -> Ground:
+def _noted(ground: AttackSetting, note: str) -> AttackSetting:
     return replace(ground, notes=(*ground.notes, note))

@@ -17,9 +17,9 @@ from bilevel import __version__
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.denoising.clean_dataset import thumbnails
-from bilevel.applications.poisoning.audit import Aim, Ground, Outcome, target_of, wanted_of
+from bilevel.applications.poisoning.audit import AttackResult, Audit, shown
+from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, target_of, wanted_of
 from bilevel.cli.folder import Folder
-from bilevel.cli.poison_audit import Audit, shown
 from bilevel.report.page import Table as ReportTable
 from bilevel.report.poison import Point, PoisonPage, Target, render_poison
 
@@ -35,9 +35,9 @@ HARM = 0.01
 
 
 def summary(
-    ground: Ground,
-    aim: Aim,
-    outcome: Outcome,
+    ground: AttackSetting,
+    aim: AttackGoal,
+    outcome: AttackResult,
     audit: Audit | None,
     model: str,
     asked: Mapping[str, Any],
@@ -127,7 +127,12 @@ def _share(value: float) -> str:
 
 
 def write(
-    folder: Folder, ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]
+    folder: Folder,
+    ground: AttackSetting,
+    aim: AttackGoal,
+    outcome: AttackResult,
+    audit: Audit | None,
+    result: Mapping[str, Any],
 ) -> Path:
     """Write all files, the result last; returns the path of the page."""
     poison, names = outcome.poison, np.array(ground.data.classes)
@@ -150,22 +155,24 @@ def write(
     return page
 
 
-def _unseen(aim: Aim) -> str:
+def _unseen(aim: AttackGoal) -> str:
     return "of which the attack knew one, its target" if aim.kind == "clean-label" else "that the attack never saw"
 
 
-def _trusted(ground: Ground, aim: Aim, outcome: Outcome) -> int:
+def _trusted(ground: AttackSetting, aim: AttackGoal, outcome: AttackResult) -> int:
     """The validation rows, without those that clean-label points began from."""
     out = len(set(outcome.poison.rows.tolist())) if aim.kind == "clean-label" else 0
     return len(ground.validation[1]) - out
 
 
-def _rows(ground: Ground, aim: Aim, rows: Tensor) -> np.ndarray:
+def _rows(ground: AttackSetting, aim: AttackGoal, rows: Tensor) -> np.ndarray:
     """Where the bases stood in the data as it was read; of a clean-label attack, among the validation rows."""
     return rows.numpy() if aim.kind == "clean-label" else ground.data.positions[rows.numpy()]
 
 
-def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]) -> PoisonPage:
+def _page(
+    ground: AttackSetting, aim: AttackGoal, outcome: AttackResult, audit: Audit | None, result: Mapping[str, Any]
+) -> PoisonPage:
     rows = _accuracy_rows(result)
     gained = float(result["success"] or 0.0) - float(result["clean_success"] or 0.0)
     harmed = gained > 2 * HARM or (
@@ -239,7 +246,7 @@ def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _target(ground: Ground, aim: Aim) -> Target | None:
+def _target(ground: AttackSetting, aim: AttackGoal) -> Target | None:
     """The input that a clean-label attack is aimed at; a picture of images alone."""
     if aim.kind != "clean-label":
         return None
@@ -252,7 +259,7 @@ def _target(ground: Ground, aim: Aim) -> Target | None:
     return Target(text, None if shown is None else shown[0])
 
 
-def _points(ground: Ground, aim: Aim, outcome: Outcome) -> list[Point]:
+def _points(ground: AttackSetting, aim: AttackGoal, outcome: AttackResult) -> list[Point]:
     poison, names = outcome.poison, ground.data.classes
     images = ground.data.kind == "images"
     every = torch.arange(len(poison.labels))

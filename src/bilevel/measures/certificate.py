@@ -16,6 +16,7 @@ from bilevel._util.tensor_lists import norm, spread
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices, violation
+from bilevel.optim.linear_solvers import conjugate_gradients
 from bilevel.problem.problem import Problem
 from bilevel.results import Certificate
 
@@ -117,35 +118,24 @@ def _damping(lam: Tensor, gamma: Tensor) -> float:
 def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
     """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
     d = state.derivatives
-    count = len(d.v.leaves)
     with keeping(d.v.buffers() + d.u.buffers()):
         upper, lower, _ = _batches(state, sources, d.problem)
         f_v = _mean([d.direct(make(False)).v for make in upper])
-        return conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], f_v)[0]
+        return _solved(d, lower, f_v)[0]
 
 
-def conjugate_gradients(
-    d: Derivatives, product: Callable[[list[Tensor]], list[Tensor]], target: list[Tensor]
-) -> tuple[list[Tensor], float]:
-    """(q, largest relative residual) of g_vv q = target, in each trial. It ends early, which it decides on the host."""
-    q, r, p = [torch.zeros_like(t) for t in target], list(target), list(target)
-    square = start = d.dot(r, r)
-    goal = start * _accuracy(d) ** 2
-    going = square > goal
-    for _ in range(min(CG_ITERATIONS, 2 * d.v.size)):
-        if not bool(going.any()):
-            break
-        hp = product(p)
-        bend = d.dot(p, hp)
-        going = going & (bend > 1e-14 * d.dot(p, p))
-        length = torch.where(going, square / torch.where(going, bend, 1.0), 0.0)
-        q = [x + spread(length, x) * y for x, y in zip(q, p, strict=True)]
-        r = [x - spread(length, x) * y for x, y in zip(r, hp, strict=True)]
-        new = d.dot(r, r)
-        ratio = torch.where(going, new / torch.where(going, square, 1.0), 0.0)
-        p = [x + spread(ratio, x) * y for x, y in zip(r, p, strict=True)]
-        square = torch.where(going, new, square)
-        going = going & (square > goal)
+def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """Solve g_vv q = target; return q and the largest relative residual of a trial."""
+    count = len(d.v.leaves)
+    q, square = conjugate_gradients(
+        lambda p: _product(d, lower, p)[:count],
+        target,
+        d.dot,
+        steps=min(CG_ITERATIONS, 2 * d.v.size),
+        accuracy=_accuracy(d),
+        flat=1e-14,
+    )
+    start = d.dot(target, target)
     relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
     return q, float(relative.max().sqrt())
 
@@ -195,8 +185,7 @@ def _hypergradient_error(
 ) -> float | None:
     """Solve g_vv q = f_v by conjugate gradients and compare f_u - g_uv q with grad_u F."""
     count = len(d.v.leaves)
-    target = list(slopes[:count])
-    q, left = conjugate_gradients(d, lambda p: _product(d, lower, p)[:count], target)
+    q, left = _solved(d, lower, slopes[:count])
     if left > max(_accuracy(d), 1e-3):
         return None
     through = _product(d, lower, q)[count:]

@@ -22,6 +22,47 @@ BETAS = (0.9, 0.999)
 TINY = 1e-8
 
 
+def conjugate_gradients(
+    product: Product,
+    b: Sequence[Tensor],
+    dot: Dot,
+    *,
+    steps: int,
+    accuracy: float | None = None,
+    start: tuple[list[Tensor], list[Tensor]] | None = None,
+    precondition: Product | None = None,
+    flat: float = 0.0,
+) -> tuple[list[Tensor], Tensor]:
+    """Solve A q = b by conjugate gradients; return q and |b - A q|^2, for each trial.
+
+    `product` multiplies by A, and `precondition` by a matrix near its inverse. With an `accuracy`, the iteration ends
+    when |b - A q| <= accuracy |b|, which it decides on the host; without one, it takes all `steps` without a host read.
+    `start` is (q, b - A q), by default (0, b). A trial keeps its q from the step on at which the residual is down to
+    the accuracy (or to rounding), or the curvature of a direction p is at most `flat` |p|^2.
+    """
+    q, r = start or ([torch.zeros_like(x, requires_grad=False) for x in b], list(b))
+    z = precondition(r) if precondition else r
+    p, slope = z, dot(r, z)
+    square = dot(r, r) if precondition else slope
+    goal = dot(b, b) * (torch.finfo(square.dtype).eps if accuracy is None else accuracy) ** 2
+    going = torch.ones_like(square, dtype=torch.bool)
+    for _ in range(steps):
+        going = going & (square > goal)
+        if accuracy is not None and not bool(going.any()):
+            break
+        bent = product(p)
+        bend = dot(p, bent)
+        going = going & (bend > (flat * dot(p, p) if flat else 0))
+        a = torch.where(going, slope / torch.where(going, bend, 1.0), 0.0)
+        q, r = _add(q, a, p), _add(r, -a, bent)
+        z = precondition(r) if precondition else r
+        new = dot(r, z)
+        square = torch.where(going, dot(r, r) if precondition else new, square)
+        p = _add(z, torch.where(going, new / torch.where(going, slope, 1.0), 0.0), p)
+        slope = new
+    return q, square
+
+
 class LinearSolver(ABC):
     """A solver and its q. A solve changes only `state`, in place; all of it is zero at the start."""
 
@@ -68,20 +109,8 @@ class ConjugateGradients(LinearSolver):
         self.products = steps + warm_start
 
     def _solved(self, product: Product, b: list[Tensor], left: Tensor) -> list[Tensor]:
-        q, r = list(self.q), self._residual(product, b)
-        p, square = r, self.dot(r, r)
-        least = self.dot(b, b) * torch.finfo(square.dtype).eps ** 2
-        going = torch.ones_like(square, dtype=torch.bool)
-        for _ in range(self.steps):
-            bent = product(p)
-            bend = self.dot(p, bent)
-            going = going & (bend > 0) & (square > least)
-            a = torch.where(going, square / torch.where(going, bend, 1.0), 0.0)
-            q, r = _add(q, a, p), _add(r, -a, bent)
-            new = self.dot(r, r)
-            p = _add(r, torch.where(going, new / torch.where(going, square, 1.0), 0.0), p)
-            square = new
-        return q
+        start = (list(self.q), self._residual(product, b))
+        return conjugate_gradients(product, b, self.dot, steps=self.steps, start=start)[0]
 
 
 class Neumann(LinearSolver):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import types
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilevel._util.atomic_files import write_whole
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
@@ -52,6 +55,28 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
                 f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
                 "It is left as it is; pass the same arguments to resume it, or another folder to start anew."
             )
+
+
+def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None:
+    """Write the task of a run to `folder`/task.json, or check that the folder holds this task.
+
+    A folder of another task is refused, and without `resume` every folder that holds a task.
+    """
+    file = folder / "task.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(task) + "\n")
+        return
+    if not resume:
+        raise CheckpointError(
+            f"{folder} already holds a run, and nothing is overwritten. Pass resume=True to continue it, or another "
+            "folder."
+        )
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
+    compare(before if isinstance(before, dict) else {}, json.loads(json.dumps(task)), folder)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -14,8 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bilevel._util.checks import in_range, one_of
 from bilevel.applications.tuning.caution import tune_cautiously
-from bilevel.applications.tuning.folded_linear_model import Loss, Rows, invertible
-from bilevel.applications.tuning.folds import folds_of
+from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, invertible
 from bilevel.applications.tuning.linear_tuning import tune_linear
 from bilevel.applications.tuning.sparse_inputs import from_scipy
 from bilevel.errors import OptionError

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bilevel._util.text import counted
-from bilevel.applications.comparison.synthetic_problems import Attempt, Example, attempt, examples, nth
+from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
 from bilevel.cli.folder import Folder
 from bilevel.cli.options import JsonOption
 from bilevel.cli.progress import Bar
@@ -26,6 +26,7 @@ from bilevel.methods.penalty import Penalty
 from bilevel.report.page import Card, Report, convergence, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
+from bilevel_studies.synthetic.attempts import DESCRIPTIONS, Attempt, attempt
 
 GOAL = 1e-6
 GOAL_TEXT = "1e-6"
@@ -81,7 +82,7 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
             for i in range(count):
                 for k in range(starts):
                     example = examples(DIMENSION, seed=nth(seed, k))[i]
-                    bar.update(task, description=example.title)
+                    bar.update(task, description=DESCRIPTIONS[example.name].title)
                     found = attempt(example, method, nth(seed, k), max_steps=MAX_STEPS)
                     if found.solution.interrupted:
                         return False
@@ -142,10 +143,9 @@ def _history(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    titles = {example.name: example.title for example in examples(DIMENSION)}
     return [
         (
-            titles[p["name"]],
+            DESCRIPTIONS[p["name"]].title,
             f"{p['solved']}/{p['starts']}",
             f"{p['median_error']:.1e}",
             f"{p['median_steps']:g}",
@@ -200,12 +200,12 @@ def _report(results: Results, result: Mapping[str, Any], config: Mapping[str, An
 
 
 def _card(example: Example, attempts: Sequence[Attempt]) -> Card:
-    solved = sum(a.distance <= GOAL for a in attempts)
+    solved, text = sum(a.distance <= GOAL for a in attempts), DESCRIPTIONS[example.name]
     label = (
-        f"{example.title}: error against step on a logarithmic axis. {solved} of {len(attempts)} starts are solved; "
+        f"{text.title}: error against step on a logarithmic axis. {solved} of {len(attempts)} starts are solved; "
         f"the median start ends at an error of {median(a.error for a in attempts):.1e} after "
         f"{median(a.solution.steps for a in attempts):g} steps."
     )
     figure = convergence(example.name, [a.errors for a in attempts], goal=GOAL, label=label)
-    facts = [("f", example.f), ("g", example.g), ("solution", example.solutions), ("error", example.measure)]
-    return Card(example.title, figure, facts, note=example.note)
+    facts = [("f", text.f), ("g", text.g), ("solution", text.solutions), ("error", text.measure)]
+    return Card(text.title, figure, facts, note=text.note)

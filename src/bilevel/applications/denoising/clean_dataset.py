@@ -1,7 +1,7 @@
-"""A labelled data set cleaned: denoising, what it is compared with, and what a user should know of it.
+"""Clean a labelled data set: denoising, what it is compared with, and notes for the user.
 
-The accuracies are those on the test set. Where there is none, a fifth of the trusted set is held out from all training
-and stands in for it, if it is large enough.
+Accuracies are measured on the test set. Without one, a fifth of the trusted set is held out from all training and
+replaces it, if the trusted set is large enough.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from bilevel._util.checks import in_range
+from bilevel._util.optional import require
 from bilevel._util.random_state import derived
 from bilevel._util.text import agreeing, counted, first_of
 from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
@@ -31,17 +32,17 @@ from bilevel.methods.base import Method
 from bilevel.running.callbacks import Callback
 
 PER_CLASS = 10
-"""Trusted examples of each class that are drawn where their number is not given."""
+"""The default number of trusted examples of each class."""
 HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
-"""The share of the trusted set that stands in for a test set, and the rows, in all and of a class, that it needs."""
+"""The share of the trusted set that replaces a test set, and the least rows for this, in all and of each class."""
 AS_GOOD = 0.005
-"""A difference in accuracy that is none, however many rows it is of."""
+"""The largest difference in accuracy that counts as no difference, on any number of rows."""
 Noise = Literal["symmetric", "asymmetric"]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data with a trusted set. `truth` holds the labels before `noise` made some of them wrong on purpose."""
+    """Data with a trusted set. `truth` has the labels before `noise` made some of them wrong on purpose."""
 
     data: Labelled
     truth: Tensor | None = None
@@ -58,52 +59,51 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What `clean` found. Accuracies are fractions of 1, by the name of what was trained."""
+    """The result of `clean`. Accuracies are fractions of 1, by the name of the training."""
 
     denoised: Denoised
     accuracies: dict[str, float]
     auc: float | None
-    """Of the quality as a sign of a right label, where the wrong ones are known; likewise F1 of the suspects."""
+    """The AUC of the quality as a sign of a right label, if the wrong labels are known."""
     f1: float | None
+    """The F1 score of the suspects, if the wrong labels are known."""
     notes: tuple[str, ...]
 
 
 def prepare(
     data: Labelled, *, trusted: int | None = None, noise: float | None = None, kind: Noise = "symmetric", seed: int = 0
 ) -> Prepared:
-    """Data ready for `clean`: rows drawn as trusted where the data has none, wrong labels on purpose, a held-out part.
+    """Return data ready for `clean`: with trusted rows, wrong labels on purpose, and a test set or a held-out part.
 
-    `trusted` rows are drawn before `noise` is made, so that their labels are those of the source.
+    - `trusted`: the number of rows to draw as trusted if the data has none; default 10 for each class. They are drawn
+      before `noise`, so their labels are the original ones.
+    - `noise`: the share of labels to make wrong, default none; `kind` is "symmetric" or "asymmetric".
+
+    >>> from bilevel.data import load
+    >>> prepare(load("digits"), trusted=200, noise=0.3).data.count  # doctest: +SKIP
     """
-    notes = list(data.notes)
-    rows: tuple[int, ...] = ()
     in_range("noise", noise, least=0, below=1)
+    rows: tuple[int, ...] = ()
+    notes, truth, held_out = list(data.notes), None, False
     if data.trusted is None:
-        drawn = trusted or PER_CLASS * len(data.classes)
-        if drawn >= data.count:
-            raise OptionError(
-                f"trusted must be below the {data.count} rows of {data.name}, of which they are drawn; got {drawn}."
-            )
-        before, data = data, split_trusted(data, drawn, seed)
+        before, data = data, _with_trusted(data, trusted or PER_CLASS * len(data.classes), seed)
         rows = tuple(sorted(set(before.positions.tolist()) - set(data.positions.tolist())))
         if noise is None:
             notes.append(
-                f"The trusted set is {counted(drawn, 'row')} drawn from the data, whose labels are taken as right. "
+                f"The trusted set is {counted(len(rows), 'row')} drawn from the data, whose labels are taken as right. "
                 "Check them (`trusted_rows` in result.json): a wrong label among them counts for many."
             )
         if gone := sorted(set(data.part("trusted")[1].tolist()) - set(data.y.tolist())):
             notes.append(
-                f"All rows labelled {first_of((data.classes[c] for c in gone), 10)} are drawn as trusted, so that none "
-                "is left to clean: see whether this is a class at all."
+                f"All rows labelled {first_of((data.classes[c] for c in gone), 10)} are drawn as trusted, so none is "
+                "left to clean: check whether this is a class at all."
             )
     elif trusted is not None:
         raise OptionError(f"trusted={trusted} draws rows, but the data has {len(data.trusted[1])} trusted ones.")
-    truth = None
     if noise is not None:
         truth = data.y
         data = replace(data, y=corrupt(data.y, noise, len(data.classes), seed, kind))
-    held_out = False
-    _refuse_missing(data)
+    _check_classes(data)
     notes += _duplicates(data)
     if data.test is None:
         data, held_out, more = _held_out(data, seed)
@@ -114,18 +114,24 @@ def prepare(
         count = data.count
         data, truth, more = _apart(data, truth)
         notes += more
-        _refuse_missing(data, count - data.count)
+        _check_classes(data, count - data.count)
     return Prepared(data, truth, held_out, tuple(notes), rows)
 
 
+def _with_trusted(data: Labelled, drawn: int, seed: int) -> Labelled:
+    if drawn >= data.count:
+        raise OptionError(f"trusted must be below the {data.count} rows of {data.name}; got {drawn}.")
+    return split_trusted(data, drawn, seed)
+
+
 def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
-    """The data with a fifth of the trusted set as the test set, whether it could be had, and notes."""
+    """Move a fifth of the trusted set into the test set if that is possible; return the data, whether it was, notes."""
     kept = data.part("trusted")
     count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
     if count < LEAST_TRUSTED or least < LEAST_OF_CLASS:
         note = (
-            f"No accuracy is measured: there is no test set, and the trusted one, with {counted(count, 'row')} and "
-            f"{least} of its rarest class, is too small to hold a part of it out: that takes {LEAST_TRUSTED} rows, and "
+            f"No accuracy is measured: there is no test set, and the trusted set, with {counted(count, 'row')} and "
+            f"{least} of its rarest class, is too small to hold a part out: that needs {LEAST_TRUSTED} rows, and "
             f"{LEAST_OF_CLASS} of each class."
         )
         return data, False, [note]
@@ -136,15 +142,15 @@ def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
         data, notes = _untrained(replace(data, trusted=(parted.x, parted.y), test=parted.test), "held-out part")
     except DataError:
         note = (
-            "No accuracy is measured: there is no test set, and a part of the trusted one cannot be held out, as its "
-            "rows are in the rest of it, too."
+            "No accuracy is measured: there is no test set, and no part of the trusted set can be held out, because "
+            "its rows are also in the rest of it."
         )
         return data, False, [note]
     return data, True, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
 
 
-def _refuse_missing(data: Labelled, out: int = 0) -> None:
-    """Refuse data that nothing can be learnt of; `out` rows of it were left out, as they are in the test set."""
+def _check_classes(data: Labelled, out: int = 0) -> None:
+    """Refuse data from which nothing can be learned; `out` rows were left out because they are in the test set."""
     if not data.count:
         raise DataError(
             "the data must have rows that are not in the test set or the held-out part; all its "
@@ -165,7 +171,7 @@ def _refuse_missing(data: Labelled, out: int = 0) -> None:
 
 
 def _duplicates(data: Labelled) -> list[str]:
-    """A note on rows that are in the trusted set, too. They stay: the trusted set decides what they are worth."""
+    """Return a note on rows that are also in the trusted set. They stay: the trusted set decides their importance."""
     twins = _twins(data.x, data.part("trusted"))
     found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
     if not found:
@@ -173,11 +179,11 @@ def _duplicates(data: Labelled) -> list[str]:
     other = sum(a != b for a, b in found)
     rows, are = counted(len(found), "row"), agreeing(len(found), "is", "are")
     stay = agreeing(len(found), "it stays in", "they stay in")
-    return [f"{rows} {are} in the trusted set, too, {other} of them with another label; {stay}."]
+    return [f"{rows} {are} also in the trusted set, {other} of them with another label; {stay}."]
 
 
 def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
-    """The data without test rows that are in the trusted set, which is trained on; `name` is that of the test part."""
+    """Remove the test rows that are in the trusted set, which is trained on; `name` is the name of the test part."""
     x, y = data.part("test")
     rows = torch.tensor([twin is None for twin in _twins(x, data.part("trusted"))])
     if bool(rows.all()):
@@ -189,23 +195,23 @@ def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[s
         )
     out = int((~rows).sum())
     are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
-    note = f"{counted(out, 'row')} of the {name} {are} in the trusted set, too, which is trained on; {left}."
+    note = f"{counted(out, 'row')} of the {name} {are} also in the trusted set, which is trained on; {left}."
     return replace(data, test=(x[rows], y[rows])), [note]
 
 
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
-    """The data without rows that are in the test set, which must not be trained on."""
+    """Remove the rows that are in the test set, which must not be trained on."""
     rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
     if len(rows) == data.count:
         return data, truth, []
     out = data.count - len(rows)
     are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
-    note = f"{counted(out, 'row')} {are} in the test set or the held-out part, too; {left}."
+    note = f"{counted(out, 'row')} {are} also in the test set or the held-out part; {left}."
     return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
 
 
 def _twins(x: Tensor, pair: Pair) -> list[int | None]:
-    """For each row of x the label that the same row has in the pair, where it is there."""
+    """Return, for each row of x, the label of the same row in the pair, or None."""
     known = {row.numpy().tobytes(): int(label) for row, label in zip(*pair, strict=True)}
     return [known.get(row.numpy().tobytes()) for row in x]
 
@@ -225,7 +231,11 @@ def clean(
     tell: Tell = lambda stage, done, total: None,
     precision: Precision | None = None,
 ) -> Cleaned:
-    """Denoise, then train what the result is compared with, in as many steps as one round of `denoise`."""
+    """Denoise, then train the classifiers that the result is compared with, in as many steps as a round of `denoise`.
+
+    `baselines=False` leaves these out. `tell(stage, done, total)` is called in all trainings. The other options are
+    those of `denoise`.
+    """
     data = prepared.data
     first = copy.deepcopy(model)
     denoised = denoise(
@@ -258,15 +268,19 @@ def clean(
                 augment=augment,
                 precision=precision,
                 checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
-                watch=partial(_told, tell, f"comparing: {name}", total),
+                watch=partial(_report, tell, f"comparing: {name}", total),
             )
             accuracies[name] = accuracy(rival, data.test)
     auc, f1 = _scores(prepared, denoised)
     return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
 
 
+def _report(tell: Tell, stage: str, total: int, done: int) -> None:
+    tell(stage, done, total)
+
+
 def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
-    """What `clean` compares with, by name."""
+    """Yield what `clean` compares with, by name."""
     data, (x, y) = prepared.data, prepared.trusted
     yield "trusted set alone", (x, y)
     inputs = torch.cat([data.x, x])
@@ -278,24 +292,19 @@ def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
 def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | None]:
     if prepared.truth is None or not bool((wrong := (prepared.data.y != prepared.truth)).any()):
         return None, None
-    from sklearn.metrics import f1_score, roc_auc_score  # here: it takes as long to import as torch
-
-    auc = roc_auc_score(~wrong.numpy(), found.quality.numpy())
-    return float(auc), float(f1_score(wrong.numpy(), found.suspect.numpy()))
-
-
-def _told(tell: Tell, stage: str, total: int, done: int) -> None:
-    tell(stage, done, total)
+    metrics = require("sklearn.metrics", "apps")
+    auc = metrics.roc_auc_score(~wrong.numpy(), found.quality.numpy())
+    return float(auc), float(metrics.f1_score(wrong.numpy(), found.suspect.numpy()))
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
-    """A note for each way of training that does as well as denoising, as far as the rows measured on can tell."""
+    """Return a note for each way of training that does as well as denoising, as far as the measured rows can tell."""
     if "denoised" not in accuracies:
         return ()
     ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
     ways = {
         "labels as they are": "the labels as they are",
-        "trusted set alone": f"the {counted(len(prepared.trusted[1]), 'trusted row')} alone",
+        "trusted set alone": f"only the {counted(len(prepared.trusted[1]), 'trusted row')}",
     }
     rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
     found = [
@@ -308,22 +317,22 @@ def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]
 
 
 def _margin(a: float, b: float, count: int) -> float:
-    """A difference in accuracy that is none: the standard error of that of two shares of `count` rows, or AS_GOOD."""
+    """Return the largest difference in accuracy that counts as none: its standard error on `count` rows, or AS_GOOD."""
     return max(AS_GOOD, math.sqrt((a * (1 - a) + b * (1 - b)) / count))
 
 
 def as_bytes(x: Tensor) -> np.ndarray:
-    """Images in [0, 1] as bytes: (n, height, width), of several channels (n, height, width, channels)."""
+    """Return images in [0, 1] as bytes: (n, height, width), or (n, height, width, channels)."""
     return channels_last(_bytes(x))
 
 
 def is_bytes(x: Tensor) -> bool:
-    """Whether inputs are those of bytes: others, such as sixteenths, would be rounded."""
+    """Tell whether bytes can represent the inputs; others, such as sixteenths, would be rounded."""
     return bool(torch.equal(_bytes(x).float() / 255, x))
 
 
 def channels_last(x: Tensor) -> np.ndarray:
-    """Images as an array: (n, height, width), of several channels (n, height, width, channels)."""
+    """Return images as an array: (n, height, width), or (n, height, width, channels)."""
     found = x.permute(0, 2, 3, 1)
     return (found[..., 0] if found.shape[3] == 1 else found).numpy()
 
@@ -333,7 +342,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:
-    """Pictures of some rows of images, in grey or colour, with no side longer than `side`."""
+    """Return pictures of some rows of images, in grey or colour, with no side longer than `side`."""
     channels = 3 if x.shape[1] >= 3 else 1
     scale = min(1.0, side / max(x.shape[2:]))
     found = []

@@ -1,21 +1,19 @@
-"""Denoising: one importance for each training example, learnt from a small trusted set.
+"""Denoising: one importance for each training example, learned from a small trusted set.
 
     min_u  mean over the trusted set of l(x, y; v)   subject to
     v  =   argmin_v  sum_i w_i l(x_i, y_i; v) / sum_i w_i,    w_i = sigmoid(u_i)              (the paper's Eq. 3)
 
-The model is trained on the trusted set alone first. How the labels differ from what it says tells which class is
-labelled as which (`mistakes`), and so how probable each label is: u starts there. The classifier that is handed out is
-trained afterwards, in two rounds. In the first, every example counts by its importance, a trusted one by 1. In the
-second, every label is replaced by the probabilities of the classes, given the first round's answer and the label. All
-three trainings begin at the model's first weights. An example is a suspect if its importance is below 1/2 and the
-classifier says another class.
+First we train the model on the trusted set only. How the labels differ from its predictions shows which class is
+labelled as which (`label_mistakes`), and so how probable each label is: u starts there. After the bilevel run we train
+the classifier that is returned, in two rounds. In the first, every example counts by its importance, a trusted example
+by 1. In the second, every label is replaced by the probabilities of the classes, given the label and the prediction of
+the first round. All three trainings begin at the model's first weights. An example is a suspect if its importance is
+below 1/2 and the classifier predicts another class.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,16 +25,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel._util.atomic_files import write_whole
 from bilevel._util.checks import in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
 from bilevel.applications.training import Augment, Trainer, probabilities
+from bilevel.data import Pair
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import first_rank
 from bilevel.distributed.weighted_mean import weighted_mean
-from bilevel.errors import CheckpointError, OptionError, ProblemError
+from bilevel.errors import OptionError, ProblemError
 from bilevel.measures.batch_scales import DEEP_RATE
 from bilevel.methods.base import Method
 from bilevel.methods.penalty import Penalty
@@ -44,27 +42,28 @@ from bilevel.problem.problem import Problem
 from bilevel.problem.rows import Rows
 from bilevel.results import Solution, Status
 from bilevel.running.callbacks import Callback
+from bilevel.running.run_identity import claim, digest_of
 from bilevel.running.solve import solve
 
 PASSES, LEAST_STEPS = 12, 1200
-"""A run sees every example this often, and has at least this many steps."""
+"""The default number of passes over the examples, and the least number of steps."""
 CERTAIN = 2.5
-"""The largest log-odds of a right label that a run starts from."""
+"""The largest log-odds of a right label at the start of a run."""
 VISITS = 24
-"""Where an example is seen less often than this, its importance moves by less: few gradients tell little of it."""
+"""If an example is seen less often, its importance moves by less, because few gradients say little about it."""
 BATCH = 100, 200
-"""The size of a batch, and from LARGE examples on."""
+"""The size of a batch with fewer than LARGE examples, and with more."""
 LARGE = 10_000
 Tell = Callable[[str, int, int], object]
-"""Told a stage, the steps done in it and the steps that it has."""
+"""Called with a stage, the steps done in it, and their number."""
 
 
 @dataclass(frozen=True)
 class Denoised:
-    """What was learnt of each training example, in the order they came in, and the classifier.
+    """What was learned about each training example, in the order of `train`, and the classifier.
 
-    `suggested` is the class that the classifier gives, `confidence` its probability. `quality` is the importance times
-    the probability of the label as given: the order to review in.
+    `suggested` is the class that the classifier predicts, and `confidence` its probability. `quality` is the importance
+    times the probability of the given label: review the lowest first.
     """
 
     importance: Tensor
@@ -79,7 +78,7 @@ class Denoised:
 
     @property
     def noise_rate(self) -> float:
-        """The share of suspects: an estimate of the share of wrong labels."""
+        """The share of suspects, an estimate of the share of wrong labels."""
         return float(self.suspect.double().mean())
 
 
@@ -102,98 +101,56 @@ def denoise(
     engine: str = "auto",
     precision: Precision | None = None,
 ) -> Denoised:
-    """Learn the importance of each training example, and train `model` in place on what that leaves.
+    """Learn the importance of each training example, and train `model` in place with these importances.
 
-    `model` maps inputs to one score for each class; it may be on any device. Whole numbers as inputs stay so where it
-    takes them, as a model of words does. `steps` are those of the bilevel run; None: 12 passes over `train`,
-    and 1,200 at least. `final_steps` are those of each training before and after it; None: as many. `rate` is the
-    learning rate of the trainings; None: 1e-3 before the run, and after it the one that the method chose for the lower
-    level. `augment` changes inputs at random in all of it. `checkpoint` names a folder that a stopped run goes on from
-    with `resume=True`. `callbacks` watch the bilevel run, `watch` the trainings.
+    - `train`, `trusted`: (inputs, labels) or a Dataset of pairs. The labels of `trusted` are known to be right.
+    - `model`: maps inputs to one score for each class; it can be on any device. Integer inputs stay integers if the
+      model takes them, as a model of words does.
+    - `method`: default `Penalty()`.
+    - `steps`: of the bilevel run; default 12 passes over `train`, and at least 1,200.
+    - `final_steps`: of each training before and after the run, default `steps`.
+    - `batch`: default 100, or 200 with 10,000 examples or more.
+    - `rate`: the learning rate of the trainings; default 1e-3 before the run and, after it, the rate that the penalty
+      method chose for the lower level.
+    - `augment`: changes inputs at random, in the run and in the trainings.
+    - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
+    - `callbacks`, `engine` and `precision` are passed to `solve`; `watch(stage, done, total)` is called in the
+      trainings.
+
+    >>> x, y = torch.randn(80, 2), torch.arange(80) % 2
+    >>> found = denoise((x[:60], y[:60]), (x[60:], y[60:]), nn.Linear(2, 2), steps=5)
+    >>> found.importance.shape
+    torch.Size([60])
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be an nn.Module; got {type(model).__name__}.")
     began = time.perf_counter()
-    (x, y), (x_trusted, y_trusted), classes = with_trusted(train, trusted, model)
-    in_range("batch", batch, least=1, whole=True)
-    in_range("steps", steps, least=1, whole=True)
-    in_range("final_steps", final_steps, least=1, whole=True)
+    pair, pair_trusted, classes = with_trusted(train, trusted, model)
+    for name, value in {"batch": batch, "steps": steps, "final_steps": final_steps}.items():
+        in_range(name, value, least=1, whole=True)
     in_range("rate", rate, above=0)
-    size = min(batch or BATCH[len(y) >= LARGE], len(y))
-    steps = steps or max(LEAST_STEPS, PASSES * len(y) // size)
-    rounds = final_steps or steps
-    folder = None if checkpoint is None else Path(checkpoint)
+    y, count = pair[1], len(pair[1])
+    size = min(batch or BATCH[count >= LARGE], count)
+    steps = steps or max(LEAST_STEPS, PASSES * count // size)
+    rounds, folder = final_steps or steps, None if checkpoint is None else Path(checkpoint)
     if folder is not None and first_rank():
-        _same_task(folder, {"train": _digest(x, y), "trusted": _digest(x_trusted, y_trusted), "steps": steps}, resume)
-    first = copy.deepcopy(model.state_dict())
-    device = next(model.parameters()).device
-    count = len(y) + len(y_trusted)
-    trainer = Trainer(
-        model,
-        (torch.cat([x, x_trusted]), one_hot(torch.cat([y, y_trusted]), classes).float(), torch.ones(count)),
-        steps=3 * rounds,
-        augment=augment,
-        precision=precision,
-    )
-    rows, every = torch.arange(len(y)), torch.arange(count)
-
-    def trained(stage: str, part: Tensor, rate: float) -> Tensor:
-        """Train the model anew on a part of the examples; returns its probabilities on the training inputs."""
-        model.load_state_dict(first)
-        trainer.train(
-            part,
-            steps=rounds,
-            batch=size,
-            rate=rate,
-            seed=derived(seed, stage),
-            checkpoint=folder and folder / stage.replace(" ", "-"),
-            watch=watch and (lambda done: watch(stage, done, rounds)),
-        )
-        found = probabilities(model, x, precision=precision, augment=augment, seed=derived(seed, stage))
-        if not bool(torch.isfinite(found).all()):
-            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
-        return found
-
-    guess = trained("trusted set", every[len(y) :], rate or DEEP_RATE)
+        task = {"train data": digest_of(pair), "trusted data": digest_of(pair_trusted), "steps": steps}
+        claim(folder, task, resume=resume)
+    trainings = _Trainings(model, pair, pair_trusted, classes, rounds, size, augment, precision, seed, folder, watch)
+    guess = trainings.train("trusted set", trainings.every[count:], rate or DEEP_RATE)
     noise = mistakes(guess, y)
-    right = noise.posterior(guess, y, noise.temperature)[rows, y]
-    start = torch.logit(right, eps=1e-6).clamp(-CERTAIN, CERTAIN)
-    scale = max(1.0, VISITS * len(y) / (steps * size))
-    model.load_state_dict(first)
-    v, u = copy.deepcopy(model).train(), Rows(len(y), init=scale * start, device=device)
-    solution = solve(
-        importance_problem(augment, lambda u: torch.sigmoid(u / scale)),
-        method or Penalty(),
-        u,
-        v,
-        loaders(x, y, x_trusted, y_trusted, size),
-        max_steps=steps,
-        seed=seed,
-        hypergradient=False,
-        callbacks=callbacks,
-        engine=engine,
-        precision=precision,
-        checkpoint=folder and folder / "importance",
-        resume=resume,
-    )
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    importance = torch.sigmoid(u.values / scale).float().cpu()
-    if solution.status is Status.DIVERGED or not bool(torch.isfinite(importance).all()):
-        raise ProblemError(
-            f"the bilevel run diverged after {solution.steps} steps, and nothing was learnt. Scale the inputs, or use "
-            "another model, method or seed."
-        )
+    right = noise.posterior(guess, y, noise.temperature)[torch.arange(count), y]
+    model.load_state_dict(trainings.first)
+    options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "precision": precision, "seed": seed}
+    options |= {"max_steps": steps, "checkpoint": folder and folder / "importance", "resume": resume}
+    batches = loaders(*pair, *pair_trusted, size)
+    solution, importance = _learn(model, right, batches, VISITS * count / (steps * size), method, augment, options)
     rate = rate or _final_rate(method, solution)
-    trainer.w[: len(y)] = importance.to(device)
-    found = trained("round 1", every, rate)
-    trainer.w.fill_(1.0)
-    trainer.y[: len(y)] = noise.posterior(found, y).to(device)
-    found = trained("round 2", every, rate)
+    found = trainings.two_rounds(rate, importance, lambda found: noise.posterior(found, y))
     confidence, suggested = found.max(1)
     return Denoised(
         importance=importance,
-        quality=importance * found[rows, y],
+        quality=importance * found[torch.arange(count), y],
         suspect=(importance < 0.5) & (suggested != y),
         suggested=suggested,
         confidence=confidence,
@@ -204,12 +161,97 @@ def denoise(
     )
 
 
+def _learn(
+    model: nn.Module,
+    right: Tensor,
+    batches: tuple[DataLoader[Any], DataLoader[Any]],
+    scale: float,
+    method: Method | None,
+    augment: Augment | None,
+    options: dict[str, Any],
+) -> tuple[Solution, Tensor]:
+    """Learn the importances, which start at the probabilities `right`; return the solution and the importances."""
+    scale, device = max(1.0, scale), next(model.parameters()).device
+    u = Rows(len(right), init=scale * torch.logit(right, eps=1e-6).clamp(-CERTAIN, CERTAIN), device=device)
+    solution = solve(
+        importance_problem(augment, lambda u: torch.sigmoid(u / scale)),
+        method or Penalty(),
+        u,
+        copy.deepcopy(model).train(),
+        batches,
+        hypergradient=False,
+        **options,
+    )
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    importance = torch.sigmoid(u.values / scale).float().cpu()
+    if solution.status is Status.DIVERGED or not bool(torch.isfinite(importance).all()):
+        raise ProblemError(
+            f"the bilevel run diverged after {solution.steps} steps, and nothing was learned. Scale the inputs, or use "
+            "another model, method or seed."
+        )
+    return solution, importance
+
+
+class _Trainings:
+    """The trainings before and after the bilevel run, each from the model's first weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pair: Pair,
+        trusted: Pair,
+        classes: int,
+        steps: int,
+        batch: int,
+        augment: Augment | None,
+        precision: Precision | None,
+        seed: int,
+        folder: Path | None,
+        watch: Tell | None,
+    ) -> None:
+        self.model, self.first, self.x, self.steps = model, copy.deepcopy(model.state_dict()), pair[0], steps
+        self.batch, self.seed, self.folder, self.watch = batch, seed, folder, watch
+        self.changes: dict[str, Any] = {"augment": augment, "precision": precision}
+        x, y = (torch.cat(parts) for parts in zip(pair, trusted, strict=True))
+        self.every = torch.arange(len(y))
+        tensors = x, one_hot(y, classes).float(), torch.ones(len(y))
+        self.trainer = Trainer(model, tensors, steps=3 * steps, **self.changes)
+
+    def train(self, stage: str, part: Tensor, rate: float) -> Tensor:
+        """Train the model from scratch on a part of the examples; return its probabilities on the training inputs."""
+        watch, seed = self.watch, derived(self.seed, stage)
+        self.model.load_state_dict(self.first)
+        self.trainer.train(
+            part,
+            steps=self.steps,
+            batch=self.batch,
+            rate=rate,
+            seed=seed,
+            checkpoint=self.folder and self.folder / stage.replace(" ", "-"),
+            watch=watch and (lambda done: watch(stage, done, self.steps)),
+        )
+        found = probabilities(self.model, self.x, seed=seed, **self.changes)
+        if not bool(torch.isfinite(found).all()):
+            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
+        return found
+
+    def two_rounds(self, rate: float, importance: Tensor, posterior: Callable[[Tensor], Tensor]) -> Tensor:
+        """Train with the importances, then on the posterior of the labels; return the last probabilities."""
+        trainer, count = self.trainer, len(importance)
+        trainer.w[:count] = importance.to(trainer.w.device)
+        found = self.train("round 1", self.every, rate)
+        trainer.w.fill_(1.0)
+        trainer.y[:count] = posterior(found).to(trainer.y.device)
+        return self.train("round 2", self.every, rate)
+
+
 def importance_problem(
     augment: Augment | None = None, importance: Callable[[Tensor], Tensor] = torch.sigmoid
 ) -> Problem:
-    """Eq. 3 of the paper over batches (x, y) of trusted examples and (x, y, row) of others.
+    """Return Eq. 3 of the paper on batches (x, y) of trusted examples and (x, y, row) of the other examples.
 
-    u holds one row for each of the others; `importance` maps it into [0, 1].
+    u has one row for each of the other examples; `importance` maps it into [0, 1].
     """
 
     def upper(u: Rows, v: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -226,44 +268,15 @@ def importance_problem(
 
 
 def _final_rate(method: Method | None, solution: Solution) -> float:
-    """The rate that the penalty method took from the scale of the loss; other methods' is not one of Adam."""
+    """Return the rate that the penalty method took from the scale of the loss; the rate of others is not for Adam."""
     own = method is None or (isinstance(method, Penalty) and method.lower_optimizer is None)
     return float(max(solution.history["lower_rate"])) if own and len(solution.history) else DEEP_RATE
-
-
-def _digest(*tensors: Tensor) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
-    return found.hexdigest()
-
-
-def _same_task(folder: Path, task: dict[str, Any], resume: bool) -> None:
-    """Refuse to go on from the checkpoints of another run; write down what this one is of."""
-    file = folder / "task.json"
-    if file.exists():
-        if not resume:
-            raise CheckpointError(
-                f"{folder} holds a run already, and nothing is overwritten. Pass resume=True to go on from it, or "
-                "another folder."
-            )
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError):
-            raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
-        for name, value in task.items():
-            if before.get(name) != value:
-                what = f"{name}={before.get(name)}; got {value}" if name == "steps" else f"other {name} data"
-                raise CheckpointError(f"{folder} holds a run with {what}. Use another folder.")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(task))
 
 
 def loaders(
     x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, size: int
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Shuffled batches of trusted examples, and of others with their rows; partial batches are left out."""
+    """Return shuffled batches of trusted examples, and of the others with their rows, without partial batches."""
     upper = TensorDataset(x_trusted, y_trusted)
     lower = TensorDataset(x, y, torch.arange(len(y)))
     return (

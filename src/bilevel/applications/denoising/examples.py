@@ -1,4 +1,4 @@
-"""Training and trusted examples as tensors, or a sentence on what is wrong with them, or with the model."""
+"""Training and trusted examples as tensors, with errors that say what is wrong with them or with the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bilevel.errors import DataError, OptionError, reason
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
 """Inputs and labels, or a torch Dataset of (input, label)."""
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
-"""What a module raises on inputs that are not for it."""
+"""What a module raises on inputs that it does not take."""
 
 
 def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[Pair, Pair, int]:
-    """Both parts on the CPU, the labels as int64, and the number of classes that the model tells apart."""
+    """Return both parts on the CPU, the labels as int64, and the number of classes that the model has scores for."""
     first = next(model.parameters(), None)
     if first is None:
         raise OptionError("model must have parameters; this module has none.")
@@ -32,7 +32,7 @@ def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[
     if x.shape[1:] != x_trusted.shape[1:]:
         shapes = tuple(x.shape[1:]), tuple(x_trusted.shape[1:])
         raise DataError(f"train and trusted must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
-    # Whole numbers stay such where the model takes them alone, as an embedding does.
+    # Integers stay integers if the model takes nothing else, as an embedding.
     whole = not (x.is_floating_point() or x_trusted.is_floating_point() or _takes(model, x[:2].to(first.dtype)))
     kind = torch.int64 if whole and _takes(model, x[:2].long()) else first.dtype
     x, x_trusted = _finite(x.to(kind), "train"), _finite(x_trusted.to(kind), "trusted")
@@ -56,7 +56,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
 
 
 def examples(given: Examples, name: str, dtype: torch.dtype | None = None) -> Pair:
-    """Inputs, of this type or as they are, and labels as int64, on the CPU."""
+    """Return inputs (in `dtype`, if given) and labels as int64, on the CPU; `name` is for error messages."""
     columns = _together(given, name) if isinstance(given, Dataset) else given
     if not isinstance(columns, (tuple, list)) or len(columns) != 2:
         raise DataError(
@@ -66,7 +66,7 @@ def examples(given: Examples, name: str, dtype: torch.dtype | None = None) -> Pa
         x, y = (part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part)) for part in columns)
     except (TypeError, ValueError):
         kinds = " and ".join(_kind(part) for part in columns)
-        raise DataError(f"{name} must hold numbers, the labels as indices of classes; got {kinds}.") from None
+        raise DataError(f"{name} must hold numbers, the labels as class indices; got {kinds}.") from None
     if x.is_complex() or y.is_complex():
         raise DataError(f"{name} must hold real numbers; got {x.dtype} and {y.dtype}.")
     if x.ndim < 2:
@@ -88,7 +88,7 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def _together(given: Dataset[Any], name: str) -> Any:
-    """The examples of a Dataset as one pair of tensors."""
+    """Return the examples of a Dataset as one pair of tensors."""
     try:
         count = len(given)  # type: ignore[arg-type]
     except TypeError:
@@ -114,7 +114,7 @@ def _kind(part: Any) -> str:
 
 
 def _refuse_labels(y: Tensor, y_trusted: Tensor, classes: int) -> None:
-    """Refuse labels that do not fit to the model, or to each other."""
+    """Refuse labels that do not fit the model or each other."""
     for name, labels in (("train", y), ("trusted", y_trusted)):
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise DataError(

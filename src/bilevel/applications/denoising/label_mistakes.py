@@ -1,11 +1,11 @@
-"""Which class is labelled as which, from a classifier that has not seen the labels.
+"""Which class is labelled as which, from a classifier that was not trained on the labels.
 
-With q the classifier's probabilities, and T[k, y] the share of the examples of class k that are labelled y,
+With the classifier's probabilities q, and T[k, y] the share of the examples of class k that are labelled y,
 
     P(label y | x) = sum_k T[k, y] q_k(x)^(1 / tau) / Z(x)
 
-The labels' likelihood is maximised over T by expectation and maximisation, and over the temperature tau on a grid: a
-classifier may be too sure of itself, or not sure enough.
+We maximise the likelihood of the labels over T by expectation-maximisation, and over the temperature tau on a grid,
+because a classifier can be too confident or not confident enough.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 
 TEMPERATURES = torch.linspace(-1, 2, 13).exp().tolist()
 SWEEPS = 15
-"""Of expectation and maximisation, at each temperature; T goes on from the temperature before."""
+"""Iterations of expectation-maximisation at each temperature; T starts from that of the last temperature."""
 RIGHT, OTHER = 1.0, 0.01
-"""Examples of each class that are taken as labelled right, and as each other class, before any is seen."""
+"""Prior counts for each class: of examples with the right label, and with each other label."""
 TINY = 1e-12
 
 
 @dataclass(frozen=True)
 class Mistakes:
-    """The table T, and the temperature of the classifier that it was found with."""
+    """The table T, and the temperature of the classifier for which it was found."""
 
     table: Tensor
     temperature: float
 
     def posterior(self, probabilities: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-        """The probability of each class, given what a classifier says of each example and how it is labelled."""
+        """Return the probability of each class, given a classifier's probabilities and the label of each example."""
         return _joint(probabilities.clamp(min=TINY).log() / temperature, self.table.log(), labels).softmax(1)
 
 
 def mistakes(probabilities: Tensor, labels: Tensor) -> Mistakes:
-    """The table that explains the labels best."""
+    """Return the table and the temperature with the highest likelihood of the labels."""
     classes = probabilities.shape[1]
     logs = probabilities.clamp(min=TINY).log()
     prior = torch.full((classes, classes), OTHER).fill_diagonal_(RIGHT).to(logs)
@@ -54,5 +54,5 @@ def mistakes(probabilities: Tensor, labels: Tensor) -> Mistakes:
 
 
 def _joint(logs: Tensor, table: Tensor, labels: Tensor) -> Tensor:
-    """log q_k + log T[k, y] of each example."""
+    """Return log q_k + log T[k, y] for each example."""
     return logs + table.T[labels]

@@ -1,7 +1,23 @@
 """Few-shot learning: one representation for many small tasks."""
 
-from bilevel.applications.few_shot.evaluation import adapt_and_evaluate
-from bilevel.applications.few_shot.meta_train import meta_train
+from bilevel.applications.few_shot.classifier import TRAINING, CosineClassifier, Training, backbone, embed
+from bilevel.applications.few_shot.evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
+from bilevel.applications.few_shot.meta_train import Episodes, default_method, feature_count, meta_train
 from bilevel.applications.few_shot.tasks import TaskSampler
 
-__all__ = ["TaskSampler", "adapt_and_evaluate", "meta_train"]
+__all__ = [
+    "TRAINING",
+    "CosineClassifier",
+    "Episodes",
+    "Evaluation",
+    "TaskSampler",
+    "Training",
+    "Validation",
+    "adapt",
+    "adapt_and_evaluate",
+    "backbone",
+    "default_method",
+    "embed",
+    "feature_count",
+    "meta_train",
+]

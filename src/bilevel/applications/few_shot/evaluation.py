@@ -1,4 +1,4 @@
-"""How good a representation is: classifiers trained on the support of many tasks, and tried on their queries."""
+"""The accuracy of a representation: classifiers are trained on the support of many tasks and tested on the queries."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.checks import in_range, one_of
+from bilevel._util.optional import require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.classifier import (
     PROXIMITY,
@@ -33,18 +34,18 @@ from bilevel.running.callbacks import Callback, Run
 
 ADAPT_STEPS = 100
 ADAPT_RATE = 0.05
-"""Of gradient descent on the classifiers."""
+"""The rate of gradient descent on the classifiers."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The accuracies of tasks, a number for each."""
+    """The accuracy of each task."""
 
     accuracies: Tensor
     index: Tensor
-    """The numbers of their images, as the sampler drew them."""
+    """The numbers of the tasks' images, as the sampler drew them."""
     predictions: Tensor
-    """The class within the task that each query was given."""
+    """The predicted class, within the task, of each query."""
 
     @property
     def accuracy(self) -> float:
@@ -52,12 +53,11 @@ class Evaluation:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95% interval of the mean (Student's t); not a number where there is one task alone."""
+        """Half the width of the 95% interval of the mean (Student's t); NaN with a single task."""
         count = len(self.accuracies)
         if count < 2:
             return math.nan
-        from scipy import stats  # it takes a second, which every command would wait for
-
+        stats = require("scipy.stats", "apps")
         return float(stats.t.ppf(0.975, count - 1)) * float(self.accuracies.double().std()) / math.sqrt(count)
 
 
@@ -71,7 +71,10 @@ def adapt(
     start: Start = "means",
     optimizer: OptimizerFactory | None = None,
 ) -> CosineClassifier:
-    """Train a classifier for each task on its support (tasks, ways * shots, features), all of them at once."""
+    """Train a classifier for each task on its support (tasks, ways * shots, features), all tasks at once.
+
+    `start` is "means" (of the classes) or "random"; `optimizer` is a factory, default gradient descent at 0.05.
+    """
     tasks, images, features = support.shape
     v = CosineClassifier(tasks, features, ways, scale=scale, device=support.device, dtype=support.dtype)
     if start == "means":
@@ -99,10 +102,13 @@ def adapt_and_evaluate(
     precision: Precision | None = None,
     tell: Tell = lambda done, total: None,
 ) -> Evaluation:
-    """Hold the representation, train a classifier on the support of each of `tasks` tasks, and try it on the queries.
+    """Train a classifier on the support of each task, with a fixed representation, and test it on the queries.
 
-    The representation is in evaluation mode: what it says of an image depends on no other image. `tell` is called as
-    the images of the tasks are embedded, which takes most of the time: how many are done, and how many there are.
+    The representation is in evaluation mode, so its output for an image depends on no other image. `tasks` (600) tasks
+    are drawn from `seed`; `steps` (100), `scale`, `proximity`, `start` and `optimizer` are those of `adapt`.
+    `tell(done, total)` counts the embedded images, which take most of the time.
+
+    >>> adapt_and_evaluate(network, sampler, tasks=600).accuracy  # doctest: +SKIP
     """
     in_range("tasks", tasks, least=1, whole=True)
     in_range("steps", steps, least=0, whole=True)
@@ -110,7 +116,7 @@ def adapt_and_evaluate(
     device = next(representation.parameters()).device
     index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, tell)
     labels = sampler.labels(device)[1]
-    said = []
+    predicted = []
     with seeded(derived(seed, "classifiers"), device):
         for part in torch.split(place, max(1, 30_000 // (sampler.ways * sampler.shots))):
             found = z[part]
@@ -119,8 +125,8 @@ def adapt_and_evaluate(
                 support, sampler.ways, steps=steps, scale=scale, proximity=proximity, start=start, optimizer=optimizer
             )
             with torch.no_grad():
-                said.append(v(query).argmax(-1))
-    predictions = torch.cat(said)
+                predicted.append(v(query).argmax(-1))
+    predictions = torch.cat(predicted)
     return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())
 
 
@@ -132,7 +138,7 @@ def embedded_tasks(
     precision: Precision | None = None,
     tell: Tell = lambda done, total: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tasks as the numbers of their images, the features of the images in them, and the tasks as rows of these."""
+    """Return tasks as numbers of images, the features of these images, and the tasks as rows of the features."""
     index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
     used, place = torch.unique(index, return_inverse=True)
     z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
@@ -140,7 +146,7 @@ def embedded_tasks(
 
 
 class Best:
-    """The weights of the step at which the accuracy was best, in memory, and in a folder for another process."""
+    """The weights at the step with the best accuracy, in memory and, if given, in a folder."""
 
     def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
         self.representation, self.folder = representation, folder
@@ -148,7 +154,8 @@ class Best:
         if folder is not None and checkpoint.exists(folder):
             self.state = checkpoint.load(folder)
 
-    def hear(self, step: int, accuracy: float) -> None:
+    def update(self, step: int, accuracy: float) -> None:
+        """Keep the present weights if the accuracy is better than before."""
         if self.state is not None and accuracy <= self.state["accuracy"]:
             return
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.representation.state_dict().items()}
@@ -157,7 +164,7 @@ class Best:
             checkpoint.save(self.folder, self.state)
 
     def restore(self) -> tuple[int, float] | None:
-        """Give the representation these weights; returns their step and accuracy, or None where nothing was heard."""
+        """Load the best weights; return their step and accuracy, or None if there are none."""
         if self.state is None:
             return None
         self.representation.load_state_dict(self.state["weights"])
@@ -165,10 +172,11 @@ class Best:
 
 
 class Validation(Callback):
-    """Accuracy on tasks of the sampler every so many steps of a run; `rows` has them, and a file where one is named.
+    """Measures the accuracy on tasks of the sampler every `every` steps of a run, in `rows` and in `file` if given.
 
-    `seconds` of a row are those of training alone. With `keep`, `best` has the weights of the step with the best
-    accuracy, in a folder beside the file, too.
+    The seconds of a row count the training only. With `keep`, `best` has the weights of the step with the best
+    accuracy, also in a folder next to the file. After `deadline` (by `time.monotonic`) the run ends. `options` are
+    passed to `adapt_and_evaluate`.
     """
 
     def __init__(
@@ -205,7 +213,7 @@ class Validation(Callback):
             row = {"step": run.step, "seconds": self.trained(run.seconds), "accuracy": found.accuracy}
             self.rows.append(row | {"interval": found.interval})
             if self.best is not None:
-                self.best.hear(run.step, found.accuracy)
+                self.best.update(run.step, found.accuracy)
             self.spent += time.perf_counter() - began
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +221,7 @@ class Validation(Callback):
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def trained(self, seconds: float) -> float:
-        """Those of training alone, of the seconds of a run at its last step.
+        """Return the seconds of training only, from the seconds of a run at its last step.
 
         These do not include a measurement after that step, which is in `spent`.
         """

@@ -1,11 +1,11 @@
-"""Few-shot learning: one representation for many tasks, each with a classifier of its own.
+"""Few-shot learning: one representation for many tasks, each with its own classifier.
 
     min_u  sum_i f_i(u, w_i)   subject to   w_i = argmin_w g_i(u, w)                           (the paper's Eq. 4)
 
-g_i is the cross-entropy of task i on the few images to learn from (its support), f_i that on its other images (its
+g_i is the cross-entropy of task i on the few images to learn from (its support), and f_i on its other images (its
 queries). Scores are cosines between the representation T(x; u) and the class weights w_i, times a fixed scale. All
-tasks of a meta-batch are solved at once: v has a leading dimension of tasks, and so have the multipliers, which start
-anew with every meta-batch. The representation of a meta-batch is computed once for each upper step.
+tasks of a meta-batch are solved at once: v and the multipliers have a leading dimension of tasks, and start again with
+every meta-batch. The representation of a meta-batch is computed once for each upper step.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from bilevel.applications.few_shot.classifier import (
     TRAINING,
     CosineClassifier,
     Start,
-    Training,
-    backbone,
     embed,
     pixels,
     support_loss,
     task_loss,
 )
-from bilevel.applications.few_shot.evaluation import Evaluation, Validation, adapt, adapt_and_evaluate
 from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.training import Augment
 from bilevel.data.class_images import ImageClasses
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.errors import OptionError
+from bilevel.errors import OptionError, reason
 from bilevel.methods.base import Method
 from bilevel.methods.penalty import Penalty
 from bilevel.optim.variable_optimizer import OptimizerFactory
@@ -46,32 +43,15 @@ from bilevel.results import Solution
 from bilevel.running.callbacks import Callback
 from bilevel.running.solve import solve
 
-__all__ = [
-    "TRAINING",
-    "CosineClassifier",
-    "Episodes",
-    "Evaluation",
-    "TaskSampler",
-    "Training",
-    "Validation",
-    "adapt",
-    "adapt_and_evaluate",
-    "backbone",
-    "default_method",
-    "embed",
-    "meta_train",
-]
-
 GAMMA, LOWER_STEPS = 4.0, 10
-"""A high price, and steps enough to solve the lower problem at it: u then moves by the hypergradient."""
+"""A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient."""
 REACH = 0.864
-"""The lower rate times the curvature of F, in which the loss adds about 1 to the proximity; 2 is where steps swing."""
+"""The lower rate times the curvature of F, to which the loss adds about 1 besides the proximity. Steps diverge from 2."""
 UPPER_RATE = TRAINING["conv4"].rate
-"""Of Adam on the representation."""
 
 
 class Episodes:
-    """The problem of a sampler's tasks: images live on the device, a batch is the numbers of some of them."""
+    """The bilevel problem of a sampler's tasks: the images are on the device, and a batch has the numbers of some."""
 
     def __init__(
         self,
@@ -90,7 +70,7 @@ class Episodes:
         return Problem(self.upper, self.lower, prepare=self.prepare, start_lower=self.start_lower)
 
     def prepare(self, u: nn.Module, batches: Any) -> tuple[Tensor, Tensor]:
-        """The representation of the support (tasks, ways * shots, features) and of the queries."""
+        """Return the representation of the support (tasks, ways * shots, features) and of the queries."""
         index = batches[0]
         tasks, ways, images = index.shape
         x = pixels(self.images[index.reshape(-1)], next(u.parameters()).dtype)
@@ -112,7 +92,7 @@ class Episodes:
 
 
 def upper_adam(rate: float = UPPER_RATE, decay: float = 0.0) -> OptimizerFactory:
-    """What moves the representation: AdamW, which without a decay is Adam."""
+    """Return a factory of AdamW for the representation; without a decay it is Adam."""
     return partial(torch.optim.AdamW, lr=rate, weight_decay=decay)
 
 
@@ -126,11 +106,14 @@ def default_method(
     decay: float = 0.0,
     **options: Any,
 ) -> Penalty:
-    """`Penalty` as `meta_train` uses it: a fixed price. `decay` is that of AdamW on the representation, for large ones
-    and few images.
+    """Return the `Penalty` that `meta_train` uses, with a fixed penalty.
 
-    F is curved mostly by gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers: the lower rate is that
-    which suits both where none is given. Fewer lower steps than ten, and a proximity below 1, want a lower gamma.
+    `decay` is the weight decay of the representation, for large representations and few images. The curvature of F is
+    mostly gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers; the default `lower_rate` fits both. With
+    fewer than ten lower steps, or a proximity below 1, use a lower gamma. `options` are passed to `Penalty`.
+
+    >>> default_method(lower_steps=5, gamma=2.0).lower_steps
+    5
     """
     in_range("gamma", gamma, above=0)
     in_range("proximity", proximity, least=0)
@@ -165,12 +148,19 @@ def meta_train(
     log_every: int | None = None,
     seed: int = 0,
 ) -> Solution:
-    """Learn the representation, in place, on the sampler's tasks; the classifiers are those of the last meta-batch.
+    """Learn the representation, in place, on the sampler's tasks; return the solution with the last classifiers.
 
-    `method` is any method of the library; None is `default_method` for the proximity. `scale` and `start` are those of
-    the classifiers: at the class means of the support, or at random, from where the default method's ten steps are
-    too few. Half the `proximity` times their squared distance from the class means is part of g. `augment` changes
-    images at random. `engine` is that of `solve`; None captures the steps on a GPU and compiles nothing.
+    - `steps`: meta-batches to learn from.
+    - `method`: any method of the library; default `default_method(proximity=proximity)`.
+    - `scale`: the factor on the cosines (10); `start`: where the classifiers start, "means" or "random", from which the
+      ten steps of the default method are too few.
+    - `proximity` (5): g has half of it times the squared distance of the class weights from the class means.
+    - `augment`: changes images at random.
+    - `engine`: as in `solve`; by default the steps are captured on a GPU, and nothing is compiled.
+
+    The other options are passed to `solve`.
+
+    >>> meta_train(network, TaskSampler(classes, ways=5, shots=1), steps=1000)  # doctest: +SKIP
     """
     in_range("steps", steps, least=1, whole=True)
     in_range("proximity", proximity, least=0)
@@ -193,7 +183,7 @@ def meta_train(
         resume=resume,
         log_every=log_every,
         seed=seed,
-        engine=engine or _engine(first.device),
+        engine=engine or ("graph" if first.device.type == "cuda" else "eager"),
         precision=precision,
         hypergradient=False,
     )
@@ -201,12 +191,8 @@ def meta_train(
     return solution
 
 
-def _engine(device: torch.device) -> str:
-    return "graph" if device.type == "cuda" else "eager"
-
-
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
-    """How many numbers the representation has for an image; refuses one that is not a row of them."""
+    """Return how many features the representation has for an image; refuse one that does not return a row."""
     if next(representation.parameters(), None) is None:
         raise OptionError("representation must have parameters; this module has none.")
     try:
@@ -214,11 +200,11 @@ def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         shape = "x".join(map(str, classes.shape))
         raise OptionError(
-            f"representation must take images of shape {shape} (channels, height, width); it fails on them: {error}"
+            f"representation must take images of shape {shape} (channels, height, width); it fails: {reason(error)}."
         ) from error
     if found.ndim != 2 or len(found) != len(classes.images[:2]):
         raise OptionError(
-            f"representation must give a row of features for each image; it gives shape {tuple(found.shape)} for "
+            f"representation must return a row of features for each image; it returns shape {tuple(found.shape)} for "
             f"{len(classes.images[:2])} images."
         )
     return found.shape[1]

@@ -13,14 +13,18 @@ from bilevel.data.class_images import ImageClasses
 from bilevel.errors import OptionError
 
 EPISODES = 100
-"""Meta-batches of a pass, each pass from a seed of its own; they could go on without end."""
+"""The number of meta-batches in a pass; each pass has its own seed."""
 
 
 class TaskSampler:
-    """Meta-batches of tasks: `ways` classes each, `shots` images of a class to learn from and `queries` to be tried on.
+    """Draws meta-batches of `tasks` (30) tasks: `ways` classes, with `shots` images to learn from and `queries` (15) to
+    test on.
 
-    Iterated over, it yields tensors (tasks, ways, shots + queries) of numbers of images, those to learn from first, by
-    draws of torch's global generator. No class is twice in a task, and no image.
+    Iteration yields `episodes` (100) tensors (tasks, ways, shots + queries) with the numbers of the images, the images
+    to learn from first, drawn by torch's global generator. No class and no image is twice in a task.
+
+    >>> TaskSampler(classes, ways=5, shots=1).draw(2).shape  # doctest: +SKIP
+    torch.Size([2, 5, 16])
     """
 
     def __init__(
@@ -38,9 +42,9 @@ class TaskSampler:
         in_range("episodes", episodes, least=1, whole=True)
         if ways > len(classes.names):
             raise OptionError(
-                f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (of a "
-                f"folder, those of one of its three parts, the least of which has 16%); got {ways}. Give more classes, "
-                "or ask for fewer ways."
+                f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (a folder "
+                f"is split into three parts, the smallest of which has 16% of its classes); got {ways}. Give more "
+                "classes, or ask for fewer ways."
             )
         few = [count for count in classes.counts if count < shots + queries]
         if few:
@@ -48,8 +52,7 @@ class TaskSampler:
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "
                 f"{len(few)} of {len(classes.counts)} classes {agreeing(len(few), 'has', 'have')} fewer, {name!r} the "
-                f"least, {min(few)}. Ask for "
-                "fewer of them, or give more images."
+                f"least, {min(few)}. Ask for fewer of them, or give more images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries
         self.tasks, self.episodes = tasks, episodes
@@ -63,7 +66,7 @@ class TaskSampler:
             yield self.draw(self.tasks)
 
     def draw(self, tasks: int, generator: torch.Generator | None = None) -> Tensor:
-        """The image numbers of this many tasks."""
+        """Return the image numbers of this many tasks."""
         drawn = torch.rand(tasks, len(self.classes.names), generator=generator).topk(self.ways).indices
         counts = self._counts[drawn][..., None]
         most, wanted = int(self._counts.max()), self.shots + self.queries
@@ -72,6 +75,6 @@ class TaskSampler:
         return self._firsts[drawn][..., None] + order.topk(wanted).indices
 
     def labels(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The class within the task of each image to learn from and of each to be tried on, class by class."""
+        """Return the class within the task of each image to learn from, and of each query, sorted by class."""
         ways = torch.arange(self.ways, device=device)
         return ways.repeat_interleave(self.shots), ways.repeat_interleave(self.queries)

@@ -1,26 +1,24 @@
-"""Training-data poisoning: points that, added to a training set, make what is trained on it fail as the attacker wants.
+"""Training-data poisoning: points added to a training set that make the trained model fail as the attacker wants.
 
     min_u f(v*)    subject to    v* = argmin_v g(v; X and u),    u in its set                     (Eqs. 5, 11 and 12)
 
-The labels of the points are fixed; u is their inputs. The lower variable starts from the victim as trained on clean
-data, at w. Of a network, g has many minimisers, and the one that serves f best gives the target what is wanted with no
-help of the points, off the way that training takes: the points would have nothing to learn. So v is tethered. g has
-mu/2 |v - w|^2 more, which is to further training from w what a limited number of steps is (Ali, Kolter and Tibshirani,
-*A continuous-time view of early stopping for least squares*, AISTATS 2019). A victim that is trained from scratch is
-not trained from w: what the points do to it is measured, not implied.
+The labels of the points are fixed; u is their inputs. The lower variable starts at w, the weights of the victim trained
+on clean data. For a network, g has many minimisers. The one with the best f gives the target the wanted class without
+any help of the points, far from where training ends up, so the points would learn nothing. We therefore tether v: g has
+the extra term mu/2 |v - w|^2, which acts on further training from w like a limited number of steps (Ali, Kolter and
+Tibshirani, *A continuous-time view of early stopping for least squares*, AISTATS 2019). A victim that is trained from
+scratch does not start at w, so the effect of the points on it must be measured.
 
-What an attack is worth is measured by `evaluate`, which trains the victim anew on clean data and poison; the attack's
-own lower variable is no evidence. `poisoning_goals` has what attacks are after, `bounds` where u lives.
+`evaluate` measures it: it trains the victim from scratch on clean data and poison. The lower variable of the attack is
+no evidence.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from bilevel.applications.poisoning.victims import Features, Loss, Recipe, decay
 from bilevel.applications.poisoning.whitened_victim import Whitened, whitened
 from bilevel.applications.training import probabilities
 from bilevel.data import Pair
-from bilevel.errors import DataError, OptionError, ProblemError
+from bilevel.errors import DataError, ProblemError
 from bilevel.methods.base import Method
 from bilevel.methods.penalty import Penalty
 from bilevel.problem.problem import Problem
@@ -46,49 +44,49 @@ from bilevel.running.solve import solve
 
 Price = Callable[[nn.Module, Tensor | None], Tensor | float]
 FULL = 5000
-"""Training examples up to which every step is on all of them."""
+"""With at most this many training examples, every step uses all of them."""
 BATCH = 200
 STEPS = 500
 RATE, LOWER_RATE = 0.03, 0.01
-"""Of the points, as a share of the room that they have, and of a whitened victim."""
+"""Learning rates: of the points, as a share of the room that they have, and of a whitened victim."""
 TETHER = 0.03
-"""mu for networks. Far less leaves v too free, tenfold it the points are told little more than the first slope."""
+"""mu for networks. Much less leaves v too free; with ten times as much, the points see little more than grad g at w."""
 
 
 @dataclass(frozen=True)
 class Poison:
-    """The points that an attack made, and how far they are from where they began."""
+    """The points of an attack, and their distances from where they began."""
 
     x: Tensor
     labels: Tensor
     base: Tensor
     rows: Tensor
-    """Where the bases stood in the set that they were drawn from."""
+    """The rows of the bases in the set that they were drawn from."""
     l2: Tensor
     linf: Tensor
     solution: Solution | None
-    """None of points that no run made, as those of label flipping."""
+    """None if the points were not moved, as in label flipping."""
     seconds: float
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pair(self) -> Pair:
-        """Inputs and labels, to be added to a training set."""
+        """Inputs and labels, to add to a training set."""
         return self.x, self.labels
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A victim trained from scratch, and how it does on a test set. Shares of 1."""
+    """A victim trained from scratch, and its accuracies on a test set, as fractions of 1."""
 
     model: nn.Module
     accuracy: float
     by_class: dict[int, float]
-    """Of each class that the test set has."""
+    """The accuracy on each class of the test set."""
     predicted: Tensor
 
     def share(self, test: Pair, source: int, wanted: int) -> float:
-        """How many test examples of one class are given the other."""
+        """Return the share of the test examples of class `source` that are predicted as `wanted`."""
         mine = test[1] == source
         if not bool(mine.any()):
             raise DataError(f"the test set must have examples of class {source}; it has none.")
@@ -115,17 +113,26 @@ def attack(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Poison:
-    """Move the points of `goal` so that a victim trained on `train` and them serves it.
+    """Move the points of `goal` so that a victim trained on `train` and the points achieves the goal.
 
-    `model` is the victim at its first weights, on any device, and stays as it is; it acts on `features(x)` where there
-    is a map. `recipe` says how the victim trains, `loss` what on. `box` bounds every input from below and above,
-    `bound` what may be changed of a base. `batch=None` takes all data in every step up to 5,000 examples, and batches
-    of 200 above. A softmax regression is attacked in whitened coordinates (see
-    `bilevel.applications.poisoning.whitened_victim`),
-    unless `whiten` is False.
-    `tether` is mu, the price of the way from the victim as trained on clean data; None is 0 for a victim that is
-    whitened or trained to the minimum by L-BFGS, and 0.03 for all others.
-    `method=None` is `default_method`. `checkpoint` names a folder that a stopped run goes on from with `resume=True`.
+    - `goal`: the points and the objective, made by `untargeted`, `targeted` or `clean_label`.
+    - `model`: the victim with its first weights, on any device; it does not change. It acts on `features(x)` if
+      `features` is given.
+    - `recipe`: how the victim is trained (default `Recipe()`), with `loss(scores, labels)` for each row.
+    - `method`: default `default_method`, a `Penalty`.
+    - `box`: the least and the largest input, default (0, 1); `bound`: how far a point can be from its base.
+    - `steps`: default 500. `batch`: default 200, or all data in every step with at most 5,000 training examples.
+    - `whiten`: attack a softmax regression in whitened coordinates (see `whitened_victim`), default True.
+    - `tether`: mu, the price of the distance from the victim trained on clean data; by default 0 for a victim that is
+      whitened or trained by L-BFGS, and 0.03 for others.
+    - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
+
+    >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
+    >>> model = nn.Linear(4, 2)
+    >>> recipe = Recipe(optimizer="lbfgs", decay=0.01)
+    >>> goal = untargeted((x[:40], y[:40]), (x[40:], y[40:]), points=2)
+    >>> attack(goal, (x[:40], y[:40]), model, recipe=recipe, steps=5).x.shape
+    torch.Size([2, 4])
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
@@ -134,38 +141,32 @@ def attack(
     in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
-    if x.shape[1:] != goal.base.shape[1:]:
-        raise DataError(
-            f"train and the goal must have inputs of one shape; got {tuple(x.shape[1:])} and "
-            f"{tuple(goal.base.shape[1:])}."
-        )
-    collide = None if goal.collide is None else goal.collide.to(dtype)
-    goal = replace(goal, base=goal.base.to(dtype), x=goal.x.to(dtype), collide=collide)
+    goal = _converted(goal, x, dtype)
     base = goal.base.to(device)
-    within = Within(base, _on(box[0], device, dtype), _on(box[1], device, dtype), bound)
-    x, y = mapped(features, x, device), y.to(device)
+    low, high = (edge.to(device, dtype) if isinstance(edge, Tensor) else edge for edge in box)
+    within = Within(base, low, high, bound)
+    x, y, aim = mapped(features, x, device), y.to(device), mapped(features, goal.x, device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
     if whiten:
         v = whitened(v, x, recipe.decay) or v
     v.train()
-    if tether is None:
-        tether = 0.0 if isinstance(v, Whitened) or recipe.optimizer == "lbfgs" else TETHER
-    method = method or default_method(within, isinstance(v, Whitened))
-    multipliers = isinstance(method, Penalty)
-    if batch is None and len(y) > FULL:
-        batch = BATCH
-    aim = mapped(features, goal.x, device)
+    linear = isinstance(v, Whitened)
     if isinstance(v, Whitened):
         x, aim = v.mapped(x), v.mapped(aim)
+    if tether is None:
+        tether = 0.0 if linear or recipe.optimizer == "lbfgs" else TETHER
+    method = method or default_method(within, linear)
+    batch = BATCH if batch is None and len(y) > FULL else batch
     price = partial(_price, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
-    problem = _problem(goal, (x, y), (aim, goal.y.to(device)), features, loss, price, within, multipliers)
+    pair = aim, goal.y.to(device)
+    problem = _problem(goal, (x, y), pair, features, loss, price, within, isinstance(method, Penalty))
     u = base.clone().requires_grad_()
     solution = solve(
         problem,
         method,
         u,
         v,
-        _loaders((aim, goal.y), (x, y), batch),
+        None if batch is None else (_loader(pair, batch), _loader((x, y), batch)),
         max_steps=steps,
         seed=seed,
         hypergradient=False,
@@ -173,18 +174,13 @@ def attack(
         checkpoint=checkpoint,
         resume=resume,
     )
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    if solution.status is Status.DIVERGED:
-        raise ProblemError(
-            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
-        )
+    _check_end(solution)
     settings = {
         "steps": steps,
         "batch": batch,
         "seed": seed,
         "recipe": recipe.describe(),
-        "whitened": isinstance(v, Whitened),
+        "whitened": linear,
         "tether": tether,
         "epsilon": bound and bound.epsilon,
         "norm": bound and bound.norm,
@@ -194,11 +190,31 @@ def attack(
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
 
 
-def default_method(within: Within, linear: bool) -> Penalty:
-    """The penalty method from a victim that is trained already, so without warm-up.
+def _converted(goal: Goal, x: Tensor, dtype: torch.dtype) -> Goal:
+    """Return the goal in this dtype; refuse inputs of another shape than x."""
+    if x.shape[1:] != goal.base.shape[1:]:
+        raise DataError(
+            f"train and the goal must have inputs of one shape; got {tuple(x.shape[1:])} and "
+            f"{tuple(goal.base.shape[1:])}."
+        )
+    collide = None if goal.collide is None else goal.collide.to(dtype)
+    return replace(goal, base=goal.base.to(dtype), x=goal.x.to(dtype), collide=collide)
 
-    The rate of the points is 3% of the width of their box, and less where a bound leaves less room. In whitened
-    coordinates the rate of the victim is known, too. The price of a point's bound is its share of the objective.
+
+def _check_end(solution: Solution) -> None:
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    if solution.status is Status.DIVERGED:
+        raise ProblemError(
+            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
+        )
+
+
+def default_method(within: Within, linear: bool) -> Penalty:
+    """Return the penalty method for a victim that is already trained, so without warm-up.
+
+    The rate of the points is 3% of the width of their box, or of the room that a bound leaves. In whitened coordinates
+    the rate of the victim is known as well. The price of a point's bound is its share of the objective.
     """
     adam = partial(torch.optim.Adam, lr=within.room * RATE)
     lower = partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None
@@ -213,12 +229,12 @@ def default_method(within: Within, linear: bool) -> Penalty:
 
 
 def unmoved(goal: Goal) -> Poison:
-    """The bases of a goal with its labels, as they are: label flipping."""
+    """Return the points of a goal as they begin: label flipping."""
     return made(goal, goal.base, None, 0.0, {})
 
 
 def made(goal: Goal, x: Tensor, solution: Solution | None, seconds: float, settings: dict[str, Any]) -> Poison:
-    """Points with how far they are from where they began."""
+    """Return points with their distances from where they began."""
     return Poison(
         x=x,
         labels=goal.labels,
@@ -242,9 +258,15 @@ def evaluate(
     features: Features | None = None,
     loss: Loss = row_losses,
 ) -> Evaluation:
-    """Train the victim from `model`'s weights on `train` and the poison, and measure it on a test set.
+    """Train the victim from `model`'s weights on `train` and the poison, and measure it on `test`.
 
-    `poison=None` is the victim on clean data. `test` must hold nothing that the attack has seen.
+    With `poison=None` the victim is trained on clean data. `test` must not hold anything that the attack has seen. The
+    other options are those of `attack`.
+
+    >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
+    >>> found = evaluate(None, (x[:40], y[:40]), (x[40:], y[40:]), nn.Linear(4, 2), recipe=Recipe(optimizer="lbfgs"))
+    >>> 0 <= found.accuracy <= 1
+    True
     """
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
@@ -274,14 +296,14 @@ def _problem(
     within: Within,
     multipliers: bool,
 ) -> Problem:
-    """Eq. 5 on full data, where `batch` is None, or over pairs (x, y) of upper and lower batches."""
+    """Return Eq. 5 on all data (if `batch` is None), or on pairs (x, y) of upper and lower batches."""
     rows, points = len(train[1]), goal.points
     device = train[1].device
     labels = goal.labels.to(device)
     collide = None if goal.collide is None else mapped(features, goal.collide, device)
 
     def points_and(u: Tensor, batch: Any, level: int, whole: Pair) -> tuple[Tensor, Pair]:
-        """The features of the points, and the examples of a level: those of the batch, or all."""
+        """Return the features of the points, and the examples of a level: those of the batch, or all."""
         if features is None:
             return u, whole if batch is None else batch
         z, pair = batch
@@ -290,7 +312,7 @@ def _problem(
     kept: list[Tensor] = []
 
     def prepare(map_: Features, u: Tensor, pair: Any) -> Any:
-        """The features of the points. The certificate asks for those of the same points many times over."""
+        """Return the features of the points; the certificate asks many times for the features of the same points."""
         if torch.is_grad_enabled():
             return map_(u), pair
         if not kept or not torch.equal(kept[0], u):
@@ -322,7 +344,7 @@ def _problem(
 
 
 def _price(start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None) -> Tensor | float:
-    """What g has beside the losses: decay, of a weight that is at hand or of the model's, and the tether to `start`."""
+    """Return the terms of g besides the losses: the decay (of `weight` if it is known) and the tether to `start`."""
     price = decayed(v, decay) if weight is None else decay / 2 * torch.sum(weight * weight)
     if tether:
         apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
@@ -330,28 +352,6 @@ def _price(start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, w
     return price
 
 
-def _loaders(aim: Pair, train: Pair, batch: int | None) -> tuple[DataLoader[Any], DataLoader[Any]] | None:
-    if batch is None:
-        return None
-    upper, lower = (TensorDataset(x.cpu(), y.cpu()) for x, y in (aim, train))
-    return (
-        DataLoader(upper, min(batch, len(upper)), shuffle=True, drop_last=True),
-        DataLoader(lower, min(batch, len(lower)), shuffle=True, drop_last=True),
-    )
-
-
-def _on(edge: float | Tensor | None, device: torch.device, dtype: torch.dtype) -> float | Tensor | None:
-    return edge.to(device, dtype) if isinstance(edge, Tensor) else edge
-
-
-def smallest(values: Sequence[float], flips: Callable[[float], bool]) -> float | None:
-    """The smallest of some rising values for which `flips` holds, by bisection; None where it fails for the largest.
-
-    `flips` is asked for the largest first, and then for about log2 of the rest. It should hold above where it holds.
-    """
-    ordered = list(values)
-    if not ordered or any(b <= a for a, b in pairwise(ordered)):
-        raise OptionError(f"values must rise, and be one at least; got {ordered}.")
-    if not flips(ordered[-1]):
-        return None
-    return ordered[bisect_left(ordered, True, hi=len(ordered) - 1, key=flips)]
+def _loader(pair: Pair, batch: int) -> DataLoader[Any]:
+    data = TensorDataset(*(tensor.cpu() for tensor in pair))
+    return DataLoader(data, min(batch, len(data)), shuffle=True, drop_last=True)

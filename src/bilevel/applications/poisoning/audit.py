@@ -1,205 +1,41 @@
-"""A labelled data set as the ground of a poisoning attack: its parts, its victim, one attack, and how little it takes.
-
-The attack sees training and validation rows; the test rows are for `evaluate` alone, but for the one input that a
-clean-label attack is aimed at.
-"""
+"""One attack on a labelled data set, and the least poison that is enough."""
 
 from __future__ import annotations
 
+import copy
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range
+from bilevel._util.optional import require
+from bilevel._util.parallel_map import ONCE
 from bilevel.applications.denoising.denoise import denoise
-from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, evaluate, smallest, unmoved
+from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, unmoved
 from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.goals import Goal, clean_label, targeted, untargeted
-from bilevel.applications.poisoning.victims import Features, Recipe, mapped, trained
-from bilevel.data import Labelled, Pair, split_test, split_trusted
+from bilevel.applications.poisoning.goals import Goal
+from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, goal_of, target_of, wanted_of
 from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Callback
+from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
 
-Kind = Literal["untargeted", "targeted", "clean-label"]
-HELD_OUT, VALIDATION, MOST = 0.2, 0.3, 1000
-"""The share of the rows that stands in for a test set, that of validation rows, and how many of these at most."""
-DECAY, DEEP_DECAY = 0.005, 5e-4
-PASSES, LEAST_STEPS = 20, 500
-"""Of Adam over the training rows, for victims that are networks."""
 FRACTIONS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
-"""What an audit looks among for the smallest share of poison."""
+"""The shares of poison that an audit searches."""
 PARTS_OF_EPSILON = 16
-"""An audit of a bound looks among the sixteenths of --epsilon."""
+"""An audit of a bound searches the multiples of epsilon / 16."""
+SUCCESS = 0.5
+"""The share of a class that a targeted attack must turn into the other class."""
 
 
 @dataclass(frozen=True)
-class Ground:
-    """The parts of a data set, the victim at its first weights, and how it is trained."""
-
-    data: Labelled
-    train: Pair
-    validation: Pair
-    test: Pair
-    model: nn.Module
-    recipe: Recipe
-    features: Features | None = None
-    box: tuple[Any, Any] = (0.0, 1.0)
-    notes: tuple[str, ...] = ()
-    before: Ground | None = None
-    """That of the whole network, where the victim is its last layer."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def constant(self) -> float:
-        """The accuracy of their most frequent class for all test rows."""
-        y = self.test[1]
-        return max(float((y == c).double().mean()) for c in torch.unique(y))
-
-    def evaluate(self, poison: Poison | None) -> Evaluation:
-        """Train the victim anew on clean data and poison, and measure it on the test rows."""
-        return evaluate(poison, self.train, self.test, self.model, recipe=self.recipe, features=self.features)
-
-
-def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: int = 0) -> Ground:
-    """Split a data set into what is trained on, what the attack may look at besides, and what it never sees.
-
-    `rows` are drawn for training, all by default. Validation rows are the trusted ones of the data, or drawn. Without a
-    test part a fifth of the rows is held out as such.
-    """
-    in_range("rows", rows, least=2, whole=True)
-    notes = list(data.notes)
-    if data.test is None:
-        data = split_test(data, share=HELD_OUT, seed=seed)
-        notes.append(f"A fifth of the rows, {len(data.part('test')[1])}, is held out as the test set.")
-    if data.trusted is None:
-        data = split_trusted(data, max(len(data.classes), min(MOST, round(VALIDATION * data.count))), seed)
-    if rows is not None and rows < data.count:
-        drawn = np.random.default_rng(seed).permutation(data.count)[:rows]
-        data = data.select(np.sort(drawn))
-    elif rows is not None and rows > data.count:
-        raise OptionError(f"rows must be at most the {data.count} that are left for training; got {rows}.")
-    if len(torch.unique(data.y)) < 2:
-        raise DataError(f"an attack needs at least two classes; the {data.count} training rows have one.")
-    linear = _plain(model)
-    steps = max(LEAST_STEPS, PASSES * data.count // 100)
-    recipe = (
-        Recipe(optimizer="lbfgs", steps=500, decay=DECAY)
-        if linear
-        else Recipe(optimizer="adam", steps=steps, decay=DEEP_DECAY, seed=seed)
-    )
-    if linear:  # the minimum is one: start where nothing is preferred
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-    box: tuple[Any, Any] = (0.0, 1.0)
-    if data.kind != "images":
-        seen = torch.cat([data.x, data.part("trusted")[0]])
-        box = seen.amin(0), seen.amax(0)
-    return Ground(
-        data, (data.x, data.y), data.part("trusted"), data.part("test"), model, recipe, None, box, tuple(notes)
-    )
-
-
-def _plain(model: nn.Module) -> bool:
-    """Whether all that is trained is one Linear, after layers without parameters."""
-    layers = list(model.modules())
-    weighted = [layer for layer in layers if any(True for _ in layer.parameters(recurse=False))]
-    return len(weighted) == 1 and weighted[0] is layers[-1] and isinstance(weighted[0], nn.Linear)
-
-
-def on_features(ground: Ground) -> Ground:
-    """The last layer of the network as the victim, on the features of the network as trained on clean data."""
-    layers = list(ground.model) if isinstance(ground.model, nn.Sequential) else []
-    if not layers or not isinstance(layers[-1], nn.Linear):
-        raise OptionError("a clean-label attack needs a model that is an nn.Sequential which ends in an nn.Linear.")
-    if not any(True for layer in layers[:-1] for _ in layer.parameters()):
-        return ground
-    whole = trained(ground.model, *ground.train, ground.recipe)
-    body = nn.Sequential(*list(whole.children())[:-1]).eval().requires_grad_(False)
-    last = nn.Linear(layers[-1].in_features, layers[-1].out_features).to(ground.device)
-    for parameter in last.parameters():
-        nn.init.zeros_(parameter)
-    note = (
-        "The victim is the last layer of the network, retrained on the features of the network trained on clean data."
-    )
-    return replace(
-        ground,
-        model=last,
-        recipe=Recipe(optimizer="lbfgs", steps=500, decay=DECAY),
-        features=body,
-        notes=(*ground.notes, note),
-        before=ground,
-    )
-
-
-@dataclass(frozen=True)
-class Aim:
-    """What is asked of an attack. Classes are indices; `target` is a row of the test set."""
-
-    kind: Kind
-    points: int
-    source: int | None = None
-    wanted: int | None = None
-    target: int | None = None
-
-    @property
-    def pair(self) -> tuple[int, int]:
-        """Both classes of a targeted attack."""
-        if self.source is None or self.wanted is None:
-            raise OptionError(f"a targeted attack needs source and wanted; got {self.source} and {self.wanted}.")
-        return self.source, self.wanted
-
-
-def goal_of(ground: Ground, aim: Aim, seed: int) -> Goal:
-    """The start of the attack."""
-    classes = len(ground.data.classes)
-    if aim.kind == "untargeted":
-        return untargeted(ground.train, ground.validation, aim.points, classes=classes, seed=seed)
-    if aim.kind == "targeted":
-        source, wanted = aim.pair
-        if not bool((ground.test[1] == source).any()):
-            name = ground.data.classes[source]
-            raise DataError(f"the test set must have rows of class {name!r} to measure the attack on; it has none.")
-        return targeted(ground.train, ground.validation, aim.points, source=source, wanted=wanted, seed=seed)
-    _, x, _ = target_of(ground, aim)
-    wanted = wanted_of(ground, aim)
-    return clean_label(ground.validation, x, wanted, points=aim.points, features=ground.features, device=ground.device)
-
-
-def target_of(ground: Ground, aim: Aim) -> tuple[int, Tensor, int]:
-    """The target's row in the test set, its input and its label."""
-    x, y = ground.test
-    if aim.target is None or not 0 <= aim.target < len(y):
-        raise OptionError(f"--target must be a row of the test set, 0 to {len(y) - 1}; got {aim.target}.")
-    return aim.target, x[aim.target], int(y[aim.target])
-
-
-def wanted_of(ground: Ground, aim: Aim) -> int:
-    """The class that a clean-label attack wants: the one asked for, else that of the nearest validation row of
-    another class, in the features."""
-    _, x, label = target_of(ground, aim)
-    if aim.wanted is not None:
-        if aim.wanted == label:
-            raise OptionError(f"--as must be another class than the target's, {ground.data.classes[label]!r}.")
-        return aim.wanted
-    inputs, labels = ground.validation
-    place = mapped(ground.features, x[None], ground.device).flatten(1)
-    apart = (mapped(ground.features, inputs, ground.device).flatten(1) - place).norm(dim=1).cpu()
-    apart[labels == label] = torch.inf
-    return int(labels[apart.argmin()])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An attack and what it did to a victim that was trained anew; `flipped` is for the same points unmoved."""
+class AttackResult:
+    """An attack, and victims trained from scratch: without poison, with it, and with its points as they began."""
 
     poison: Poison
     goal: Goal
@@ -207,19 +43,19 @@ class Outcome:
     poisoned: Evaluation
     flipped: Evaluation
 
-    def success(self, ground: Ground, aim: Aim, which: Evaluation) -> float | bool | None:
-        """Targeted: the share of the source's test rows that are given the wanted class. Clean label: whether the
-        target is. Untargeted: None."""
-        if aim.kind == "targeted":
-            return which.share(ground.test, *aim.pair)
-        if aim.kind == "clean-label":
-            return int(which.predicted[target_of(ground, aim)[0]]) == wanted_of(ground, aim)
+    def success(self, setting: AttackSetting, goal: AttackGoal, which: Evaluation) -> float | bool | None:
+        """Return the share of the source's test rows that get the wanted class (targeted), whether the target gets it
+        (clean label), or None (untargeted)."""
+        if goal.kind == "targeted":
+            return which.share(setting.test, *goal.pair)
+        if goal.kind == "clean-label":
+            return int(which.predicted[target_of(setting, goal)[0]]) == wanted_of(setting, goal)
         return None
 
 
 def carry_out(
-    ground: Ground,
-    aim: Aim,
+    setting: AttackSetting,
+    goal: AttackGoal,
     *,
     bound: Bound | None = None,
     steps: int,
@@ -229,20 +65,21 @@ def carry_out(
     resume: bool = False,
     clean: Evaluation | None = None,
     callbacks: Sequence[Callback] = (),
-) -> Outcome:
-    """Run an attack and evaluate it by training anew: without poison, with its points as they began, and with them.
+) -> AttackResult:
+    """Run an attack, and evaluate it by training victims from scratch.
 
-    `clean` is the evaluation without poison where it is known: the same for every attack on a ground.
+    `clean` is the evaluation without poison if it is known: it is the same for every attack in a setting. The other
+    options are those of `attack`.
     """
-    goal = goal_of(ground, aim, seed)
+    start = goal_of(setting, goal, seed)
     poison = attack(
-        goal,
-        ground.train,
-        ground.model,
-        recipe=ground.recipe,
-        features=ground.features,
+        start,
+        setting.train,
+        setting.model,
+        recipe=setting.recipe,
+        features=setting.features,
         method=method,
-        box=ground.box,
+        box=setting.box,
         bound=bound,
         steps=steps,
         seed=seed,
@@ -250,26 +87,14 @@ def carry_out(
         resume=resume,
         callbacks=callbacks,
     )
-    body = ground.before and ground.before.recipe.describe()
+    body = setting.before and setting.before.recipe.describe()
     poison = replace(poison, settings=poison.settings | {"body_recipe": body})
-    clean = clean or ground.evaluate(None)
-    return Outcome(poison, goal, clean, ground.evaluate(poison), ground.evaluate(unmoved(goal)))
+    clean = clean or setting.evaluate(None)
+    return AttackResult(poison, start, clean, setting.evaluate(poison), setting.evaluate(unmoved(start)))
 
 
-def least(values: Sequence[float], run: Callable[[float], dict[str, Any]]) -> tuple[float | None, list[dict[str, Any]]]:
-    """The smallest value whose run succeeds (`"enough"`), by bisection, and the runs that were made, in their order."""
-    made: list[dict[str, Any]] = []
-
-    def enough(value: float) -> bool:
-        found = run(value)
-        made.append(found)
-        return bool(found["enough"])
-
-    return smallest(values, enough), made
-
-
-def noticed(
-    ground: Ground,
+def detection_auc(
+    setting: AttackSetting,
     poison: Poison,
     model: nn.Module,
     *,
@@ -277,24 +102,151 @@ def noticed(
     steps: int | None = None,
     seed: int = 0,
 ) -> float:
-    """Whether `denoise` down-weights the poison: the AUC of its importance as a sign of a clean row.
+    """Return how well `denoise` detects the poison: the AUC of its importance as a sign of a clean row.
 
-    The trusted set is the validation rows but those of `without`: the bases of a clean-label attack come from there,
-    and a defender has no clean copy of a point. 1: every point is below every clean row; 1/2: no better than chance.
+    1 means that every point is below every clean row; 1/2 is chance. The trusted set is the validation rows without the
+    rows `without`: the points of a clean-label attack start there, and a defender has no clean copy of a point.
     """
-    from sklearn.metrics import roc_auc_score  # here: it takes as long to import as torch
-
-    x, y = ground.train
+    x, y = setting.train
     inputs, labels = torch.cat([x, poison.x.to(x)]), torch.cat([y, poison.labels])
-    left = torch.ones(len(ground.validation[1]), dtype=torch.bool)
+    left = torch.ones(len(setting.validation[1]), dtype=torch.bool)
     if without is not None:
         left[without] = False
-    trusted = (ground.validation[0][left], ground.validation[1][left])
+    trusted = (setting.validation[0][left], setting.validation[1][left])
     known = torch.isin(labels, trusted[1])
-    if bool(known[len(y) :].logical_not().all()):
+    if not bool(known[len(y) :].any()):
         raise DataError(
-            "the trusted rows must have examples of a class of the points; without their bases none is left."
+            "the trusted rows must have examples of a class of the points; without the rows that the points start "
+            "from, none is left."
         )
     found = denoise((inputs[known], labels[known]), trusted, model, steps=steps, seed=seed)
     clean = (torch.arange(len(labels)) < len(y))[known]
-    return float(roc_auc_score(clean.numpy(), found.importance.numpy()))
+    return float(require("sklearn.metrics", "apps").roc_auc_score(clean.numpy(), found.importance.numpy()))
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The search for the least poison that is enough: the values searched, the least of them, and the runs made.
+
+    `values` is empty if the target gets the wanted class without poison; then nothing is searched.
+    """
+
+    what: Literal["fraction", "epsilon"]
+    wanted: str
+    """What counts as enough, in words."""
+    values: tuple[float, ...]
+    least: float | None
+    runs: list[dict[str, Any]]
+    auc: float
+    """How well the denoiser detects the poison of the attack as requested; see `detection_auc`."""
+
+    @property
+    def sentence(self) -> str:
+        if not self.values:
+            return ""
+        if self.least is None:
+            return f"No {self.what} up to {shown(self.what, self.values[-1])} {self.wanted}; try more --steps."
+        return f"The smallest {self.what} tried that {self.wanted}: {shown(self.what, self.least)}."
+
+
+def audit(
+    setting: AttackSetting,
+    goal: AttackGoal,
+    bound: Bound | None,
+    found: AttackResult,
+    *,
+    steps: int,
+    cost: float,
+    checkpoint: Path,
+    seed: int = 0,
+    callbacks: Callable[[str], Sequence[Callback]] = lambda label: (),
+) -> Audit:
+    """Search for the least poison that is enough, by bisection, and measure whether the denoiser detects it.
+
+    A clean-label attack with a `bound` searches its epsilon, every other attack the share of poison. Enough is a loss
+    of `cost` points of accuracy (untargeted), half of the class (targeted), or the target (clean label). `found` is the
+    attack as requested. Finished runs are kept in the folder `checkpoint`, and a stopped run is resumed.
+    `callbacks(label)` returns the callbacks of a run.
+    """
+    values, by_bound = _fractions(setting, goal), goal.kind == "clean-label" and bound is not None
+    if by_bound and bound:
+        values = tuple(bound.epsilon * k / PARTS_OF_EPSILON for k in range(1, PARTS_OF_EPSILON + 1))
+    if goal.kind == "clean-label" and found.success(setting, goal, found.clean):
+        values = ()
+    what: Literal["fraction", "epsilon"] = "epsilon" if by_bound else "fraction"
+    store, runs = Store(checkpoint / "audit"), list[dict[str, Any]]()
+
+    def enough(value: float) -> bool:
+        cell, mine, limit = Cell({"what": what, "value": value}, 0), goal, bound
+        if by_bound and bound:
+            limit = replace(bound, epsilon=value)
+        else:
+            mine = replace(goal, points=max(1, round(value * setting.data.count)))
+
+        def attacked(settings: Settings) -> Found:
+            result = carry_out(
+                setting,
+                mine,
+                bound=limit,
+                steps=steps,
+                seed=seed,
+                checkpoint=checkpoint / cell.name,
+                resume=True,
+                clean=found.clean,
+                callbacks=callbacks(f"audit at {value:.3g}"),
+            )
+            return {"value": value, "points": mine.points} | _judged(setting, mine, result, cost)
+
+        if not run_cells([cell], store, attacked, where=ONCE):
+            raise KeyboardInterrupt
+        runs.append(store.get(cell) or {})
+        return bool(runs[-1]["enough"])
+
+    least = smallest(values, enough) if values else None
+    bases = found.poison.rows if goal.kind == "clean-label" else None
+    network = copy.deepcopy((setting.before or setting).model)
+    auc = detection_auc(setting, found.poison, network, without=bases, seed=seed)
+    wanted = {
+        "untargeted": f"costs {cost:g} points of accuracy",
+        "targeted": f"turns {SUCCESS:.0%} of the class into the other",
+        "clean-label": "flips the target",
+    }
+    return Audit(what, wanted[goal.kind], values, least, runs, auc)
+
+
+def _judged(setting: AttackSetting, goal: AttackGoal, result: AttackResult, cost: float) -> dict[str, Any]:
+    success, accuracy = result.success(setting, goal, result.poisoned), result.poisoned.accuracy
+    enough = 100 * (result.clean.accuracy - accuracy) >= cost if success is None else success >= SUCCESS
+    return {"accuracy": accuracy, "success": success, "enough": bool(enough)}
+
+
+def _fractions(setting: AttackSetting, goal: AttackGoal) -> tuple[float, ...]:
+    """Return the shares that are at least one point each, and that the data has enough rows for."""
+    count = setting.data.count
+    most = count - 1
+    if goal.kind == "targeted":
+        most = 2 * min(int((setting.train[1] == c).sum()) for c in goal.pair)
+    different = {round(f * count): f for f in reversed(FRACTIONS) if 1 <= round(f * count) <= most}
+    return tuple(sorted(different.values())) or (1 / count,)
+
+
+def smallest(values: Sequence[float], flips: Callable[[float], bool]) -> float | None:
+    """Return the smallest of rising values for which `flips` is true, by bisection; None if it fails for the largest.
+
+    `flips` must be true above each value for which it is true. It is called with the largest value first, and then
+    about log2(len(values)) times.
+
+    >>> smallest([1, 2, 3, 4], lambda value: value >= 3)
+    3
+    """
+    ordered = list(values)
+    if not ordered or any(b <= a for a, b in pairwise(ordered)):
+        raise OptionError(f"values must rise, and have at least one entry; got {ordered}.")
+    if not flips(ordered[-1]):
+        return None
+    return ordered[bisect_left(ordered, True, hi=len(ordered) - 1, key=flips)]
+
+
+def shown(what: str, value: float) -> str:
+    """Return a value as text: a fraction in percent, an epsilon as a number."""
+    return f"{100 * value:.3g}%" if what == "fraction" else f"{value:.4g}"

@@ -1,8 +1,8 @@
-"""How far a poison point may go from its base: the pixel box, and a bound in the l2 or the l-infinity norm.
+"""The set of the poison points: a box, and a bound on the distance from their bases in the l2 or l-infinity norm.
 
-The box and the l-infinity bound are one box, and a projection keeps the points in it. The l2 bound is an inequality
-with multipliers for methods that have them, |u_i - b_i|^2 / epsilon^2 - 1 <= 0; for others the points are drawn back to
-their bases. `settled` makes both hold exactly, to the last bit, in what is returned.
+A projection keeps the points in the box; an l-infinity bound makes the box smaller. An l2 bound is an inequality for
+methods with multipliers, |u_i - b_i|^2 / epsilon^2 - 1 <= 0; for other methods a projection shortens the distance.
+`settled` makes the returned points satisfy both exactly, to the last bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from bilevel.problem.projections import Box
 
 Norm = Literal["l2", "linf"]
 SHRINK = 1e-6
-"""The share by which a perturbation that rounding leaves outside of its bound is shortened, doubled at each try."""
+"""The share by which a perturbation is shortened if rounding leaves it outside of its bound; doubled at each try."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """|u_i - b_i| <= epsilon for each point by itself."""
+    """A bound on each point, |u_i - b_i| <= epsilon, in the norm "l2" (default) or "linf".
+
+    >>> Bound(0.5, "linf")
+    Bound(epsilon=0.5, norm='linf')
+    """
 
     epsilon: float
     norm: Norm = "l2"
@@ -35,19 +39,19 @@ class Bound:
         one_of("norm", self.norm, ("l2", "linf"))
 
     def inequality(self, u: Tensor, base: Tensor) -> Tensor:
-        """One number for each point, not positive where it is within the l2 bound."""
+        """Return one number for each point, which is not positive if the point is within the l2 bound."""
         return ((u - base) ** 2).flatten(1).sum(1) / self.epsilon**2 - 1
 
 
 def norms(u: Tensor, base: Tensor, norm: Norm) -> Tensor:
-    """How far each point is from its base, in double precision."""
+    """Return the distance of each point from its base, in double precision."""
     apart = (u.detach().double() - base.double()).flatten(1)
     return apart.norm(dim=1) if norm == "l2" else apart.abs().amax(1)
 
 
 @dataclass(frozen=True)
 class Within:
-    """The set that poison points live in: a box, and perhaps a bound on what was changed."""
+    """The set of the poison points: a box around all inputs, and a bound around each base."""
 
     base: Tensor
     low: float | Tensor | None = 0.0
@@ -57,7 +61,7 @@ class Within:
     def __post_init__(self) -> None:
         if not torch.equal(self._box()(self.base), self.base):
             raise DataError(
-                f"the base points must lie in the box from {_said(self.low)} to {_said(self.high)}; they go from "
+                f"the base points must lie in the box from {_text(self.low)} to {_text(self.high)}; they go from "
                 f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or give another box."
             )
 
@@ -66,29 +70,27 @@ class Within:
 
     @property
     def room(self) -> float:
-        """How far an input may travel, one of them by itself: the width of the box, or what the bound leaves."""
+        """How far one number of an input can move: the width of the box, or less if the bound leaves less."""
         width = 1.0
         if self.low is not None and self.high is not None:
             width = float(torch.as_tensor(self.high - self.low, dtype=torch.float64).mean())
         if self.bound is None:
             return width
-        # The l2 bound is shared by all inputs of a point; three times their even share is room for unequal moves.
+        # All numbers of a point share the l2 bound; three times their equal share leaves room for unequal moves.
         share = 2.0 if self.bound.norm == "linf" else 3.0 / self.base[0].numel() ** 0.5
         return min(width, share * self.bound.epsilon)
 
     def projection(self, multipliers: bool) -> Projection | None:
-        """What keeps u in the set after a step; without multipliers the l2 bound, too."""
+        """Return the projection after a step, or None; without multipliers it also keeps the l2 bound."""
         box, bound, base = self._box(), self.bound, self.base
-        if bound is None:
-            return None if self.low is None and self.high is None else box
-        if bound.norm == "linf":
+        if bound is not None and bound.norm == "linf":
             return Box(box(base - bound.epsilon), box(base + bound.epsilon))
-        if multipliers:
-            return None if self.low is None and self.high is None else box
-        return lambda u: drawn_back(box(u), base, bound.epsilon)
+        if bound is not None and not multipliers:
+            return lambda u: drawn_back(box(u), base, bound.epsilon)
+        return None if self.low is None and self.high is None else box
 
     def inequalities(self, multipliers: bool) -> tuple[Any, ...]:
-        """The constraints of the problem that are no projection."""
+        """Return the constraints of the problem that are not in the projection."""
         if self.bound is None or self.bound.norm == "linf" or not multipliers:
             return ()
         bound, base = self.bound, self.base
@@ -96,15 +98,11 @@ class Within:
 
     @torch.no_grad()
     def settled(self, u: Tensor) -> Tensor:
-        """The points in the set, exactly: box and bound hold for the numbers that are returned."""
-        u = self._box()(u.detach())
+        """Return points that satisfy the box and the bound exactly."""
+        projection = self.projection(multipliers=False)
+        u = u.detach() if projection is None else projection(u.detach())
         if self.bound is None:
             return u
-        if self.bound.norm == "linf":
-            low, high = self.base - self.bound.epsilon, self.base + self.bound.epsilon
-            u = self._box()(torch.clamp(u, low, high))
-        else:
-            u = self._box()(drawn_back(u, self.base, self.bound.epsilon))
         for k in range(20):
             far = norms(u, self.base, self.bound.norm) > self.bound.epsilon
             if not bool(far.any()):
@@ -118,15 +116,17 @@ class Within:
 
 
 def drawn_back(u: Tensor, base: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Points on the segment to their bases that are within epsilon, one number or one for each: a box that holds both
-    ends holds them, too."""
+    """Return the points, each moved on the straight line towards its base until it is within `epsilon`.
+
+    `epsilon` is one number, or one for each point. A box that holds a point and its base also holds the result.
+    """
     apart = u - base
     size = (apart * apart).flatten(1).sum(1).sqrt()
     factor = torch.where(size > epsilon, epsilon / size, torch.ones_like(size))
     return base + apart * factor.reshape(-1, *[1] * (u.ndim - 1))
 
 
-def _said(edge: float | Tensor | None) -> str:
+def _text(edge: float | Tensor | None) -> str:
     if edge is None:
         return "no end"
     return f"{float(edge):g}" if not isinstance(edge, Tensor) or edge.numel() == 1 else "a tensor of edges"

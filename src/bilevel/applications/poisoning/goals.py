@@ -1,8 +1,8 @@
-"""What a poisoning attack is after: where its points begin, the labels they keep, and what the victim is to do.
+"""The goals of a poisoning attack: where its points begin, the labels they keep, and what the victim should do.
 
-untargeted     wrong on everything: points from the training set with wrong labels
-targeted       one class taken for another: points of both with each other's label
-clean label    one input taken for a class: points of that class, rightly labelled, drawn to the input's features
+untargeted     be wrong on everything: points from the training set with wrong labels
+targeted       take one class for another: points of both classes, each with the other label
+clean label    take one input for a class: points of that class with the right label, drawn to the input's features
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ SHARPER = 1.5
 
 
 def failure(scores: Tensor, labels: Tensor) -> Tensor:
-    """The mean probability of the right class, with scores made sharper by half: what an untargeted attack brings down.
+    """Return the mean probability of the right class, for an untargeted attack to lower. Between 0 and 1.
 
-    Between 0 and 1. Sharper scores have the attack care more for which class is first than for how far it is ahead.
+    Scores are multiplied by 1.5, so that the attack cares more about which class is first than about how far ahead.
     """
-    return _given(SHARPER * scores, labels)
+    return _probability(SHARPER * scores, labels)
 
 
 def shortfall(scores: Tensor, labels: Tensor) -> Tensor:
-    """One less the mean probability of the wanted class: what a targeted attack brings down. Between 0 and 1."""
-    return 1 - _given(scores, labels)
+    """Return 1 minus the mean probability of the wanted class, for a targeted attack to lower. Between 0 and 1."""
+    return 1 - _probability(scores, labels)
 
 
-def _given(scores: Tensor, labels: Tensor) -> Tensor:
+def _probability(scores: Tensor, labels: Tensor) -> Tensor:
     return scores.softmax(1).gather(1, labels[:, None]).mean()
 
 
 def raised_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy, to be raised (Eq. 11). It has no least value."""
+    """Return minus the cross-entropy, for an attack that raises it (Eq. 11). It is not bounded below."""
     return -cross_entropy(scores, labels)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The start of an attack, and the examples that its objective is the loss of."""
+    """The start of an attack, and its objective on the examples (x, y)."""
 
     name: str
     base: Tensor
     labels: Tensor
-    """Of the points; fixed."""
+    """The labels of the points, which are fixed."""
     rows: Tensor
-    """Where the bases stood in the set that they were drawn from."""
+    """The rows of the bases in the set that they were drawn from."""
     x: Tensor
     y: Tensor
-    """What `objective` compares the victim's scores on x with."""
+    """The labels that `objective` compares with the victim's scores on x."""
     objective: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     collide: Tensor | None = None
-    """The input whose features the points are drawn to."""
+    """An input; the points are drawn to its features."""
     collision_weight: float = 1.0
     squared: bool = True
     """Whether the distance of the features is squared (Section 3.4) or not (Eq. 12)."""
@@ -69,7 +69,7 @@ class Goal:
         return len(self.labels)
 
     def collision(self, z: Tensor, wanted: Tensor) -> Tensor:
-        """The weighted distance of the points' features from the wanted ones, as a mean over the points."""
+        """Return the weighted distance of the points' features z from the wanted ones, as a mean over the points."""
         square = ((z - wanted) ** 2).flatten(1).sum(1)
         apart = square if self.squared else (square + 1e-12).sqrt()
         return self.collision_weight * apart.mean()
@@ -84,7 +84,13 @@ def untargeted(
     classes: int | None = None,
     seed: int = 0,
 ) -> Goal:
-    """Points from the training set, each with a wrong label drawn at random, against all of the validation set."""
+    """Return points from the training set, each with a random wrong label, that should fail all of the validation set.
+
+    `points` is their number; `classes` the number of classes, by default from the labels; `seed` draws the points.
+
+    >>> untargeted((torch.rand(20, 3), torch.arange(20) % 2), (torch.rand(5, 3), torch.ones(5).long()), 4).points
+    4
+    """
     x, y = train
     _refuse(points, len(y), "the training set")
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +110,7 @@ def targeted(
     objective: Callable[[Tensor, Tensor], Tensor] = shortfall,
     seed: int = 0,
 ) -> Goal:
-    """Points of both classes with each other's label, so that examples of `source` are taken for `wanted`."""
+    """Return points of both classes, each with the other label, that make the victim take `source` for `wanted`."""
     x, y = train
     if source == wanted:
         raise OptionError(f"source and wanted must be two classes; both are {source}.")
@@ -137,9 +143,10 @@ def clean_label(
     squared: bool = True,
     device: torch.device | str = "cpu",
 ) -> Goal:
-    """Points of class `wanted` whose features are nearest to the target's, with their own label (Eq. 12).
+    """Return the points of class `wanted` whose features are nearest to the target's, with their own label (Eq. 12).
 
-    `pool` is what the bases are taken from; the target is one input of another class.
+    `pool` is the set that the points are taken from; `target` is one input of another class. `collision` weighs the
+    distance of the features, default 1; `squared` squares it.
     """
     x, y = pool
     in_range("collision", collision, least=0)

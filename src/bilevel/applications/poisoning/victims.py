@@ -2,7 +2,7 @@
 
     g(v; X, Y) = mean over the rows of l(h(x; v), y) + decay/2 |W|^2                       (W: the weights, not biases)
 
-A recipe says how g is minimised. The attack's pre-training and every evaluation go through `trained`, which starts from
+A recipe describes how g is minimised. The attack's pre-training and every evaluation call `trained`, which starts at
 the model's first weights each time.
 """
 
@@ -23,33 +23,38 @@ from bilevel.applications.training import fit
 from bilevel.errors import OptionError, ProblemError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(scores, labels) -> one number for each row."""
+"""Maps (scores, labels) to one number for each row."""
 Features = Callable[[Tensor], Tensor]
-"""A map of inputs that the victim does not train; the model acts on what it returns."""
+"""A map of inputs that the victim does not train; the model acts on its output."""
 GRADIENT = 1e-7
-"""The largest entry of the gradient at which L-BFGS stops."""
+"""L-BFGS stops when no entry of the gradient is larger."""
 ROWS = 256
-"""Inputs that a feature map is given at a time."""
+"""The number of inputs that are passed to a feature map at once."""
 
 
 def row_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy of each row."""
+    """Return the cross-entropy of each row."""
     return cross_entropy(scores, labels, reduction="none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a victim is trained. `lbfgs` goes to the minimum on all data at once, for convex victims; `adam` is for all
-    others, with batches, and a rate that falls linearly to zero."""
+    """How a victim is trained.
+
+    `optimizer="lbfgs"` minimises g on all data, for convex victims; "adam" (default) uses batches and a rate that falls
+    linearly to zero. `steps` (1,000) are those of Adam, or the most iterations of L-BFGS. `rate` (1e-3), `batch` (100)
+    and `seed` (0) are of Adam. `decay` (0) is the weight decay.
+
+    >>> Recipe(optimizer="lbfgs", decay=0.01).describe()
+    {'optimizer': 'lbfgs', 'steps': 1000, 'decay': 0.01}
+    """
 
     optimizer: Literal["lbfgs", "adam"] = "adam"
     steps: int = 1000
-    """Of Adam; iterations at most of L-BFGS."""
     rate: float = 1e-3
     batch: int = 100
     decay: float = 0.0
     seed: int = 0
-    """What the batches are drawn from."""
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, ("lbfgs", "adam"))
@@ -60,18 +65,18 @@ class Recipe:
         in_range("seed", self.seed, least=0, whole=True)
 
     def describe(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """Return the options that apply, for the record of a result."""
         all_of_it = asdict(self)
         return {k: v for k, v in all_of_it.items() if self.optimizer == "adam" or k not in ("rate", "batch", "seed")}
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    """What decay shrinks: the parameters with two dimensions or more."""
+    """Return the parameters that decay shrinks: those with two dimensions or more."""
     return [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
 
 
 def decayed(model: nn.Module, decay: float) -> Tensor | float:
-    """decay/2 |W|^2. A model that keeps its weights in another form has them as `decayed_weights()`."""
+    """Return decay/2 |W|^2. A model that stores its weights in another form returns them from `decayed_weights()`."""
     if not decay:
         return 0.0
     own: Iterable[Tensor] = model.decayed_weights() if hasattr(model, "decayed_weights") else weights(model)  # type: ignore[operator]
@@ -79,7 +84,7 @@ def decayed(model: nn.Module, decay: float) -> Tensor | float:
 
 
 def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Loss = row_losses) -> nn.Module:
-    """A copy of the model, trained from these first weights on (x, y), in evaluation mode; `first` stays as it is."""
+    """Return a copy of the model, trained from these first weights on (x, y), in evaluation mode."""
     model = copy.deepcopy(first)
     device = next(model.parameters()).device
     x, y = x.to(device), y.to(device)
@@ -117,7 +122,7 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss(model(x), y).mean() + decayed(model, recipe.decay)
-        if bool(value.isnan()):  # of which the line search makes a traceback
+        if bool(value.isnan()):  # the line search would fail with a traceback
             raise ProblemError(
                 "the victim's loss is not a number. Give a model whose scores are finite on these inputs."
             )
@@ -130,7 +135,7 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
 
 @torch.no_grad()
 def mapped(features: Features | None, x: Tensor, device: torch.device) -> Tensor:
-    """The features of inputs, a few rows at a time; the inputs themselves where there is no map."""
+    """Return the features of inputs, computed a few rows at a time, or the inputs if there is no map."""
     if features is None:
         return x.to(device)
     found = [features(part.to(device)) for part in torch.split(x, ROWS)]

@@ -1,12 +1,12 @@
-"""Softmax regression in whitened coordinates: the same classifier, for which every pattern of inputs is as frequent.
+"""Softmax regression in whitened coordinates: the same classifier, in which all directions of the inputs vary equally.
 
     scores = x W + b,     W = P z,     P = (curvature X'X/n + decay I)^(-1/2)
 
-With fewer rows than inputs, P is a multiple of the identity but in the few directions that the rows have, and is kept
-in that form.
+With fewer rows than inputs, P is a multiple of the identity except in the directions of the rows, and is stored in that
+form.
 
-The penalty method prices the slope |grad_z g|^2, whose condition is the square of g's own. What is attacked, and what
-is trained in the end, is the victim in W.
+The penalty method penalises |grad_z g|^2, whose condition number is the square of that of g. The victim that is
+attacked and trained in the end is the one in W.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 CURVATURE = 0.03
-"""p (1 - p) of a softmax regression that is right most of the time, as a mean over classes and rows."""
+"""The mean of p (1 - p), over classes and rows, of a softmax regression that is right most of the time."""
 LEAST = 1e-6
-"""What stands in for decay where there is none, as a share of the largest eigenvalue."""
+"""The least decay, as a share of the largest eigenvalue."""
 
 
 class Whitened(nn.Module):
@@ -58,7 +58,7 @@ class Whitened(nn.Module):
         return self._times(self.z)
 
     def _times(self, columns: Tensor) -> Tensor:
-        """P times columns."""
+        """Return P times columns."""
         if not self.few:
             return self.P @ columns
         return self.rest * columns + self.directions @ (self.gains * (self.directions.T @ columns))
@@ -70,7 +70,7 @@ class Whitened(nn.Module):
         return self._shifted(x.flatten(1) @ self.weight())
 
     def mapped(self, x: Tensor) -> Tensor:
-        """Inputs in the coordinates of z, for `on_mapped`: computed once of what does not move."""
+        """Return inputs in the coordinates of z, for `on_mapped`; computed once for inputs that do not move."""
         return self._times(x.flatten(1).T).T if self.few else x.flatten(1) @ self.P
 
     def on_mapped(self, x: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ class Whitened(nn.Module):
         return scores if self.bias is None else scores + self.bias
 
     def together(self, mapped: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(scores of mapped inputs, scores of inputs as they are, weights), with one product P z."""
+        """Return the scores of mapped inputs, the scores of plain inputs, and the weights, with one product P z."""
         weight = self.weight()
         return self.on_mapped(mapped), self._shifted(x.flatten(1) @ weight), weight
 
 
 def whitened(model: nn.Module, x: Tensor, decay: float) -> Whitened | None:
-    """The model in whitened coordinates, where it is a softmax regression, flattened or not; else None."""
+    """Return the model in whitened coordinates if it is a softmax regression, with or without flattening; else None."""
     layers = [m for m in model.modules() if not isinstance(m, (nn.Sequential, nn.Flatten))]
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         return None

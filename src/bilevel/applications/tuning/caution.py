@@ -1,11 +1,10 @@
-"""How far the penalties of features may go from a single one, decided on rows that the tuning does not see.
+"""How much the penalties of features can differ, decided on rows that the tuning does not see.
 
-Where few features matter, penalties that are free to go anywhere do best; where all of them matter a little, they fit
-the held-out rows, and a single penalty does better on others. Which of these a data set is, its rows tell: a fifth of
-them is set apart, the penalties are tuned on the rest with a caution that falls from 1 to none in stages, and what the
-stage with the least loss on the fifth had is taken, if it gains more over a single penalty than the standard error of
-that gain: of several ways, one does best on a few rows by chance. Where no fold has five rows (of a class), none can be
-spared, and the caution is 1.
+If few features matter, penalties without restraint do best. If all features matter a little, such penalties fit the
+held-out rows, and a single penalty does better on new rows. The rows decide: we set a fifth of them apart and tune the
+penalties on the rest, with a caution that falls from 1 to 0 in stages. We take the stage with the least loss on the
+fifth if its gain over a single penalty exceeds the standard error of the gain, because the best of several ways on a
+few rows is often best by chance. If no fold has five rows (of a class), none can be set apart, and the caution is 1.
 """
 
 from __future__ import annotations
@@ -21,13 +20,17 @@ from bilevel.applications.tuning.linear_tuning import LinearTuned, trained, tune
 
 SHARE = 0.2
 USUAL, LEAST = 1.0, 2
-"""The caution where no rows can decide, and how many it takes."""
+"""The caution if too few rows can be set apart, and the least number of rows."""
 
 
 def tune_cautiously(
     rows: Rows, *, seed: int = 0, checkpoint: Path | None = None, **options: Any
 ) -> tuple[LinearTuned, float | None]:
-    """Penalties tuned with the caution that the rows ask for, and that caution; None where a single penalty is best."""
+    """Tune the penalties with the caution that the rows ask for.
+
+    Returns the penalties and the caution, which is None if a single penalty is best. `seed` draws the rows set apart;
+    `options` are passed to `tune_linear`.
+    """
 
     def tuned(rows: Rows, name: str, **ways: Any) -> LinearTuned:
         found = tune_linear(rows, checkpoint=checkpoint and checkpoint / name, **ways, **options)
@@ -49,23 +52,23 @@ def tune_cautiously(
 
 
 def beyond_chance(gains: Tensor) -> bool:
-    """Whether the mean of these numbers is above its standard error."""
+    """Tell whether the mean of these numbers is above its standard error."""
     return bool(gains.mean() > gains.std() / len(gains) ** 0.5)
 
 
 def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
-    """The mean loss of a model on all of these rows."""
+    """Return the mean loss of a model on these rows."""
     return losses_of(rows, weight, bias).mean().item()
 
 
 def losses_of(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """The loss of a model on each of these rows."""
+    """Return the loss of a model on each of these rows."""
     with torch.no_grad():
         return rows.losses((rows.x @ weight.T + bias)[:, None, :])[:, 0]
 
 
 def _apart(rows: Rows, seed: int) -> Tensor:
-    """A mask of a fifth of the rows, of each fold its share, and of a class never the last ones."""
+    """Return a mask of a fifth of the rows of each fold and class, rounded down."""
     draws = torch.rand(len(rows.y), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     apart = torch.zeros(len(rows.y), dtype=torch.bool)
     groups = rows.fold.cpu().long() * (rows.outputs + 1) + (rows.y.cpu().long() if rows.loss == "logistic" else 0)

@@ -1,40 +1,63 @@
-"""The lower level of a linear model that is tuned on folds: the weights of all of them, as one tensor."""
+"""The lower level of a linear model that is tuned on folds: the weights of all folds as one tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
+from bilevel._util.optional import require
 from bilevel._util.tensor_lists import gradient
-from bilevel.applications.tuning.nested import Map
+from bilevel.applications.tuning.implicit_descent import Map
 from bilevel.applications.tuning.sparse_inputs import Inputs, inputs_of, mean_of, parts_of, rows_of
+from bilevel.errors import DataError
 from bilevel.measures.lower_minimum import flatten
 from bilevel.running.run_identity import digest_of
 
 Loss = Literal["squared", "logistic"]
 CURVATURES = {"squared": 1.0, "logistic": 0.25}
-"""The curvature of a loss in a score: that of the squared error exactly, of the logistic loss at the most."""
+"""The second derivative of each loss in a score: exact for the squared error, an upper bound for the logistic loss."""
 DENSE = 4e9
-"""Products of numbers that the inverse of a second derivative may take."""
+"""The most multiplications that we spend on the inverse of a second derivative."""
 STALE = 10
-"""Products of a linear system from which the map near the inverse is made anew."""
+"""If a linear system takes more products than this, the approximate inverse is computed again."""
+
+
+def folds_of(y: np.ndarray, classes: int, folds: int, seed: int) -> Tensor:
+    """Return the fold that holds out each row, with the rows of each class spread evenly over the folds.
+
+    `y` holds class indices, or numbers to predict if `classes` is 0. If a class has fewer rows than `folds`, there are
+    as many folds as it has rows.
+    """
+    selection = require("sklearn.model_selection", "apps")
+    most = int(np.bincount(y, minlength=classes).min()) if classes else len(y)
+    if most < 2:
+        what, remedy = ("rows of each class", " Leave rare classes out.") if classes else ("rows", "")
+        raise DataError(f"folds need at least 2 {what}; got n_samples = {len(y)}, of the rarest {most}.{remedy}")
+    splitter = (selection.StratifiedKFold if classes else selection.KFold)(
+        min(folds, most), shuffle=True, random_state=seed
+    )
+    fold = np.empty(len(y), dtype=np.int64)
+    for k, (_, out) in enumerate(splitter.split(y, y)):
+        fold[out] = k
+    return torch.from_numpy(fold)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs (n, d), dense or CSR, targets, and the fold of each row; rows of fold -1 are held out of none."""
+    """Inputs (n, d), dense or CSR, targets, and the fold of each row; a row of fold -1 is never held out."""
 
     x: Tensor
     y: Tensor
-    """Numbers, or indices of classes."""
+    """Numbers, or class indices."""
     fold: Tensor
     loss: Loss
     outputs: int = 1
-    """Scores of a row: one for each class from three classes on."""
+    """Scores of a row: 1, or one for each class if there are three or more."""
 
     @property
     def folds(self) -> int:
@@ -44,15 +67,15 @@ class Rows:
         return Rows(rows_of(self.x, mask), self.y[mask], self.fold[mask], self.loss, self.outputs)
 
     def digest(self) -> str:
-        """What tells these rows from others."""
+        """Return a text that identifies these rows."""
         return f"{self.loss} {self.outputs} {digest_of((*parts_of(self.x), self.y, self.fold))}"
 
     def chances(self, scores: Tensor) -> Tensor:
-        """The probabilities of the classes that have a score."""
+        """Return the probabilities of the classes that have a score."""
         return torch.sigmoid(scores) if self.outputs == 1 else scores.softmax(-1)
 
     def losses(self, scores: Tensor) -> Tensor:
-        """Of scores (n, folds, outputs): (n, folds)."""
+        """Return the losses (n, folds) of scores (n, folds, outputs)."""
         if self.loss == "squared":
             return (scores[..., 0] - self.y[:, None]) ** 2 / 2
         if self.outputs == 1:
@@ -62,12 +85,12 @@ class Rows:
 
 
 def invertible(rows: int, features: int, outputs: int) -> bool:
-    """Whether the inverse of a second derivative is to be had in no more than `DENSE` products of numbers."""
+    """Tell whether the inverse of a second derivative takes at most `DENSE` multiplications."""
     return outputs * features**2 * (rows + features / 3) <= DENSE
 
 
 class FoldedModel:
-    """The lower level: the weights of all folds, and a bias each that is not penalised, on centred inputs."""
+    """The lower level: the weights and the biases of all folds, on centred inputs. Biases are not penalised."""
 
     def __init__(self, rows: Rows, held_out: bool = True) -> None:
         folds = rows.folds if held_out else 1
@@ -90,35 +113,35 @@ class FoldedModel:
         self._products = 0
 
     def scores(self, v: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        """(n, folds, outputs)"""
+        """Return the scores (n, folds, outputs)."""
         w = v["weight"]
         return inputs.scores(w.flatten(0, 1)).view(-1, *w.shape[:2]) + v["bias"]
 
     def lower(self, alpha: Tensor, v: dict[str, Tensor]) -> Tensor:
-        """The mean loss of each fold's training rows and its penalty, summed over the folds."""
+        """Return the mean loss of each fold's training rows plus its penalty, summed over the folds."""
         penalty = (alpha * v["weight"].square() / self.counts[:, None, None]).sum() / 2
         return (self.inside * self.train.losses(self.scores(v, self.inputs))).sum() + penalty
 
     def upper(self, v: dict[str, Tensor]) -> Tensor:
-        """The mean loss of the rows that the folds hold out."""
+        """Return the mean loss of the rows that the folds hold out."""
         return (self.out * self.held.losses(self.scores(v, self.held_inputs))).sum()
 
     def slope(self) -> float:
-        """|grad_v g| at the present v, of g without penalties: at v = 0 they have no part in it."""
+        """Return |grad_v g| at the present v without penalties, which have zero gradient at v = 0."""
         g = self.lower(torch.zeros_like(self.center), self.v)
         return float(flatten(gradient(g, list(self.v.values()))).norm())
 
     def renew(self) -> None:
-        """Have the next map near the inverse be one of the present v."""
+        """Compute the next approximate inverse at the then present v."""
         self._bent = None if self.train.loss == "logistic" else self._bent
 
     @torch.no_grad()
     def second(self, alpha: Tensor) -> tuple[Map, Map]:
-        """The product with the lower level's second derivative at the present v, and a map near its inverse.
+        """Return the product with the lower level's second derivative at the present v, and an approximate inverse.
 
-        That has the second derivative of the rows' losses output by output, where it takes no more than `DENSE`
-        products of numbers, else its diagonal. It may be of an earlier v: it is renewed where the last linear system
-        took more than `STALE` products.
+        The approximate inverse treats the outputs one by one if that takes at most `DENSE` multiplications, and else
+        has the diagonal only. It can belong to an earlier v: it is computed again if the last linear system took more
+        than `STALE` products.
         """
         w, inputs, x = self.v["weight"], self.inputs, self.inputs.dense
         p = None if self.train.loss == "squared" else self.train.chances(self.scores(self.v, inputs))

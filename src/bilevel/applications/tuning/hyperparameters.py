@@ -1,13 +1,20 @@
-"""The hyper-parameters that `tune` knows: what each changes in the training loss, its range and its natural scale.
+"""The hyperparameters that `tune` knows: what each changes in the training loss, its range and its scale.
 
     training loss = sum_i w_i l(model(a(x_i)), s(y_i)) / sum_i w_i  +  penalties of the model's parameters
 
-A knob changes one of these: the inputs (a), the targets (s), the weights (w), the losses (l) or the penalties. Its
-value is one tensor; `Free` changes nothing by itself and is for a loss of the user's own.
+A knob changes the inputs (a), the targets (s), the weights (w), the losses (l) or the penalties. Its value is one
+tensor. `Free` changes nothing by itself; a loss of your own reads it. A change of variables keeps each value in its
+range, on its natural scale (the logarithm, or the value itself):
+
+    natural(value) = middle + half tanh(t / REACH),     t free
+
+Every hyperparameter has t in the same units: a move by 5 from the middle, which the default rate of the penalty method
+allows for, covers most of any range.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,32 +23,77 @@ import torch
 from torch import Tensor, nn
 
 from bilevel._util.checks import in_range, one_of
-from bilevel.applications.tuning.ranges import Range, Scale
 from bilevel.errors import OptionError
 
 Parameters = Mapping[str, Tensor]
 Losses = Callable[[Tensor, Tensor], Tensor]
 """(scores, targets) -> one loss for each example."""
-SMOOTH = 1e-3
-"""Where the norm of a group in the group lasso becomes round, so that it has a derivative at zero."""
+REACH = 2.5
+EDGE = 1e-3
+"""The least distance of a start from the ends, as a share of half the range: at an end the gradient is zero."""
+Scale = Literal["log", "linear"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values between `low` and `high`, on a "log" or a "linear" scale. A log scale needs `low` above 0.
+
+    >>> Range(1e-4, 1.0).value(torch.tensor(0.0)).item()  # the middle of the logarithms
+    0.01
+    """
+
+    low: float
+    high: float
+    scale: Scale = "log"
+
+    def __post_init__(self) -> None:
+        one_of("scale", self.scale, ("log", "linear"))
+        for name in ("low", "high"):
+            in_range(name, getattr(self, name))
+        if self.scale == "log" and not self.low > 0:
+            raise OptionError(f"low must be above 0 on the scale 'log'; got {self.low!r}. Use scale='linear'.")
+        if not self.low < self.high:
+            raise OptionError(f"low must be below high; got low={self.low!r} and high={self.high!r}.")
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """Return the middle and half the width, on the natural scale."""
+        low, high = (math.log(end) if self.scale == "log" else float(end) for end in (self.low, self.high))
+        return (low + high) / 2, (high - low) / 2
+
+    def value(self, t: Tensor) -> Tensor:
+        """Return the value of a free t."""
+        middle, half = self._ends
+        # 1 + tanh(t / REACH) = 2 sigmoid(2 t / REACH), and sigmoid is much faster than tanh on a CPU. In place: no
+        # derivative needs what is overwritten, and for a million values new memory costs more than the arithmetic.
+        natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
+        return natural.exp_() if self.scale == "log" else natural
+
+    def free(self, value: Tensor) -> Tensor:
+        """Return the t of a value; a value at or beyond an end of the range is moved a little inside."""
+        middle, half = self._ends
+        natural = value.clamp(self.low, self.high)
+        share = ((natural.log() if self.scale == "log" else natural) - middle) / half
+        return REACH * torch.atanh(share.clamp(EDGE - 1, 1 - EDGE))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the number of a knob's values depends on."""
+    """The sizes of the model and the data, which determine how many values a knob has."""
 
     parameters: Parameters
     features: int
-    """Numbers in one input."""
+    """The count of numbers in one input."""
     classes: int | None
-    """None: the targets are numbers."""
+    """None if the targets are numbers."""
     sources: int
-    """Sources that the training examples come from; 0 where they have none."""
+    """The number of sources of the training examples; 0 if they have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """The range of a hyper-parameter and where it starts; what a knob leaves alone, it hands back as it came."""
+    """A hyperparameter: its range, its start and its scale. Each method returns what it was given, or None, unless a
+    subclass changes it."""
 
     low: float
     high: float
@@ -56,22 +108,22 @@ class Knob:
         return Range(self.low, self.high, self.scale)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Of the value."""
+        """Return the shape of the value."""
         return (1,)
 
     def inputs(self, value: Tensor, x: Tensor) -> Tensor:
         return x
 
     def targets(self, value: Tensor, target: Tensor) -> Tensor:
-        """Of probabilities, one row for each example."""
+        """Return the target probabilities, one row for each example."""
         return target
 
     def weights(self, value: Tensor, y: Tensor, source: Tensor | None) -> Tensor | None:
-        """One for each example; None where the knob has no say."""
+        """Return a weight for each example, or None."""
         return None
 
     def losses(self, value: Tensor, scores: Tensor, target: Tensor) -> Tensor | None:
-        """In place of the usual losses; None where the knob has no say."""
+        """Return losses that replace the usual ones, or None."""
         return None
 
     def penalty(self, value: Tensor, parameters: Parameters) -> Tensor | None:
@@ -80,9 +132,12 @@ class Knob:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecay(Knob):
-    """1/2 sum_i value_i p_i^2: one value for the model, for each layer, each tensor, or each weight.
+    """A weight decay, 1/2 sum_i value_i p_i^2: one value per model, layer, tensor or weight.
 
-    Biases, and all else that is a vector, are left out unless `biases`.
+    `biases` includes biases and all other vectors, by default False. `low`, `high` and `start` are 1e-7, 0.1 and 1e-4.
+
+    >>> WeightDecay(per="tensor", biases=True).start
+    0.0001
     """
 
     low: float = 1e-7
@@ -102,13 +157,8 @@ class WeightDecay(Knob):
         return found
 
     def groups(self, parameters: Parameters) -> list[str]:
-        """What the values belong to: the model, layers, or tensors; with one for each weight, the tensors of these."""
-        names = list(self._chosen(parameters))
-        if self.per == "model":
-            return ["model"]
-        if self.per == "layer":
-            return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        return names
+        """Return the names of what the values belong to: "model", layers or tensors."""
+        return list(dict.fromkeys(self._group(name) for name in self._chosen(parameters)))
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         if self.per == "weight":
@@ -122,32 +172,35 @@ class WeightDecay(Knob):
             pieces = [(part * p.reshape(-1).square()).sum() for part, p in zip(parts, chosen.values(), strict=True)]
             return torch.stack(pieces).sum() / 2
         groups = self.groups(parameters)
-        place = {name: 0 if self.per == "model" else groups.index(self._group(name)) for name in chosen}
-        return torch.stack([value[place[name]] * p.square().sum() for name, p in chosen.items()]).sum() / 2
+        terms = [value[groups.index(self._group(name))] * p.square().sum() for name, p in chosen.items()]
+        return torch.stack(terms).sum() / 2
 
     def _group(self, name: str) -> str:
+        if self.per == "model":
+            return "model"
         return name.rpartition(".")[0] if self.per == "layer" else name
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeaturePenalty(Knob):
-    """A penalty on the first layer's weights of each feature, or of each group of them.
+    """A penalty on the first layer's weights, 1/2 sum_j value_j |w_j|^2: one value for each feature or group.
 
-    `groups` has the number of its group, from 0, for each feature. `kind` is `ridge`, 1/2 sum_j value_j |w_j|^2, or
-    `group-lasso`, sum_g value_g |w_g| with a norm that is round at zero.
+    `groups` has the group of each feature, numbered from 0; by default each feature is its own group. `low`, `high` and
+    `start` are 1e-6, 100 and 1e-3.
+
+    >>> FeaturePenalty(groups=[0, 0, 1]).groups
+    [0, 0, 1]
     """
 
     low: float = 1e-6
     high: float = 1e2
     start: float = 1e-3
     groups: Sequence[int] | None = None
-    kind: Literal["ridge", "group-lasso"] = "ridge"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("kind", self.kind, ("ridge", "group-lasso"))
         if self.groups is not None and sorted(set(self.groups)) != list(range(len(set(self.groups)))):
-            raise OptionError("groups must be numbers from 0 on, none left out, one for each feature.")
+            raise OptionError("groups must hold a number for each feature, from 0 without gaps.")
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         first = self._first(sizes.parameters)
@@ -169,9 +222,7 @@ class FeaturePenalty(Knob):
         if self.groups is not None:
             at = torch.as_tensor(list(self.groups), device=squares.device)
             squares = torch.zeros(len(value), dtype=squares.dtype, device=at.device).index_add(0, at, squares)
-        if self.kind == "ridge":
-            return (value * squares).sum() / 2
-        return (value * ((squares + SMOOTH**2).sqrt() - SMOOTH)).sum()
+        return (value * squares).sum() / 2
 
     def _first(self, parameters: Parameters) -> Tensor:
         found = next((p for p in parameters.values() if p.ndim == 2), None)
@@ -182,7 +233,7 @@ class FeaturePenalty(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSmoothing(Knob):
-    """The share of every label that goes to all classes alike."""
+    """Label smoothing: the share of each label that is spread over all classes. From 0 to 0.9, start 0.05."""
 
     low: float = 0.0
     high: float = 0.9
@@ -195,7 +246,7 @@ class LabelSmoothing(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassWeights(Knob):
-    """The weight of the examples of each class."""
+    """A weight for the examples of each class. From 0.1 to 10, start 1."""
 
     low: float = 0.1
     high: float = 10.0
@@ -214,7 +265,10 @@ class ClassWeights(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceWeights(Knob):
-    """The weight of the examples of each source; `train` then has a third column with the source's number from 0."""
+    """A weight for the examples of each source, from 0.01 to 100, start 1.
+
+    `train` of `tune` then has a third entry: the source of each example, numbered from 0.
+    """
 
     low: float = 1e-2
     high: float = 1e2
@@ -231,7 +285,10 @@ class SourceWeights(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class LossMix(Knob):
-    """The shares of several losses: functions (scores, targets) -> one loss for each example. The shares sum to 1."""
+    """The shares of several losses; the shares sum to 1.
+
+    `mixed` are functions (scores, targets) that return one loss for each example. Targets are probabilities.
+    """
 
     mixed: Sequence[Losses]
     low: float = 1e-2
@@ -250,7 +307,11 @@ class LossMix(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation(Knob):
-    """The strength of a change of the inputs, `transform(x, strength)`, that can be differentiated in the strength."""
+    """The strength of a change of the inputs, from 0 to 1, start 0.1.
+
+    `transform(x, strength)` must be differentiable in the strength, as `bilevel.applications.augmentation.add_noise`
+    is.
+    """
 
     transform: Callable[[Tensor, Tensor], Tensor]
     low: float = 0.0
@@ -264,7 +325,11 @@ class Augmentation(Knob):
 
 @dataclass(frozen=True, kw_only=True)
 class Free(Knob):
-    """Any tensor that a loss of the user's own reads."""
+    """A tensor of shape `size` that your own loss reads; give `low`, `high` and `start`.
+
+    >>> Free(low=0.05, high=20.0, start=1.0).shape(Sizes({}, 1, None, 0))
+    (1,)
+    """
 
     size: Sequence[int] = (1,)
 
@@ -273,12 +338,12 @@ class Free(Knob):
 
 
 def values(hyper: Mapping[str, Knob], free: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values that free variables stand for."""
+    """Return the values of free variables."""
     return {name: knob.range.value(free[name]) for name, knob in hyper.items()}
 
 
 def starts(hyper: Mapping[str, Knob], sizes: Sizes, like: Tensor) -> dict[str, Tensor]:
-    """The free variables at the start."""
+    """Return the free variables at the start, like the tensor `like` in dtype and device."""
     found = {}
     for name, knob in hyper.items():
         first = torch.full(knob.shape(sizes), knob.start, dtype=like.dtype, device=like.device)

@@ -3,31 +3,31 @@
     w_k = argmin_w  sum over the rows outside fold k of l(x w, y)  +  1/2 sum_j alpha_j w_j^2
     alpha = argmin  mean over the folds' rows of l(x w_k, y)  +  caution / m  sum_j log(alpha_j / alpha_0)^2 / 2
 
-All folds are one lower level: their weights are one tensor, and a product with the inputs serves them all. A held-out
-split is one fold. alpha_0, one penalty for all features, is tuned first, and the features' start at it. The last term
-keeps thousands of them from fitting the m held-out rows: with caution 1 a penalty that is e times as large must save
-1/2 in the sum of the held-out rows' -log(likelihood), as under a normal prior of deviation 1 (of the squared error:
-with that of alpha_0 as the variance).
+All folds are one lower level: their weights are one tensor, and one product with the inputs serves all of them. A
+held-out split is a single fold. First we tune alpha_0, one penalty for all features; the penalties of the features
+start there. The last term keeps thousands of penalties from fitting the m held-out rows. With caution 1, a penalty that
+is e times as large must save 1/2 in the sum of -log(likelihood) of the held-out rows, as under a normal prior with
+deviation 1 (for the squared error, the loss of alpha_0 is the variance).
 
-With little caution the validation loss has many minima: a feature that is silenced by mistake has no slope that would
-bring it back. A small caution is therefore come to from 1 in stages, each of which begins where the last one ended.
+With little caution the validation loss has many minima: a feature that is silenced by mistake has a zero gradient and
+stays silent. So we lower the caution from 1 in stages, and each stage starts where the last one ended.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.implicit_descent import Descended, Place, descend
-from bilevel.applications.tuning.nested import Nested
-from bilevel.applications.tuning.ranges import Range
+from bilevel.applications.tuning.hyperparameters import Range
+from bilevel.applications.tuning.implicit_descent import Descended, ImplicitObjective, descend
 from bilevel.errors import DataError
 from bilevel.problem.problem import Problem
 
@@ -36,35 +36,90 @@ LOW, HIGH = 1e-5, 1e4
 BELOW, ABOVE = 1e-3, 1e4
 """The range of each feature's penalty, in units of the single one."""
 WIDTH = 1.0
-"""The deviation of the logarithms of the features' penalties that is expected."""
+"""The expected deviation of the logarithms of the features' penalties."""
 STAGES, ROUGH = (1.0, 0.1, 0.01), 10.0
-"""The cautions that a smaller one is come to by, and how much rougher they are solved."""
+"""The cautions of the stages before a smaller one, and the factor on their tolerance."""
 START = 0.1
 Watch = Callable[[str, int, float], object]
-"""Told the stage, the steps done in it, and the validation loss."""
+"""Called with the stage, the steps done in it, and the validation loss."""
 
 
 @dataclass(frozen=True)
 class LinearTuned:
-    """The penalty of each feature, as sums over rows have it, and the model trained on all rows with them."""
+    """The penalty of each feature, on sums over rows, and the model trained on all rows with these penalties."""
 
     alpha: Tensor
     weight: Tensor
     """(outputs, d)"""
     bias: Tensor
     single: float
-    """The single penalty that the features' began with; the one itself where only that was tuned."""
+    """The single penalty, where the features' penalties started."""
     single_loss: float
     """The validation loss of the single penalty."""
     valid_loss: float
     path: list[float]
-    """The validation loss and the price of the caution after each step, those of the single penalty first."""
+    """The validation loss plus the price of the caution, after each step, those of the single penalty first."""
     seconds: list[float]
     single_steps: int
     converged: bool
     interrupted: bool = False
     stages: Sequence[tuple[float, Tensor]] = ()
-    """The cautions that the last one was come to by, itself included, and the penalties of each."""
+    """The caution of each stage and the penalties at its end."""
+
+
+@dataclass
+class _Tuning:
+    """One tuning: its stages share the model, the start, the limits and the record."""
+
+    rows: Rows
+    steps: int
+    tolerance: float
+    seconds: float | None
+    watch: Watch
+    clock: Callable[[], float]
+    checkpoint: Path | None
+    path: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.digest = "" if self.checkpoint is None else self.rows.digest()
+        self.began = self.clock()
+        self.model = FoldedModel(self.rows)
+        self.first = self.model.slope()
+
+    @property
+    def late(self) -> bool:
+        return self.seconds is not None and self.clock() - self.began >= self.seconds
+
+    def stage(
+        self,
+        name: str,
+        alpha: Callable[[Tensor], Tensor],
+        t: Tensor,
+        price: Callable[[Tensor], Tensor | float],
+        rough: float = 1.0,
+    ) -> Descended:
+        """Minimise the validation loss plus `price` over t, with the penalties alpha(t)."""
+        model, tolerance, before = self.model, rough * self.tolerance, self.clock() - self.began
+        problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
+        found = descend(
+            problem,
+            t,
+            model.v,
+            max_steps=self.steps,
+            tolerance=tolerance,
+            seconds=None if self.seconds is None else max(0.0, self.seconds - before),
+            watch=lambda done, value: self.watch(name, done, value),
+            curvature=lambda: model.second(alpha(t.detach())),
+            first=self.first,
+            clock=self.clock,
+            begin=model.renew,
+            checkpoint=self.checkpoint and self.checkpoint / name.replace(" ", "-"),
+            task={"rows": self.digest, "stage": name, "tolerance": tolerance, "steps": self.steps},
+        )
+        self.path += found.path
+        self.times += [before + s for s in found.seconds]
+        return found
 
 
 def tune_linear(
@@ -81,72 +136,52 @@ def tune_linear(
 ) -> LinearTuned:
     """Tune the penalties on the held-out rows, and train on all rows with them.
 
-    A stage ends where five steps have lowered the validation loss by less than `tolerance` of itself (ten times that,
-    where another caution comes after it), after `steps`, or where all have taken `seconds`. A `checkpoint` folder is
-    written to, and gone on from where it holds a state.
+    A stage ends if five steps have lowered the validation loss by less than `tolerance` of itself (ten times that if
+    another caution follows), after `steps`, or after `seconds` in all. A `checkpoint` folder is written to, and resumed
+    from if it holds a state.
+
+    >>> x = torch.randn(30, 4, dtype=torch.float64)
+    >>> rows = Rows(x, x[:, 0], torch.arange(30) % 3, "squared")
+    >>> tune_linear(rows, steps=5).alpha.shape
+    torch.Size([4])
     """
-    _refuse(rows)
-    digest = "" if checkpoint is None else rows.digest()
-    began = clock()
-    model, d, held_out = FoldedModel(rows), rows.x.shape[1], int((rows.fold >= 0).sum())
-    first = model.slope()
-
-    def stage(
-        name: str, alpha: Callable[[Tensor], Tensor], t: Tensor, price: Callable[[Tensor], Any], tolerance: float
-    ) -> Descended:
-        problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
-        task = {"rows": digest, "stage": name, "tolerance": tolerance, "steps": steps}
-        return descend(
-            problem,
-            t,
-            model.v,
-            max_steps=steps,
-            tolerance=tolerance,
-            seconds=None if seconds is None else max(0.0, seconds - (clock() - began)),
-            watch=watch and (lambda done, value: watch(name, done, value)),
-            curvature=lambda: model.second(alpha(t.detach())),
-            first=first,
-            clock=clock,
-            begin=model.renew,
-            place=None if checkpoint is None else Place(checkpoint / name.replace(" ", "-"), task),
-        )
-
+    _check(rows)
+    run = _Tuning(rows, steps, tolerance, seconds, watch or (lambda *_: None), clock, checkpoint)
+    model, held_out = run.model, int((rows.fold >= 0).sum())
     unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
     t = every.free(torch.full_like(model.center[:1], START)).requires_grad_()
-    found = stage("one penalty", lambda t: unit * every.value(t), t, lambda t: 0.0, tolerance)
+    found = run.stage("one penalty", lambda t: unit * every.value(t), t, lambda t: 0.0)
     single = unit * every.value(t.detach())
-    alpha, path, times, count = single.expand(d).clone(), found.path, found.seconds, len(found.path)
+    alpha, count = single.expand(rows.x.shape[1]).clone(), len(found.path)
     single_loss = loss = model.upper(model.v).item()
     stages: list[tuple[float, Tensor]] = []
-    if penalty == "per-feature" and d > 1:
+    if penalty == "per-feature" and len(alpha) > 1:
         each, size = Range(BELOW, ABOVE), 2 * loss if rows.loss == "squared" else 1.0
         u = each.free(torch.ones_like(model.center)).requires_grad_()
-        cautions = [*(c for c in STAGES if c > caution), caution]
-        for c in cautions:
-            if found.interrupted or (seconds is not None and clock() - began >= seconds):
+
+        def away(t: Tensor, caution: float) -> Tensor:
+            """Return the price of penalties that differ from the single one."""
+            return caution * size / held_out * (each.value(t).log() / WIDTH).square().sum() / 2
+
+        for c in (*(c for c in STAGES if c > caution), caution):
+            if found.interrupted or run.late:
                 break
-
-            def price(t: Tensor, c: float = c) -> Tensor:
-                """What moving away from the single penalty costs."""
-                return c * size / held_out * (each.value(t).log() / WIDTH).square().sum() / 2
-
-            before, rough = clock() - began, 1.0 if c == caution else ROUGH
             name = f"a penalty for each feature, caution {c:g}"
-            found = stage(name, lambda t: single * each.value(t), u, price, rough * tolerance)
-            path, times = path + found.path, times + [before + s for s in found.seconds]
+            price = partial(away, caution=c)
+            found = run.stage(name, lambda t: single * each.value(t), u, price, 1.0 if c == caution else ROUGH)
             alpha = single * each.value(u.detach())
             stages.append((c, alpha))
         loss = model.upper(model.v).item()
     weight, bias = trained(rows, alpha)
     return LinearTuned(
-        alpha=alpha,
-        weight=weight,
-        bias=bias,
+        alpha,
+        weight,
+        bias,
         single=float(single),
         single_loss=single_loss,
         valid_loss=loss,
-        path=path,
-        seconds=times,
+        path=run.path,
+        seconds=run.times,
         single_steps=count,
         converged=found.converged,
         interrupted=found.interrupted,
@@ -155,37 +190,35 @@ def tune_linear(
 
 
 def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight (outputs, d) and bias (outputs) of the model with these penalties, on all rows."""
-    model = FoldedModel(rows, held_out=False)
-    _solve(model, alpha)
-    with torch.no_grad():
-        weight = model.v["weight"][0].detach()
-        return weight, model.v["bias"][0].detach() - weight @ model.center
+    """Return weight (outputs, d) and bias (outputs) of the model trained on all rows with these penalties."""
+    model = _solved(FoldedModel(rows, held_out=False), alpha)
+    weight = model.v["weight"][0].detach()
+    return weight, model.v["bias"][0].detach() - weight @ model.center
 
 
 def held_out_loss(rows: Rows, alpha: Tensor) -> float:
-    """The validation loss of these penalties."""
-    model = FoldedModel(rows)
-    _solve(model, alpha)
+    """Return the validation loss of these penalties."""
+    model = _solved(FoldedModel(rows), alpha)
     with torch.no_grad():
         return float(model.upper(model.v))
 
 
-def _solve(model: FoldedModel, alpha: Tensor) -> None:
+def _solved(model: FoldedModel, alpha: Tensor) -> FoldedModel:
+    """Return the model with its weights at the minimum for these penalties."""
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(alpha, v))
     u = torch.zeros_like(alpha[:1]).requires_grad_()
-    Nested(problem, u, model.v, lambda: model.second(alpha)).solve_lower()
+    ImplicitObjective(problem, u, model.v, lambda: model.second(alpha)).solve_lower()
+    return model
 
 
-def _refuse(rows: Rows) -> None:
+def _check(rows: Rows) -> None:
     for k in range(rows.folds):
         members = rows.fold == k
         if not bool(members.any()) or bool(members.all()):
             raise DataError(f"every fold must hold out some rows, and leave some; fold {k} has {int(members.sum())}.")
-        if rows.loss == "logistic":
-            missing = set(rows.y[members].tolist()) - set(rows.y[~members].tolist())
-            if missing:
-                raise DataError(
-                    f"every class must have rows outside each fold; class {missing.pop()} has all of its rows in fold "
-                    f"{k}. Use fewer folds, or leave rare classes out."
-                )
+        missing = set(rows.y[members].tolist()) - set(rows.y[~members].tolist())
+        if rows.loss == "logistic" and missing:
+            raise DataError(
+                f"every class must have rows outside each fold; class {missing.pop()} has all of its rows in fold {k}. "
+                "Use fewer folds, or leave rare classes out."
+            )

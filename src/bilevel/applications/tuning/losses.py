@@ -1,4 +1,4 @@
-"""The training loss that knobs make, the validation loss, and the bilevel problem of both."""
+"""The training loss with its hyperparameters, the validation loss, and the bilevel problem of both."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
+from bilevel.applications.training import evaluating
 from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
 from bilevel.problem.problem import Problem
 
 Batch = Sequence[Tensor]
 OwnLoss = Callable[[Mapping[str, Tensor], nn.Module, Batch], Tensor]
-"""(values of the hyper-parameters, model, batch) -> Tensor."""
+"""(values of the hyperparameters, model, batch) -> scalar tensor."""
 PART = 2000
-"""Examples that are measured together."""
+"""The most examples that are measured together."""
 
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """A function of the values of hyper-parameters, the model, and a batch."""
+    """The training loss: a function of the values of the hyperparameters, the model and a batch.
+
+    `own` replaces the part that depends on data, `valid` the validation loss.
+    """
 
     hyper: Mapping[str, Knob]
     classes: int | None
-    """None: the targets are numbers, or `own` knows what they are."""
+    """None if the targets are numbers, or if only `own` reads them."""
     own: OwnLoss | None = None
     valid: OwnLoss | None = None
 
@@ -63,7 +67,7 @@ class TrainingLoss:
         return cross_entropy(scores, target, reduction="none")
 
     def validation(self, value: Mapping[str, Tensor], model: nn.Module, batch: Batch) -> Tensor:
-        """The loss on validation data, in which the knobs have no part, unless it is the user's own."""
+        """Return the loss on validation data. Hyperparameters enter it only through a loss of the user."""
         if self.valid is not None:
             return self.valid(value, model, batch)
         x, y = batch[:2]
@@ -72,10 +76,10 @@ class TrainingLoss:
         return cross_entropy(model(x), y)
 
     def problem(self, train: Batch | None = None, valid: Batch | None = None) -> Problem:
-        """On minibatches; with `train` and `valid`, on all of these examples."""
+        """Return the bilevel problem on minibatches or, with `train` and `valid`, on all of these examples."""
 
         def upper(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
-            # A million values take as long as a pass through the model: they are made where a loss reads them.
+            # A million values take as long as a pass through the model: compute them only if a loss reads them.
             value = {} if self.valid is None else values(self.hyper, u)
             return self.validation(value, v, batch if valid is None else valid)
 
@@ -86,12 +90,11 @@ class TrainingLoss:
 
     @torch.no_grad()
     def measured(self, value: Mapping[str, Tensor], model: nn.Module, columns: Batch) -> float:
-        """The validation loss of all of these examples, in evaluation mode."""
-        device, training = next(model.parameters()).device, model.training
+        """Return the validation loss of all of these examples, in evaluation mode."""
+        device = next(model.parameters()).device
         held = {name: tensor.to(device) for name, tensor in value.items()}
-        model.eval()
         total = 0.0
-        for part in zip(*(torch.split(c, PART) for c in columns), strict=True):
-            total += len(part[0]) * self.validation(held, model, [c.to(device) for c in part]).item()
-        model.train(training)
+        with evaluating(model):
+            for part in zip(*(torch.split(c, PART) for c in columns), strict=True):
+                total += len(part[0]) * self.validation(held, model, [c.to(device) for c in part]).item()
         return total / len(columns[0])

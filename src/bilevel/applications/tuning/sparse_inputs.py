@@ -1,7 +1,7 @@
-"""Inputs of linear models, dense or sparse, and their products with weights, which can be differentiated.
+"""Inputs of linear models, dense or sparse, and their differentiable products with weights.
 
-Rows of text name a hundred words of many thousands. As a sparse tensor (CSR) they are multiplied in the time of those
-hundred. Their mean is never subtracted from them, which would fill them, but from the products.
+A row of text has a hundred words of many thousands, so we keep it as a sparse tensor (CSR): a product takes the time of
+the hundred. The mean is subtracted from the products and not from the rows, which would fill them.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.optional import require
+
 Map = Callable[[Tensor], Tensor]
 
 
 def from_scipy(matrix: Any) -> Tensor:
-    """A sparse matrix of SciPy as a tensor."""
+    """Return a sparse SciPy matrix as a CSR tensor."""
     csr = matrix.tocsr()
     crow, column = torch.from_numpy(csr.indptr).long(), torch.from_numpy(csr.indices).long()
     return _csr(crow, column, torch.from_numpy(csr.data).double(), tuple(csr.shape))
 
 
 def to_sklearn(x: Tensor) -> Any:
-    """What scikit-learn takes: an array, or a sparse one."""
+    """Return inputs for scikit-learn: an array, or a sparse array."""
     if not _sparse(x):
         return x.numpy()
-    from scipy.sparse import csr_array
-
-    return csr_array((x.values().numpy(), x.col_indices().numpy(), x.crow_indices().numpy()), shape=tuple(x.shape))
+    return require("scipy.sparse", "apps").csr_array(
+        (x.values().numpy(), x.col_indices().numpy(), x.crow_indices().numpy()), shape=tuple(x.shape)
+    )
 
 
 def rows_of(x: Tensor, mask: Tensor) -> Tensor:
-    """The rows that a mask names."""
+    """Return the rows of a mask."""
     if not _sparse(x):
         return x[mask]
     counts = x.crow_indices().diff()
@@ -43,42 +45,42 @@ def rows_of(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_of(x: Tensor) -> Tensor:
-    """The mean of each feature."""
+    """Return the mean of each feature."""
     return _sums(x, x.values()) / len(x) if _sparse(x) else x.mean(0)
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
-    """The dense tensors that inputs consist of."""
+    """Return the dense tensors that the inputs consist of."""
     return [x.crow_indices(), x.col_indices(), x.values()] if _sparse(x) else [x]
 
 
 class Inputs:
-    """Rows less a center, as linear maps."""
+    """Rows minus a center, as linear maps."""
 
     def __init__(self, x: Tensor, center: Tensor) -> None:
         self.dense: Tensor | None = x - center
-        """The rows, where they are not sparse."""
+        """The centred rows; None if they are sparse."""
         self._x = self.dense
 
     def scores(self, w: Tensor) -> Tensor:
-        """(n, k) of weights (k, d)."""
+        """Return the products (n, k) with weights (k, d)."""
         return self._x @ w.T
 
     def pulled(self, p: Tensor) -> Tensor:
-        """(k, d): the sum of the rows, each times its number of p (n, k)."""
+        """Return the sums (k, d) of the rows, each times its entry of p (n, k)."""
         return p.T @ self._x
 
     def squares(self, p: Tensor) -> Tensor:
-        """(k, d): the sum of the squares of the rows, each times its number of p (n, k)."""
+        """Return the sums (k, d) of the squared rows, each times its entry of p (n, k)."""
         return p.T @ self._x.square()
 
     def mean_square(self) -> Tensor:
-        """Of each feature."""
+        """Return the mean square of each feature."""
         return self._x.square().mean(0)
 
 
 class SparseInputs(Inputs):
-    """Those of a sparse tensor: each product is followed by that with the center."""
+    """The same for a sparse tensor: the product with the center is subtracted from each product."""
 
     def __init__(self, x: Tensor, center: Tensor) -> None:
         self.dense = None
@@ -110,7 +112,7 @@ def inputs_of(x: Tensor, center: Tensor) -> Inputs:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose slope is another, its transpose: torch's own slope of a CSR product is ten times slower."""
+    """A linear map with its transpose as derivative: torch's own derivative of a CSR product is ten times slower."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, there: Map, back: Map) -> Tensor:
@@ -136,7 +138,7 @@ def _sums(x: Tensor, values: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, values: Tensor) -> Tensor:
-    """The transpose, with these numbers in the places of its own."""
+    """Return the transpose, with `values` in place of its own values."""
     order = x.col_indices().argsort(stable=True)
     row = torch.arange(len(x), device=x.device).repeat_interleave(x.crow_indices().diff())
     counts = torch.bincount(x.col_indices(), minlength=x.shape[1])

@@ -1,16 +1,15 @@
-"""Tuning: continuous hyper-parameters by gradient (the paper's Eq. 2).
+"""Tuning: continuous hyperparameters by gradient (the paper's Eq. 2).
 
-    min over the hyper-parameters of the loss on `valid`   subject to   the model minimises its training loss with them
+    min over the hyperparameters of the loss on `valid`   subject to   the model minimises its training loss with them
 
-On minibatches by the penalty method; the weights of that run have seen the validation data, so that the model that is
-handed out is trained anew, from its first weights, with the tuned values. A single linear layer on data of moderate
-size is tuned without minibatches: its training is convex, and is kept at its minimum (see `nested`).
+The penalty method tunes on minibatches. The weights of that run have seen the validation data, so the model that is
+returned is trained again from its first weights, with the tuned values. A single linear layer on data of moderate size
+is tuned without minibatches: its training is convex, and `implicit_descent` keeps it at its minimum.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +22,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel._util.atomic_files import write_whole
 from bilevel._util.checks import in_range, one_of
-from bilevel.applications.training import fit
+from bilevel.applications.training import evaluating, fit
 from bilevel.applications.tuning.hyperparameters import (
     Knob,
     LabelSmoothing,
@@ -35,39 +33,41 @@ from bilevel.applications.tuning.hyperparameters import (
     starts,
     values,
 )
-from bilevel.applications.tuning.implicit_descent import Place, descend
+from bilevel.applications.tuning.implicit_descent import descend
 from bilevel.applications.tuning.losses import OwnLoss, TrainingLoss
 from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.methods.base import Method
 from bilevel.methods.penalty import Penalty
 from bilevel.results import Solution, Status
 from bilevel.running.callbacks import Callback
-from bilevel.running.run_identity import compare, described, digest_of
+from bilevel.running.run_identity import claim, described, digest_of
 from bilevel.running.solve import solve
 
 Examples = Sequence[Tensor | ArrayLike]
-"""Inputs and targets: indices of classes, or numbers; of `train` also sources, where a knob asks for them."""
+"""Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used."""
+Watch = Callable[[str, int, int], object]
+"""Called with the stage, the steps done in it, and their number."""
 STEPS, CONVEX_STEPS = 1000, 60
 SMALL = 50_000_000
-"""Numbers of the inputs times outputs of a linear layer up to which it is tuned without minibatches."""
+"""A linear layer is tuned without minibatches if its inputs times its outputs are at most this many numbers."""
 RATE = 1e-3
 Mode = Literal["convex", "minibatch"]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tuned values by the names of their knobs, the trained model, and the path there."""
+    """The tuned values by the names of their knobs, the trained model, and the path to them."""
 
     values: dict[str, Tensor]
     model: nn.Module
     curve: list[float]
-    """The validation loss after each step: on minibatches that of a batch, seen by the weights of the run."""
+    """The validation loss after each step; on minibatches, of a batch, with the weights of the run."""
     valid_loss: float
-    """Of the model that is handed out, which was trained on `train` alone."""
+    """The validation loss of the returned model, which was trained on `train` only."""
     mode: Mode
     seconds: float
     solution: Solution | None = None
-    """Of the penalty method; None in the mode `convex`."""
+    """The solution of the bilevel run; None in the mode "convex"."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,35 +87,43 @@ def tune(
     rate: float | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
-    watch: Callable[[str, int, int], object] | None = None,
+    watch: Watch | None = None,
     engine: str = "auto",
     log_every: int | None = None,
     checkpoint: str | Path | None = None,
 ) -> Tuned:
-    """Tune the hyper-parameters on `valid`, and train `model` in place on `train` with them.
+    """Tune the hyperparameters on `valid`, then train `model` in place on `train` with them.
 
-    `hyper` names knobs: see `knobs`. Targets that are whole numbers are classes, and the loss is the cross-entropy; of
-    others it is half of the squared error. `loss(values, model, batch)` replaces the part of the training loss that
-    depends on data, and `valid_loss(values, model, batch)` the loss on `valid`. `mode` is `convex` for a single linear
-    layer on data of moderate size, and `minibatch` else. `method`, `batch`, `rate`, `callbacks`, `engine` and
-    `log_every` are for `minibatch`, the last two as in `solve`: `rate` is that of the final training, None the one that
-    the penalty method chose. `steps` are those of the tuning, None 1,000, and 60 in `convex`; `final_steps` None as
-    many. `watch` is told the stage, the steps done in it, and their number. A `checkpoint` folder is written to, and
-    gone on from where it holds a state.
+    - `train`, `valid`: (inputs, targets). Whole numbers are classes, and the loss is the cross-entropy; other targets
+      are numbers, and the loss is half the squared error.
+    - `hyper`: the knobs by name, such as `WeightDecay()`; see `bilevel.applications.tuning.hyperparameters`.
+    - `loss(values, model, batch)`: replaces the part of the training loss that depends on data; `valid_loss` replaces
+      the loss on `valid`.
+    - `mode`: "convex" or "minibatch"; by default "convex" for a single linear layer on data of moderate size.
+    - `steps`: tuning steps, by default 1,000, or 60 in the mode "convex".
+    - `checkpoint`: a folder to write to, and to resume from if it holds a state of the same tuning.
+    - `watch(stage, done, total)`: called after each step.
+
+    Only in the mode "minibatch": `method` (default `Penalty()`), `batch`, `callbacks`, `engine` and `log_every` are
+    passed to `solve`; `final_steps` (default `steps`) and `rate` are of the final training, by default with the rate
+    that the penalty method chose.
+
+    >>> from bilevel.applications.tuning import WeightDecay
+    >>> x = torch.randn(40, 3)
+    >>> y = x[:, 0]
+    >>> found = tune(nn.Linear(3, 1), (x[:30], y[:30]), (x[30:], y[30:]), {"decay": WeightDecay()}, steps=5)
+    >>> found.values["decay"].shape
+    torch.Size([1])
     """
     began = time.perf_counter()
     like = next(model.parameters())
-    columns = _columns(train, "train", like.dtype)
-    kept = _columns(valid, "valid", like.dtype)
+    columns, kept = _columns(train, "train", like.dtype), _columns(valid, "valid", like.dtype)
     objective, sizes = _objective(model, columns, kept, hyper, loss, valid_loss)
+    mode = _mode(mode, model, columns, hyper, method, loss)
     for name, value in {"steps": steps, "final_steps": final_steps, "batch": batch}.items():
         in_range(name, value, least=1, whole=True)
     in_range("rate", rate, above=0)
-    one_of("mode", mode, ("convex", "minibatch"), optional=True)
-    if mode is None:
-        mode = "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
-    if mode == "convex" and method is not None:
-        raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
+    count = steps or (CONVEX_STEPS if mode == "convex" else STEPS)
     folder = None if checkpoint is None else Path(checkpoint)
     task: dict[str, Any] = {}
     if folder is not None:
@@ -125,53 +133,107 @@ def tune(
             "loss": [described(loss), described(valid_loss)],
         }
         task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
-        _claim(folder, task)
+        claim(folder, task)
     u = starts(hyper, sizes, like)
-    settings = {"batch": batch, "seed": seed, "hyper_parameters": sum(t.numel() for t in u.values())}
+    settings = {"batch": batch, "seed": seed, "hyper_parameters": sum(t.numel() for t in u.values()), "steps": count}
+    solution, watch = None, watch or (lambda *_: None)
     if mode == "convex":
-        count = steps or CONVEX_STEPS
-        problem = objective.problem(columns, kept)
-        found = descend(
-            problem,
-            u,
-            model,
-            max_steps=count,
-            tolerance=1e-6,
-            watch=watch and (lambda done, value: watch("tuning", done, count)),
-            place=None if folder is None else Place(folder / "tuning", task | {"steps": count}),
-        )
-        if found.interrupted:
-            raise KeyboardInterrupt
+        curve = _tune_convex(objective, u, model, columns, kept, count, watch, folder, task)
         tuned = _detached(hyper, u)
-        return Tuned(
+    else:
+        options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
+        solution = _tune_on_batches(objective, u, model, columns, kept, method, count, batch, folder, options)
+        curve, tuned = solution.history["upper"], _detached(hyper, u)
+        if rate is None:
+            rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
+        settings |= {"final_steps": final_steps or count, "rate": rate}
+        train_with(
+            objective,
             tuned,
             model,
-            found.path,
-            objective.measured(tuned, model, kept),
-            mode,
-            time.perf_counter() - began,
-            settings=settings | {"steps": count},
+            columns,
+            steps=settings["final_steps"],
+            batch=batch,
+            rate=rate,
+            seed=seed + 1,
+            watch=lambda done: watch("training", done, settings["final_steps"]),
+            checkpoint=folder and folder / "training",
         )
-    count, size = steps or STEPS, min(batch, len(columns[1]))
-    v = copy.deepcopy(model)
-    data = (
-        DataLoader(TensorDataset(*kept), min(batch, len(kept[1])), shuffle=True, drop_last=True),
-        DataLoader(TensorDataset(*columns), size, shuffle=True, drop_last=True),
+    loss_on_valid = objective.measured(tuned, model, kept)
+    return Tuned(tuned, model, curve, loss_on_valid, mode, time.perf_counter() - began, solution, settings)
+
+
+def _mode(
+    mode: Mode | None,
+    model: nn.Module,
+    columns: Sequence[Tensor],
+    hyper: Mapping[str, Knob],
+    method: Method | None,
+    loss: OwnLoss | None,
+) -> Mode:
+    one_of("mode", mode, ("convex", "minibatch"), optional=True)
+    if mode is None:
+        return "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
+    if mode == "convex" and method is not None:
+        raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
+    return mode
+
+
+def _tune_convex(
+    objective: TrainingLoss,
+    u: dict[str, Tensor],
+    model: nn.Module,
+    columns: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    count: int,
+    watch: Watch,
+    folder: Path | None,
+    task: dict[str, Any],
+) -> list[float]:
+    """Tune u and train the model at once; return the validation loss after each step."""
+    found = descend(
+        objective.problem(columns, kept),
+        u,
+        model,
+        max_steps=count,
+        tolerance=1e-6,
+        watch=lambda done, value: watch("tuning", done, count),
+        checkpoint=folder and folder / "tuning",
+        task=task | {"steps": count},
     )
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found.path
+
+
+def _tune_on_batches(
+    objective: TrainingLoss,
+    u: dict[str, Tensor],
+    model: nn.Module,
+    columns: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    method: Method | None,
+    count: int,
+    batch: int,
+    folder: Path | None,
+    options: dict[str, Any],
+) -> Solution:
+    """Tune u with a copy of the model."""
+
+    def loader(columns: Sequence[Tensor]) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*columns), min(batch, len(columns[1])), shuffle=True, drop_last=True)
+
     solution = solve(
         objective.problem(),
         method or Penalty(),
         u,
-        v,
-        data,
+        copy.deepcopy(model),
+        (loader(kept), loader(columns)),
         max_steps=count,
-        seed=seed,
         hypergradient=False,
-        callbacks=callbacks,
-        engine=engine,
-        log_every=log_every,
         checkpoint=folder and folder / "tuning",
         resume=folder is not None,
+        **options,
     )
     if solution.interrupted:
         raise KeyboardInterrupt
@@ -180,32 +242,7 @@ def tune(
             f"the tuning diverged after {solution.steps} steps. Scale the inputs, narrow the ranges of `hyper`, or use "
             "another method."
         )
-    tuned = _detached(hyper, u)
-    total = final_steps or count
-    if rate is None:
-        rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
-    train_with(
-        objective,
-        tuned,
-        model,
-        columns,
-        steps=total,
-        batch=size,
-        rate=rate,
-        seed=seed + 1,
-        watch=watch and (lambda done: watch("training", done, total)),
-        checkpoint=folder and folder / "training",
-    )
-    return Tuned(
-        tuned,
-        model,
-        solution.history["upper"],
-        objective.measured(tuned, model, kept),
-        mode,
-        time.perf_counter() - began,
-        solution,
-        settings=settings | {"steps": count, "final_steps": total, "rate": rate},
-    )
+    return solution
 
 
 def train_with(
@@ -221,7 +258,7 @@ def train_with(
     watch: Callable[[int], object] | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the model in place with hyper-parameters of these values; `checkpoint` is that of `fit`."""
+    """Train the model in place with these values of the hyperparameters; the options are those of `fit`."""
     device = next(model.parameters()).device
     held = {name: value.to(device) for name, value in tuned.items()}
     rest = [column.to(device) for column in columns[1:]]
@@ -243,42 +280,31 @@ def train_with(
     )
 
 
-def _claim(folder: Path, task: dict[str, Any]) -> None:
-    """Write to the folder what makes a tuning this one; a folder of another is refused."""
-    place = folder / "task.json"
-    if place.exists():
-        try:
-            before = json.loads(place.read_text(encoding="utf-8"))
-        except ValueError:
-            before = None
-        compare(before if isinstance(before, dict) else {}, task, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(place, json.dumps(task) + "\n")
-
-
 def _detached(hyper: Mapping[str, Knob], u: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in values(hyper, u).items()}
 
 
 def _convex(model: nn.Module, columns: Sequence[Tensor], hyper: Mapping[str, Knob]) -> bool:
-    """Whether the model is one linear layer, the same for every batch, and the data of moderate size."""
+    """Tell whether the model is one linear layer, the same for every batch, and the data of moderate size."""
     layers = [m for m in model.modules() if not list(m.children())]
-    plain = all(isinstance(m, (nn.Linear, nn.Flatten, nn.Identity)) for m in layers)
     linear = [m for m in layers if isinstance(m, nn.Linear)]
-    still = all(type(knob).inputs is Knob.inputs and type(knob).losses is Knob.losses for knob in hyper.values())
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    small = columns[0].numel() * (linear[0].out_features if linear else 1) <= SMALL
-    return plain and still and on_cpu and small and len(linear) == 1
+    return (
+        all(isinstance(m, (nn.Linear, nn.Flatten, nn.Identity)) for m in layers)
+        and len(linear) == 1
+        and all(type(knob).inputs is Knob.inputs and type(knob).losses is Knob.losses for knob in hyper.values())
+        and next(model.parameters()).device.type == "cpu"
+        and columns[0].numel() * linear[0].out_features <= SMALL
+    )
 
 
 def _columns(given: Examples, name: str, dtype: torch.dtype) -> list[Tensor]:
-    """Inputs of this type, targets as indices or as numbers of this type, sources; on the CPU."""
+    """Return inputs in `dtype`, targets as indices or in `dtype`, and sources, all on the CPU."""
     if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 3:
         raise DataError(f"{name} must be (inputs, targets), or (inputs, targets, sources); got {type(given).__name__}.")
     try:
         found = [c if isinstance(c, Tensor) else torch.from_numpy(np.ascontiguousarray(c)) for c in given]
     except TypeError:
-        raise DataError(f"{name} must hold numbers, the labels as indices of classes.") from None
+        raise DataError(f"{name} must hold numbers, the labels as class indices.") from None
     x, y = found[0].detach().to("cpu", dtype), found[1].detach().cpu()
     if x.ndim < 2 or not len(x):
         raise DataError(f"the inputs of {name} must have a row for each example; got shape {tuple(x.shape)}.")
@@ -293,16 +319,6 @@ def _columns(given: Examples, name: str, dtype: torch.dtype) -> list[Tensor]:
     return [x, y, *rest]
 
 
-@torch.no_grad()
-def _scores(model: nn.Module, x: Tensor) -> Tensor:
-    """In evaluation mode, in which layers such as batch normalisation learn nothing."""
-    training = model.training
-    model.eval()
-    scores: Tensor = model(x.to(next(model.parameters()).device))
-    model.train(training)
-    return scores
-
-
 def _objective(
     model: nn.Module,
     train: Sequence[Tensor],
@@ -311,33 +327,38 @@ def _objective(
     loss: OwnLoss | None,
     valid_loss: OwnLoss | None,
 ) -> tuple[TrainingLoss, Sizes]:
+    numbers = train[1].is_floating_point()
+    _check_hyper(hyper, numbers)
+    if train[0].shape[1:] != valid[0].shape[1:]:
+        shapes = tuple(train[0].shape[1:]), tuple(valid[0].shape[1:])
+        raise DataError(f"train and valid must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
+    if numbers != valid[1].is_floating_point():
+        raise DataError("train and valid must both have class labels, or both numbers as targets.")
+    classes = None
+    if loss is None:
+        with evaluating(model), torch.no_grad():  # batch normalisation must not learn from this check
+            scores = model(train[0][:2].to(next(model.parameters()).device))
+        if numbers and scores.numel() != len(scores):
+            raise DataError(f"a model of numbers must give one for each example; got shape {tuple(scores.shape)}.")
+        classes = None if numbers else scores.shape[-1]
+    for name, y in (("train", train[1]), ("valid", valid[1])):
+        if classes is not None and not 0 <= int(y.min()) <= int(y.max()) < classes:
+            raise DataError(
+                f"the labels of {name} must be 0 to {classes - 1}, as the model has {classes} scores; got "
+                f"{int(y.min())} to {int(y.max())}."
+            )
+    sources = int(train[2].max()) + 1 if len(train) > 2 else 0
+    sizes = Sizes(parameters_of(model), train[0][0].numel(), classes, sources)
+    return TrainingLoss(dict(hyper), classes, loss, valid_loss), sizes
+
+
+def _check_hyper(hyper: Mapping[str, Knob], numbers: bool) -> None:
     if not isinstance(hyper, Mapping) or not hyper:
         raise OptionError(f"hyper must name at least one knob, as {{'decay': WeightDecay()}}; got {hyper!r}.")
     for name, knob in hyper.items():
         if not isinstance(knob, Knob):
             raise OptionError(f"hyper[{name!r}] must be a knob such as WeightDecay(); got {knob!r}.")
-    if train[0].shape[1:] != valid[0].shape[1:]:
-        shapes = tuple(train[0].shape[1:]), tuple(valid[0].shape[1:])
-        raise DataError(f"train and valid must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
-    if train[1].is_floating_point() != valid[1].is_floating_point():
-        raise DataError("train and valid must both have labels of classes, or both numbers as targets.")
-    if train[1].is_floating_point() and any(isinstance(knob, LabelSmoothing) for knob in hyper.values()):
-        raise OptionError("LabelSmoothing needs labels of classes; the targets are numbers.")
+    if numbers and any(isinstance(knob, LabelSmoothing) for knob in hyper.values()):
+        raise OptionError("LabelSmoothing needs class labels; the targets are numbers.")
     if sum(isinstance(knob, LossMix) for knob in hyper.values()) > 1:
-        raise OptionError("hyper may name one LossMix; put all losses into its `mixed`.")
-    classes = None
-    if loss is None:
-        scores = _scores(model, train[0][:2])
-        if train[1].is_floating_point() and scores.numel() != len(scores):
-            raise DataError(f"a model of numbers must give one for each example; got shape {tuple(scores.shape)}.")
-    if loss is None and not train[1].is_floating_point():
-        classes = scores.shape[-1]
-        for name, y in (("train", train[1]), ("valid", valid[1])):
-            if not 0 <= int(y.min()) <= int(y.max()) < classes:
-                raise DataError(
-                    f"the labels of {name} must be 0 to {classes - 1}, as the model has {classes} scores; got "
-                    f"{int(y.min())} to {int(y.max())}."
-                )
-    sources = int(train[2].max()) + 1 if len(train) > 2 else 0
-    sizes = Sizes(parameters_of(model), train[0][0].numel(), classes, sources)
-    return TrainingLoss(dict(hyper), classes, loss, valid_loss), sizes
+        raise OptionError("hyper can name only one LossMix; put all losses into its `mixed`.")

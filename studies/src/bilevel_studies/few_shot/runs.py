@@ -303,7 +303,7 @@ def _prototypes(
                 accuracy = _evaluate(settings, network, test, tasks, seed + 1).accuracy
                 clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
             if choose and best is not None and chosen_on is not None:
-                best.hear(step, _evaluate(settings, network, chosen_on, _test_tasks(settings), seed + 2).accuracy)
+                best.update(step, _evaluate(settings, network, chosen_on, _test_tasks(settings), seed + 2).accuracy)
             clock.go_on_from(step)
         return late
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.applications.comparison.synthetic_problems import Example, attempt, examples, matrices, nth, square, times
+from bilevel.applications.comparison.synthetic_problems import Example, examples, matrices, nth, square, times
 from bilevel.methods.penalty import Penalty
 from bilevel.problem.problem import Problem
 from bilevel.running.callbacks import Callback, Run
 from bilevel.running.run_many import Found, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.cost import cost
+from bilevel_studies.synthetic.attempts import attempt
 from bilevel_studies.synthetic.study import DIMENSION, PAIRS, method
 
 

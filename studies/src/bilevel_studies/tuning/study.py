@@ -21,10 +21,9 @@ from bilevel.applications import networks as models
 from bilevel.applications.training import accuracy
 from bilevel.applications.tuning.caution import loss_of, tune_cautiously
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, Knob, LabelSmoothing, WeightDecay
+from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, Knob, LabelSmoothing, Range, WeightDecay
 from bilevel.applications.tuning.linear_tuning import HIGH, LOW, START, held_out_loss, trained, tune_linear
 from bilevel.applications.tuning.losses import Batch, TrainingLoss
-from bilevel.applications.tuning.ranges import Range
 from bilevel.applications.tuning.sparse_inputs import to_sklearn
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import corrupt

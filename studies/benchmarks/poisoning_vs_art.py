@@ -263,7 +263,7 @@ def write() -> None:
         "them. Gradient matching has its defaults, with eight "
         f"trials or one{'' if any('8 trials' in key for key in results) else ' (eight have not been run)'}. Penalty "
         "has its defaults; its tether was set while two of the three bounds here were. "
-        "All numbers are in `poisoning-vs-art.json`.",
+        "All numbers are in [studies/results/poisoning-vs-art.json](../../studies/results/poisoning-vs-art.json).",
         "## What is found",
         "\n".join(f"- {line}" for method in METHODS[1:-1] if (line := compared(results, method))) or "Nothing was run.",
     ]

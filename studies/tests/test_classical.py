@@ -130,25 +130,25 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     monkeypatch.setattr(study, "QUICK", ("bard-1984-b",))
     monkeypatch.setattr(study, "STARTS", 2)
     arguments = ["reproduce", "classical", "--quick", "--workers", "1", "--json"]
-    arguments += ["--out", str(tmp_path / "out"), "--page", str(tmp_path / "page")]
+    arguments += ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["solved"], result["cases"], result["converged_but_not_solved"]) == (1, 1, [])
     assert result["message"] == f"1 of 1 cases are solved; the slowest took {result['slowest']} s."
-    page = (tmp_path / "page" / "classical.md").read_text()
+    page = (tmp_path / "out" / "tables.md").read_text()
     assert "| bard-1984-b | linear | 1, 1 | -37.6 | -37.6 |" in page
     assert "1 of 1" in page
     monkeypatch.setattr(study, "run_cell", None)  # nothing is left to run
     assert main(arguments) == 0
-    assert (tmp_path / "page" / "classical.md").read_text() == page
-    assert len(json.loads((tmp_path / "page" / "classical.json").read_text())["cells"]) == 1
+    assert (tmp_path / "out" / "tables.md").read_text() == page
+    assert len(json.loads((tmp_path / "results" / "classical.json").read_text())["cells"]) == 1
     monkeypatch.setattr(study, "STARTS", 3)  # what is there has other settings than asked for
     capsys.readouterr()
     assert main([*arguments, "--no-run"]) == 0
     assert json.loads(capsys.readouterr().out)["cases"] == 0
     assert main(["reproduce", "classical", "--no-run", "--out", str(tmp_path / "new")]) == 2
-    assert "has no results" in capsys.readouterr().err
-    assert not (tmp_path / "new" / "classical.md").exists()
+    assert "--no-run needs results" in capsys.readouterr().err
+    assert not (tmp_path / "new" / "tables.md").exists()
 
 
 def test_lower_problem_solved_again_finds_the_lowest_of_many_valleys():

@@ -1,10 +1,10 @@
-"""The deep victim: its cells, its page, and a small version run in earnest."""
+"""The deep victim: its cells, its tables, and a small version run in earnest."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bilevel_studies.poisoning import deep_victim, deep_victim_page
+from bilevel_studies.poisoning import deep_victim, deep_victim_tables
 from bilevel_studies.poisoning.deep_victim import METHODS
 from common import needs
 
@@ -46,9 +46,9 @@ def test_every_target_is_a_cell_of_its_own():
     assert {c.settings["points"] for c in deep_victim.cells(1, rows=1000)} == {10}
 
 
-def test_page_counts_known_and_other_first_weights_apart(tmp_path):
-    summary = deep_victim_page.write(kept([True, False, True]), tmp_path)
-    assert summary["methods"]["penalty"] == {
+def test_known_and_other_first_weights_are_counted_apart(tmp_path):
+    report = deep_victim_tables.report(kept([True, False, True]), tmp_path)
+    assert report.summary["methods"]["penalty"] == {
         "targets": 4,
         "known": 4,
         "others": 4,
@@ -56,41 +56,37 @@ def test_page_counts_known_and_other_first_weights_apart(tmp_path):
         "seconds": 2.0,
         "accuracy": pytest.approx(0.45),
     }
-    text = (tmp_path / "deep-victim.md").read_text()
+    assert report.summary["clean_accuracy"] == pytest.approx(0.55)
+    assert report.summary["wanted_without_poison"] == [0, 4, 0], "of targets, by first weights"
+    text = report.tables["Flipped targets"]
     assert "| Penalty | 4 | 4 of 4 (100%; 40% to 100%) | 4 of 8 (50%; 16% to 84%) | 45.0% | 2.0 |" in text
-    assert "Trained on clean images alone, the victims have 55.0% of 2,000 test images right." in text
     assert "| feature collision | 4 | 0 of 4" in text
 
 
-def test_what_is_found_is_told_by_the_sign_test_over_targets():
-    few, many, none = (deep_victim_page.stated(kept([flip, False, False], n)) for flip, n in ((1, 4), (1, 20), (0, 20)))
-    assert "for 4, fewer for 0: by the sign test (p = 0.12) the two cannot be told apart." in few
-    assert "for 20, fewer for 0: by the sign test (p = 1.9e-06) the two differ: Penalty has more." in many
-    assert "for 0, fewer for 0: by the sign test (p = 1) the two cannot be told apart." in none
-    assert deep_victim_page.stated([]) == ""
+@pytest.mark.parametrize(
+    ("flip", "targets", "row"), [(1, 4, "| 4 | 0 | 0.12 |"), (1, 20, "| 20 | 0 | 1.9e-06 |"), (0, 20, "| 0 | 0 | 1 |")]
+)
+def test_methods_are_compared_by_the_sign_test_over_targets(flip, targets, row):
+    text = deep_victim_tables.pair_table(kept([bool(flip), False, False], targets))
+    assert f"| Penalty | feature collision {row}" in text
 
 
-def test_the_page_tells_which_targets_can_be_flipped_and_which_were_right_before():
-    text = deep_victim_page.flipped(kept([True, False, True], 4))
-    assert "0 of 4 are given the wanted class without poison already (with other first weights 4 of 8)" in text
-    assert "had right without poison: Penalty 4 of 8, feature collision 0 of 0" in text
-
-
-def test_the_page_tells_how_far_each_attack_draws_the_targets():
+def test_margins_are_compared_by_targets():
     cells = kept([False] * 3, 4)
     for k, (_, found) in enumerate(cells):
         for run, margin in zip(found["runs"], (2.0 + 0.1 * k, 1.0, 0.5), strict=True):
             run["margins"] = [margin, margin, margin - 1.5]
-    text = deep_victim_page.ahead(cells)
-    assert "Penalty beside the bases as they are: +1.65 (+1.44 to +1.86); feature collision beside" in text
-    assert "Penalty beside feature collision: +1.15 (+0.94 to +1.36)." in text
-    assert deep_victim_page.ahead([]) == ""
+    text = deep_victim_tables.pair_table(cells)
+    assert "| Penalty | the bases as they are | 0 | 0 | 1 | +1.65 (+1.44 to +1.86) |" in text
+    assert "| Penalty | feature collision | 0 | 0 | 1 | +1.15 (+0.94 to +1.36) |" in text
 
 
 def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
-    found = [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)]
-    assert deep_victim_page.write(found, tmp_path)["methods"]["penalty"]["seconds"] is None
-    assert "| 8 of 8 (100%; 63% to 100%) | 45.0% |  |" in (tmp_path / "deep-victim.md").read_text()
+    report = deep_victim_tables.report(
+        [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)], tmp_path
+    )
+    assert report.summary["methods"]["penalty"]["seconds"] is None
+    assert "| 8 of 8 (100%; 63% to 100%) | 45.0% |  |" in report.tables["Flipped targets"]
 
 
 def compared(margins, rows=deep_victim.ROWS):
@@ -107,12 +103,12 @@ def test_tether_is_the_one_with_the_largest_margins_on_targets_that_are_not_in_t
     assert deep_victim.best(stale, deep_victim.ROWS) == deep_victim.TETHER, "they are of other settings"
     assert deep_victim.best(found, 1000) == deep_victim.TETHER, "they are of another size"
     table, other = kept([True, False, True], tether=0.003), kept([True] * 3)
-    summary = deep_victim_page.write([*found, *table, *other], tmp_path)
-    assert summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
-    assert summary["methods"]["penalty"]["known"] == 4
-    text = (tmp_path / "deep-victim.md").read_text()
-    assert "a tether of 0.003, chosen on 2 targets" in text
-    assert "-5.00 with 0.0003, -1.00 with 0.003, -2.00 with 0.03." in text
+    report = deep_victim_tables.report([*found, *table, *other], tmp_path)
+    assert report.summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
+    assert report.summary["methods"]["penalty"]["known"] == 4
+    text = report.tables["Settings of Penalty"]
+    for row in ("0.0003 | -5.00", "0.003 (taken) | -1.00", "0.03 | -2.00"):
+        assert f"| 5,000 | {row} |" in text
 
 
 def test_margin_is_that_of_the_wanted_class_over_the_best_other():
@@ -120,10 +116,10 @@ def test_margin_is_that_of_the_wanted_class_over_the_best_other():
     assert [deep_victim.ahead(scores, k) for k in range(3)] == [-3.0, 1.5, -1.5]
 
 
-def test_command_writes_no_page_where_nothing_was_run(tmp_path, capsys):
+def test_command_writes_no_tables_if_nothing_was_run(tmp_path, capsys):
     assert main(["reproduce", "deep-victim", "--no-run", "--device", "cpu", "--out", str(tmp_path)]) == 2
-    assert "has no results" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "deep-victim.md").exists()
+    assert "--no-run needs results" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "tables.md").exists()
 
 
 @needs("cifar10")

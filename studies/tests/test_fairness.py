@@ -95,7 +95,7 @@ def test_reproduce_fairness_writes_a_page_of_both_parts_and_keeps_its_cells(tmp_
     assert main(arguments) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["cells"] == 2 * len(fairness.WAYS)
-    page = (tmp_path / "fairness.md").read_text()
+    page = (tmp_path / "tables.md").read_text()
     for way in fairness.WAYS.values():
         assert page.count(f"| {way} |") == 2
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bilevel_studies import complexity, complexity_page
+from bilevel_studies import complexity
 from bilevel_studies.cost import cost
-from bilevel_studies.synthetic import claims as claims_module
-from bilevel_studies.synthetic import page as page_module
-from bilevel_studies.synthetic import sizes, wall_clock
+from bilevel_studies.study import FiledStore
+from bilevel_studies.synthetic import sizes, tables, wall_clock
 from bilevel_studies.synthetic import study as synthetic
 from bilevel_studies.synthetic.results import GOAL, Results
 from bilevel_studies.synthetic.runs import general, run
@@ -44,9 +43,10 @@ TINY = replace(
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """The whole synthetic study, as small as it can be: (results, store)."""
-    store = ResultFolder(tmp_path_factory.mktemp("study"))
+    folder = tmp_path_factory.mktemp("study")
+    store = FiledStore(folder / "cells", folder / "synthetic.json")
     assert run_items(synthetic.cells(TINY), store, run)
-    return Results(TINY, store), store
+    return Results(TINY, store.all()), store
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -114,8 +114,9 @@ def test_finished_cells_are_not_run_again_and_others_are(tmp_path):
     assert run_items(cells, store, counted)
     assert asked == [2, 1, 0]
     told = []
-    more = [*cells, RunItem({"x": 5}, weight=1)]
-    assert run_items(more, ResultFolder(tmp_path), counted, tell=lambda c: told.append(c.name))
+    assert run_items(
+        [*cells, RunItem({"x": 5}, weight=1)], ResultFolder(tmp_path), counted, tell=lambda c: told.append(c.name)
+    )
     assert asked == [2, 1, 0, 5]
     assert len(told) == 4
     assert store.get(cells[2]) == {"value": 4}
@@ -201,8 +202,7 @@ def test_exponents_are_those_of_table_1():
     assert memory["RMD", "T"] > 0.6
     assert memory["FMD", "U"] > 0.8
     assert max(memory[name, "U"] for name in ("RMD", "ApproxGrad", "Penalty")) < 0.5
-    text = complexity_page.page(small, found)
-    assert f"{counted['FMD', 'U'].found:.2f} / 1.00" in text
+    assert f"{counted['FMD', 'U'].found:.2f} / 1.00" in complexity.exponent_table(found)
 
 
 def test_a_power_law_has_its_exponent():
@@ -233,7 +233,7 @@ class Made(Results):
     """Results whose last errors are given: a dict from (problem, method, T) to an error, 0.001 elsewhere."""
 
     def __init__(self, results, ends):
-        super().__init__(results.scale, results._store)
+        super().__init__(results.scale, results.kept)
         self.given = ends
 
     def ends(self, problem, name, T, **options):
@@ -244,7 +244,7 @@ def test_claims_follow_the_data(study):
     bad = {(p, n, T): 1.0 for p in synthetic.PROBLEMS for n, T in synthetic.RUNS if n in ("GD", "RMD")}
     bad |= {(p, "ApproxGrad", T): 1.0 for p in synthetic.PAIRS["singular"] for T in (1, 5, 10)}
     bad |= {("difference", "ApproxGrad", T): 1.0 for T in (1, 5)}
-    paper = {c.says: c.holds for c in claims_module.claims(Made(study[0], bad))}
+    paper = {c.says: c.holds for c in tables.claims(Made(study[0], bad))}
     as_said = [
         "GD converges to non-solution points.",
         "RMD converges to non-solution points with T = 1, 5, 10.",
@@ -257,17 +257,10 @@ def test_claims_follow_the_data(study):
     assert not paper["A large T (100) makes RMD converge, too."]
     turned = {key: 1.0 if value == 0.001 else 0.001 for key, value in bad.items()}
     turned |= {(p, "Penalty", T): 1.0 for p in synthetic.PROBLEMS for T in (1, 5, 10)}
-    other = {c.says: c.holds for c in claims_module.claims(Made(study[0], turned))}
+    other = {c.says: c.holds for c in tables.claims(Made(study[0], turned))}
     assert not any(other[says] for says in as_said)
     assert other["A large T (100) makes RMD converge, too."]
     assert not other["The solutions of Example 3 are u = v = 1/2 + p for any p with Ap = 0."]
-
-
-def test_the_number_of_a_claim_is_that_of_the_data(study):
-    for end in (0.1234, 0.0567):
-        made = Made(study[0], {("sum", "Penalty", 1): end})
-        found = next(c.found for c in claims_module.claims(made) if c.says == "Penalty converges even with T = 1.")
-        assert f"{end:.2g}" in found
 
 
 def test_the_error_at_the_budget_is_that_of_the_last_point_within_it(study):
@@ -292,7 +285,7 @@ def test_other_methods_run_for_the_budget_and_no_longer(study):
         assert lower == 1e-4
         for problem in synthetic.PROBLEMS:
             assert results.at_budget(problem, name, T).shape == (TINY.trials,)
-    made = Results(replace(TINY, steps=200), study[1])  # a budget that lets them go to their ends
+    made = Results(replace(TINY, steps=200), results.kept)  # a budget that lets them go to their ends
     made.__dict__ |= {"gradients": results.gradients, "budget": 400.0}
     ends = results.curves("sum", "ValueGap", 10)[1]
     made.curves = results.curves
@@ -315,52 +308,45 @@ def test_errors_of_the_store_are_those_of_the_trials(study):
 # -- the commands ----------------------------------------------------------------------------------------------------
 
 
-def test_reproduce_complexity_writes_the_page_and_goes_on_from_finished_cells(tmp_path, capsys, monkeypatch):
+def test_reproduce_complexity_writes_the_tables_and_continues_from_finished_cells(tmp_path, capsys, monkeypatch):
     small = complexity.Sizes(T=(2, 4, 6), U=(2, 4, 6), V=(8, 16, 24), base={"T": 2, "U": 2, "V": 8})
     monkeypatch.setattr(complexity, "QUICK", small)
-    arguments = ["reproduce", "complexity", "--quick", "--out", str(tmp_path / "a"), "--page", str(tmp_path / "b")]
+    arguments = ["reproduce", "complexity", "--quick", "--out", str(tmp_path / "a"), "--results", str(tmp_path / "b")]
     assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["exponents"]) == 4 * 3 * 3
-    assert {path.name for path in (tmp_path / "b").iterdir()} == {"complexity.md", "complexity.png"}
+    assert result["message"] == f"{result['holds']} of 24 exponents agree with Table 1."
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"complexity.json"}
     assert json.loads((tmp_path / "a" / "result.json").read_text()) == result
+    assert (tmp_path / "a" / "complexity.png").stat().st_size > 1000
     monkeypatch.setattr(complexity, "run", None)  # nothing is left to run
+    arguments[4] = str(tmp_path / "c")
     assert main(arguments) == 0
-    assert "complexity.md" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (tmp_path / "a" / "tables.md").read_text() in out
+    assert "c/tables.md" in out
 
 
-def test_reproduce_synthetic_goes_on_and_writes_every_table_and_figure(study, tmp_path, capsys, monkeypatch):
+def test_reproduce_synthetic_continues_and_writes_every_table_and_figure(study, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(synthetic, "QUICK", TINY)
+    monkeypatch.setattr(tables, "QUICK", TINY)
     store = ResultFolder(tmp_path / "cells")
     for cell in synthetic.cells(TINY)[1:]:  # all but one are finished
         store.put(cell, study[1].get(cell))
     assert main(["reproduce", "synthetic", "--quick", "--out", str(tmp_path), "--json"]) == 0
-    out, errors = capsys.readouterr()
-    result = json.loads(out)
+    result = json.loads(capsys.readouterr().out)
     assert result["command"] == "reproduce synthetic"
-    assert "cells" in errors
-    text = (tmp_path / "synthetic.md").read_text(encoding="utf-8")
-    images = re.findall(r"\]\(([^)]+\.png)\)", text)
-    assert len(images) == 5
-    assert all((tmp_path / image).stat().st_size > 1000 for image in images)
-    assert all(claim["says"] in text for claim in result["claims"])
-    assert "quick version" in text
+    assert result["message"] == "A quick run of 4 steps. It says nothing about the paper's claims."
+    text = (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert len(list(tmp_path.glob("*.png"))) == 5
+    assert all(image.stat().st_size > 1000 for image in tmp_path.glob("*.png"))
+    assert len(result["claims"]) == 19
+    for claim in result["claims"]:
+        assert f"| {claim['where']} | {claim['says']} | {claim['holds']} |" in text
     for name, _ in synthetic.OTHERS:
         assert re.search(rf"^\| {name} \| 10 \| \d+ \|", text, re.MULTILINE)
-    assert {row["method"] for row in result["others"]} == {name for name, _ in synthetic.OTHERS}
-    assert 0 < result["seconds"] < 600
-    assert result["resumed"]
-    total = len(synthetic.cells(TINY))
-    assert f"This run was resumed: {total - 1} of {total} cells were finished before" in text
-    assert ("not there yet" in text) == any(None in (row.u, row.v) for row in sizes.table())
-
-
-def test_a_run_that_was_not_resumed_says_how_long_the_whole_command_took(study):
-    fresh = page_module.summarise(study[0])
-    assert not fresh["resumed"]
-    text = page_module.page(study[0], fresh)
-    assert f"The whole command took {fresh['seconds']:,.0f} seconds with 1 process of one thread each." in text
-    assert "resumed" not in text
+    assert len(result["runs"]) == 4 * (len(synthetic.RUNS) + len(synthetic.OTHERS))
+    assert {row["method"] for row in result["runs"]} >= {name for name, _ in synthetic.OTHERS}
 
 
 @pytest.mark.parametrize("words", [["sinthetic"], ["synthetic", "--workers", "0"], ["synthetic", "--out", "FILE"]])
@@ -389,7 +375,7 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "the same command goes on from there" in " ".join(errors.split())
+    assert "Run the same command to continue." in " ".join(errors.split())
     assert "Traceback" not in errors
     kept = sorted(path.name for path in Path(tmp_path / "cells").iterdir())
     assert kept

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_page, photographs
+from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_tables, photographs
 from bilevel_studies.poisoning import clean_label_batch as batch
 from bilevel_studies.poisoning.feature_collision import collide
 from common import needs
@@ -35,14 +35,12 @@ def kept(pairs):
 
 
 def test_comparison_is_by_pairs_with_a_confidence_interval():
-    found = clean_label_page.compared(kept([(2, 4), (3, 5), (1, 4), (4, 6)]))
+    found = clean_label_tables.compared(kept([(2, 4), (3, 5), (1, 4), (4, 6)]))
     assert found["targets"] == 4
     assert found["mean_difference"] == pytest.approx(2.25)
     low, high = found["interval"]  # 2.25 -+ t(3) * 0.5 / 2, t(3) = 3.182
     assert (low, high) == (pytest.approx(2.25 - 0.7956, abs=1e-3), pytest.approx(2.25 + 0.7956, abs=1e-3))
-    assert "Penalty needs less distortion" in clean_label_page.sentence(found)
-    assert "cannot be told" in clean_label_page.sentence(clean_label_page.compared(kept([(2, 4), (5, 3), (4, 5)])))
-    never = clean_label_page.compared(kept([(None, 4), (16, 3)]))
+    never = clean_label_tables.compared(kept([(None, 4), (16, 3)]))
     assert never["mean_difference"] == pytest.approx(((4 - 17) + (3 - 16)) / 2)
 
 
@@ -50,11 +48,10 @@ def test_targets_that_were_skipped_do_not_count(tmp_path):
     cells = kept([(2, 4), (3, 5)])
     for _, found in cells:
         found["targets"].append({"target": 9, "skipped": True})
-    assert clean_label_page.compared(cells)["targets"] == 2
-    clean_label_page.write(cells, tmp_path)
-    text = (tmp_path / "clean-label.md").read_text()
-    assert text.count("stand-in") == 3, "at the top and beside the figure"
+    assert clean_label_tables.compared(cells)["targets"] == 2
+    text = clean_label_tables.report(cells, tmp_path).tables["inception: distortion"]
     assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% | 1.5 |" in text
+    assert (tmp_path / "clean-label-inception.png").is_file()
 
 
 def test_every_target_is_in_one_cell_of_each_method_and_methods_come_side_by_side():
@@ -93,32 +90,28 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     assert control == clean_label.cells("inception", [0])[-1].settings, "what it is compared with has no such settings"
     moved = clean_label.cells("inception", [0], clean_label.STEEPEST)[-1].settings
     assert moved["options"] == {"rate": 1.0, "points": "steepest"}, "but the same optimizer"
-    summary = clean_label_page.write([*cells, *others, *choice], tmp_path)
-    assert summary["inception"]["medians"]["penalty"] == 1
-    text = (tmp_path / "clean-label.md").read_text()
-    assert "| Penalty with the paper's settings | 2 of 2 | 2.5 |" in text, "what was run before is shown, too"
-    assert "The first 2 targets were run with other settings before" in text
-    assert "No others have been run." in text
-    assert "more epsilon than Penalty with the paper's settings in the mean" in text
+    report = clean_label_tables.report([*cells, *others, *choice], tmp_path)
+    assert report.summary["inception"]["medians"]["penalty"] == 1
+    text = report.text()
+    assert "| Penalty with the paper's settings | 2 of 2 | 2.5 |" in text, "what was run before is shown too"
+    assert "| Penalty, the paper's settings | Algorithm 1 of Shafahi et al. | 2.00 |" in text
+    assert "new targets" not in text
     later = [
         (s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
         for s, f in [*cells[1:], *others]
     ]
-    clean_label_page.write([*cells, *others, *choice, *later], tmp_path)
-    assert "On the others: Over 2 targets, Algorithm 1" in (tmp_path / "clean-label.md").read_text()
-    clean_label_page.write([*cells, *others, *choice, later[-1]], tmp_path)
-    text = (tmp_path / "clean-label.md").read_text()
-    assert (
-        "On 2 others only Penalty was run: it flips 2, with a median epsilon of 1. They are not in the table." in text
-    )
-    assert "| Penalty | 2 of 2 | 1 |" in text, "on the targets that the others have, too"
+    text = clean_label_tables.report([*cells, *others, *choice, *later], tmp_path).text()
+    assert "| Penalty, new targets | Algorithm 1 of Shafahi et al. | 3.50 | -2.85 to 9.85 | 2 | 2 | 0 |" in text
+    text = clean_label_tables.report([*cells, *others, *choice, later[-1]], tmp_path).text()
+    assert "| Penalty | 2 of 2 | 1 |" in text, "on the targets that the others have too"
 
 
-def test_a_gain_that_the_control_has_too_is_not_laid_to_the_lower_level():
+def test_the_control_without_a_lower_level_is_compared_too():
     same = [(2, 6), (3, 8), (2, 6), (3, 7)]
     cells = [*kept(same), *((s | {"method": "collision-adam"}, f) for s, f in kept(same) if s["method"] == "penalty")]
-    assert "4.25 (3.45 to 5.05) is had without a lower level" in clean_label_page._worth(cells)
-    assert clean_label_page._worth(kept(same)) == "", "the control was not run"
+    text = clean_label_tables.difference_table(cells, [])
+    assert "| the collision term alone | Algorithm 1 of Shafahi et al. | 4.25 | 3.45 to 5.05 | 4 | 4 | 0 |" in text
+    assert "collision term" not in clean_label_tables.difference_table(kept(same), []), "the control was not run"
 
 
 # -- many targets in one tensor ----------------------------------------------------------------------------------------

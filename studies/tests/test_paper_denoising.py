@@ -14,8 +14,7 @@ from bilevel_studies.denoising import speed as denoising_speed
 from bilevel_studies.denoising import study as denoising
 from bilevel_studies.denoising import wide as denoising_wide
 from bilevel_studies.denoising.speed import METHODS
-from bilevel_studies.filed import FiledStore
-from bilevel_studies.sittings import Deadline, Sitting
+from bilevel_studies.study import Deadline, FiledStore, Sitting
 from denoised import digits
 
 from bilevel.applications.training import Trainer, accuracy, probabilities

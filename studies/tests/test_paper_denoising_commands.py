@@ -8,7 +8,7 @@ import torch
 from bilevel_studies.denoising import runs as denoising_runs
 from bilevel_studies.denoising import speed as denoising_speed
 from bilevel_studies.denoising import study as denoising
-from bilevel_studies.sittings import Sitting
+from bilevel_studies.study import Sitting
 from denoised import curve, table_row
 
 from bilevel.cli.main import main
@@ -41,33 +41,33 @@ def test_reproduce_denoising_runs_what_is_missing_and_shows_all_that_is_there(tm
         return {"accuracy": 0.9, "device": "CPU"}
 
     monkeypatch.setattr(denoising_runs, "run", run)
-    folders = ["--out", str(tmp_path / "a"), "--page", str(tmp_path / "b")]
+    folders = ["--out", str(tmp_path / "a"), "--results", str(tmp_path / "b")]
     assert main(["reproduce", "denoising", *ONE, *folders, "--no-run"]) == 2
-    assert "has no results" in " ".join(capsys.readouterr().err.split())
+    assert "--no-run needs results" in " ".join(capsys.readouterr().err.split())
     assert ran == []
     assert main(["reproduce", "denoising", *ONE, *folders, "--minutes", "0"]) == 0
     assert ran == []
     assert main(["reproduce", "denoising", *ONE, *folders]) == 0
     assert ran == ["trusted", "plain"]
-    assert "2 cells were run" in capsys.readouterr().out
+    assert "Ran 2 cells in" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "b" / "denoising.json").read_text())["cells"]) == 2
-    other = ["--out", str(tmp_path / "c"), "--page", str(tmp_path / "b"), "--json"]  # a fresh folder
+    other = ["--out", str(tmp_path / "c"), "--results", str(tmp_path / "b"), "--json"]  # a fresh folder
     assert main(["reproduce", "denoising", *ONE, *other]) == 0
     assert ran == ["trusted", "plain"]
     assert json.loads(capsys.readouterr().out)["cells"] == 2
-    assert "| digits (MLP), 25% symmetric | not run | 90.00 (1 seed) |" in (tmp_path / "b" / "denoising.md").read_text()
+    assert "| digits (MLP), 25% symmetric | not run | 90.00 (1 seed) |" in (tmp_path / "c" / "tables.md").read_text()
 
 
-def test_a_data_set_that_cannot_be_loaded_is_named_and_the_page_is_written(tmp_path, capsys, monkeypatch):
+def test_a_data_set_that_cannot_be_loaded_is_named_and_the_tables_are_written(tmp_path, capsys, monkeypatch):
     def loaded(name):
         raise DataError(f"{name} is not here.")
 
     monkeypatch.setattr(denoising_runs, "loaded", loaded)
     assert main(["reproduce", "denoising", "--dataset", "svhn", "--device", "cpu", "--out", str(tmp_path)]) == 0
     out, errors = capsys.readouterr()
-    assert "Nothing is run on svhn: svhn is not here." in " ".join(errors.split())
-    assert "0 cells were run" in out
-    assert (tmp_path / "denoising.md").exists()
+    assert "Nothing runs on svhn: svhn is not here." in " ".join(errors.split())
+    assert "Ran 0 cells" in out
+    assert (tmp_path / "tables.md").exists()
 
 
 def test_ctrl_c_ends_the_command_and_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
@@ -99,12 +99,11 @@ def test_minutes_end_a_cell_in_its_midst_and_the_same_command_goes_on(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(Sitting, "late", late)
         assert main([*call, "--minutes", "5"]) == 0
-    assert "2 cells were run" in (told := " ".join(capsys.readouterr().out.split()))
-    assert ", 1 of them until the time was over;" in told
-    assert "Begun, and in no table: digits (MLP), 25% symmetric, Val-only" in (tmp_path / "a/denoising.md").read_text()
+    assert "Ran 2 cells (1 of them not to the end) in" in " ".join(capsys.readouterr().out.split())
+    assert "| digits (MLP), 25% symmetric | Val-only | 0 |" in (tmp_path / "a/tables.md").read_text()
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["digits-0.25-symmetric-trusted-0-92-1"]
     assert main(call) == 0
-    assert "1 cell was run" in capsys.readouterr().out
+    assert "Ran 1 cells" in capsys.readouterr().out
     assert not list((tmp_path / "a/checkpoints").iterdir())
     assert main([*call[:-1], str(tmp_path / "b")]) == 0
     first, second = (json.loads((tmp_path / x / "denoising.json").read_text())["cells"] for x in "ab")
@@ -115,7 +114,7 @@ def test_minutes_end_a_cell_in_its_midst_and_the_same_command_goes_on(tmp_path, 
     ("words", "says"),
     [
         (["--dataset", "minst"], "--dataset must be one of 'mnist'"),
-        (["--noise", "half"], "--noise must be shares"),
+        (["--noise", "half"], "--noise must be numbers"),
         (["--noise", "1.5"], "--noise must be above 0 and below 1; got 1.5"),
         (["--kind", "pair"], "--kind must be one of"),
         (["--columns", "our"], "--columns must be one of"),
@@ -128,11 +127,11 @@ def test_wrong_options_are_named(words, says, tmp_path, capsys):
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_noise_without_a_kind_is_run_of_both_kinds_and_is_on_the_page(tmp_path, monkeypatch):
+def test_a_noise_without_a_kind_is_run_of_both_kinds_and_is_in_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(denoising_runs, "run", lambda *rest: {"accuracy": 0.9, "device": "CPU"})
     call = ["--dataset", "digits", "--noise", "0.3", "--columns", "plain", "--seeds", "1", "--device", "cpu"]
     assert main(["reproduce", "denoising", *call, "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
+    text = (tmp_path / "tables.md").read_text(encoding="utf-8")
     for kind in ("symmetric", "asymmetric"):
         assert "| 90.00 (1 seed) |" in table_row(text, f"digits (MLP), 30% {kind}")
 
@@ -148,6 +147,6 @@ def test_the_figures_have_commands_of_their_own(part, tmp_path, monkeypatch):
     assert main([*call, "--minutes", "0"]) == 0
     assert not list((tmp_path / "cells").iterdir())
     assert main(call) == 0
-    assert {f"denoising-{part}.md", f"denoising-{part}.json", f"denoising-{part}-mlp.png"} <= {
+    assert {"tables.md", f"denoising-{part}.json", f"denoising-{part}-mlp.png"} <= {
         path.name for path in tmp_path.iterdir()
     }

@@ -1,21 +1,18 @@
-"""The pages of the denoising studies, written from results."""
+"""The tables of the denoising studies, made from results."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from bilevel_studies.denoising import page as denoising_page
-from bilevel_studies.denoising import small_page as denoising_small_page
-from bilevel_studies.denoising import speed_page as denoising_speed_page
+from bilevel_studies.denoising import speed_tables, tables
 from bilevel_studies.denoising import study as denoising
 from bilevel_studies.denoising import wide as denoising_wide
-from bilevel_studies.denoising.numbers import Numbers
 from bilevel_studies.denoising.speed import METHODS
+from bilevel_studies.statistics import Numbers
 from denoised import curve, table_row
 
-CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 def test_numbers_show_mean_deviation_and_an_unusual_count():
@@ -30,33 +27,33 @@ def mnist(column, accuracy, seed=0, noise=0.25, kind="symmetric"):
     return settings, found
 
 
-@pytest.mark.parametrize(("accuracy", "word"), [(0.991, "met"), (0.99, "missed")])
-def test_findings_follow_the_numbers(accuracy, word, tmp_path):
-    kept = [mnist("ours", accuracy, seed) for seed in range(5)] + [mnist("oracle", 0.995), mnist("plain", 0.9)]
-    summary = denoising_page.write(kept, tmp_path)
-    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
-    sentence = summary["findings"][0]
-    assert f"the target of 99.05 is {word}" in sentence
-    assert f"It is above Train+Val (+{100 * accuracy - 90:.2f}, 1 seed)." in sentence
-    assert f"It is below Oracle ({100 * accuracy - 99.5:.2f}, 1 seed)." in sentence
-    assert f"- {sentence}\n" in text
-    line = next(line for line in text.splitlines() if line.startswith("| MNIST, 25% symmetric |"))
-    assert line.endswith(f"| not run | {100 * accuracy:.2f} ± 0.00 |")
-    assert "102 of 105 places of the table are not filled" in text
+def test_the_table_has_ours_the_papers_and_what_was_not_run(tmp_path):
+    kept = [mnist("ours", 0.991, seed) for seed in range(5)] + [mnist("oracle", 0.995), mnist("plain", 0.9)]
+    report = tables.report(kept, tmp_path)
+    text = report.tables["Table 2: accuracy, percent"]
+    assert table_row(text).endswith("| not run | 99.10 ± 0.00 |")
     assert "| the paper | 99.3 | 94.6 | 83.9 |  | 98.11 | 98.89 |  |" in text
+    assert {"dataset": "mnist", "noise": 0.5, "kind": "symmetric", "columns": list(denoising.SHOWN)} in (
+        report.summary["not_run"]
+    )
+    gaps = table_row(report.tables["Ours minus the other columns, on common seeds"])
+    assert gaps == "| MNIST, 25% symmetric | -0.40 (below, 1) |  | +9.10 (above, 1) |  |  |  |"
 
 
 def compared(ours, others, column="plain"):
-    """The sentence on ours beside another column; accuracies by seed."""
-    kept = [mnist("ours", value, seed) for seed, value in ours.items()]
-    return denoising_page.findings([*kept, *(mnist(column, value, seed) for seed, value in others.items())])[0]
+    """Where ours is, and by how much; accuracies by seed."""
+    cells = [
+        [mnist(name, value, seed) for seed, value in some.items()] for name, some in (("ours", ours), (column, others))
+    ]
+    found = tables.compared(*cells, tests=10_000)
+    return None if found is None else (found[0], round(found[1].mean, 2), len(found[1].values))
 
 
 def test_ours_is_compared_on_the_seeds_that_both_columns_have():
     ours = {0: 0.90, 1: 0.99, 2: 0.99, 3: 0.99, 4: 0.99}
-    assert "It is below Train+Val (-4.00, 1 seed)." in compared(ours, {0: 0.94})
-    assert "It is above Train+Val (+1.50, 2 seeds)." in compared(ours, {1: 0.98, 2: 0.97})
-    assert "Train+Val" not in compared(ours, {7: 0.5})
+    assert compared(ours, {0: 0.94}) == ("below", -4.0, 1)
+    assert compared(ours, {1: 0.98, 2: 0.97}) == ("above", 1.5, 2)
+    assert compared(ours, {7: 0.5}) is None
 
 
 @pytest.mark.parametrize(
@@ -64,20 +61,20 @@ def test_ours_is_compared_on_the_seeds_that_both_columns_have():
     [
         ((0.03, 0.01, 0.02), "above"),  # mean 2, deviation 1
         ((-0.03, -0.01, -0.02), "below"),
-        ((0.02, -0.01, 0.01), "level with"),  # mean 0.67, deviation 1.5
-        ((0.0, 0.0, 0.0), "level with"),
+        ((0.02, -0.01, 0.01), "level"),  # mean 0.67, deviation 1.5
+        ((0.0, 0.0, 0.0), "level"),
     ],
 )
-def test_a_gap_over_several_seeds_is_claimed_where_it_exceeds_the_deviation_of_the_differences(gaps, where):
+def test_a_gap_over_several_seeds_counts_if_it_exceeds_the_deviation_of_the_differences(gaps, where):
     ours = {0: 0.90, 1: 0.95, 2: 0.85}  # of a larger deviation than the differences have
     others = {seed: ours[seed] - gap for seed, gap in enumerate(gaps)}
-    assert f"It is {where} Train+Val ({100 * sum(gaps) / 3:+.2f}, 3 seeds)." in compared(ours, others)
+    assert compared(ours, others) == (where, round(100 * sum(gaps) / 3, 2), 3)
 
 
-@pytest.mark.parametrize(("gap", "where"), [(0.012, "above"), (-0.012, "below"), (0.010, "level with")])
-def test_a_gap_of_one_seed_is_claimed_where_it_exceeds_its_binomial_error(gap, where):
+@pytest.mark.parametrize(("gap", "where"), [(0.012, "above"), (-0.012, "below"), (0.010, "level")])
+def test_a_gap_of_one_seed_counts_if_it_exceeds_its_binomial_error(gap, where):
     # 1.96 sqrt(2 * 0.8 * 0.2 / 10,000) = 0.0111
-    assert f"It is {where} Train+Val ({100 * gap:+.2f}, 1 seed)." in compared({0: 0.8 + gap}, {0: 0.8})
+    assert compared({0: 0.8 + gap}, {0: 0.8}) == (where, 100 * gap, 1)
 
 
 def former(accuracy, **found):
@@ -86,79 +83,69 @@ def former(accuracy, **found):
     return {key: value for key, value in settings.items() if key != "solver"}, usual | found
 
 
-def test_runs_of_the_former_solver_are_marked_compared_with_nothing_and_gone_where_there_are_new_ones(tmp_path):
+def test_runs_of_the_former_solver_that_diverged_are_marked_and_gone_if_there_are_new_ones():
     old, new = former(0.5, status="diverged", steps=75), mnist("approx-grad", 0.6)
     kept = [mnist("ours", 0.99), mnist("plain", 0.9), old]
-    sentence = denoising_page.write(kept, tmp_path)["findings"][0]
-    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
-    assert "| 50.00 (1 seed) (diverged) |" in table_row(text)
-    assert "ApproxGrad" not in sentence
-    assert "Train+Val" in sentence
-    assert "ApproxGrad with conjugate gradients in place of Adam: MNIST, 25% symmetric." in text
-    summary = denoising_page.write([*kept, new], tmp_path)
-    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
-    assert "It is above Train+Val (+9.00, 1 seed); ApproxGrad (+39.00, 1 seed)." in summary["findings"][0]
+    assert "| 50.00 (1 seed) (diverged) |" in table_row(tables.accuracy_table(kept))
+    assert table_row(tables.gap_table(kept)) == "| MNIST, 25% symmetric |  |  | +9.00 (above, 1) |  |  |  |"
+    assert "| +39.00 (above, 1) |" in table_row(tables.gap_table([*kept, new]))
+    text = tables.accuracy_table([*kept, new])
     assert "| 60.00 (1 seed) |" in table_row(text)
     assert "50.00" not in text
-    assert "iverged, and" not in text
-    assert "conjugate" not in text
     begun = (new[0], {"partial": True, "steps": 3, "of": 9})
-    assert "50.00 (1 seed) (diverged)" in table_row(denoising_page.page([*kept, begun], []))
+    assert "50.00 (1 seed) (diverged)" in table_row(tables.accuracy_table([*kept, begun]))
 
 
 def test_some_of_several_runs_that_diverged_are_counted():
     kept = [mnist("approx-grad", 0.5, seed) for seed in range(3)]
     kept[1][1].update(status="diverged", steps=75)
-    assert "| 50.00 ± 0.00 (3 seeds) (1 of 3 diverged) |" in table_row(denoising_page.page(kept, []))
+    assert "| 50.00 ± 0.00 (3 seeds) (1 of 3 diverged) |" in table_row(tables.accuracy_table(kept))
 
 
-def test_noises_that_are_not_of_the_study_have_rows_of_their_own(tmp_path):
+def test_noises_that_are_not_of_the_study_have_rows_of_their_own():
     kept = [mnist("ours", 0.98, noise=0.3), mnist("ours", 0.97, kind="asymmetric"), mnist("clean", 0.99)]
-    summary = denoising_page.write(kept, tmp_path)
-    text = (tmp_path / "denoising.md").read_text(encoding="utf-8")
+    text = tables.accuracy_table(kept)
     assert table_row(text, "MNIST, 30% symmetric").endswith("| 98.00 (1 seed) |")
     assert table_row(text, "MNIST, 25% asymmetric").endswith("| 97.00 (1 seed) |")
     assert [line for line in text.splitlines() if line.startswith("| MNIST, 0%")] == []
-    assert "117 of 119 places of the table are not filled" in text
-    assert [sentence for sentence in summary["findings"] if "the paper's" in sentence] == []  # its noise is symmetric
+    assert "| MNIST | 99.00 (1 seed) | 99.5 |" in tables.clean_table(kept)
 
 
-def test_the_page_says_how_columns_are_trained_beside_the_papers_settings():
-    text = denoising_page.page([], [])
+def test_the_settings_of_columns_stand_next_to_the_papers():
+    text = tables.settings_table()
     assert (
         "| MNIST | 0.001, falling to 0 | 20 | 200 | 12 | 1 | 100 |\n| the paper | 1e-05 | 100 | 200 |  | 100 | 100 |"
         in text
     )
     assert "| CIFAR-10 | 0.001, falling to 0 | 100 | 200 | 12 | 1 | 200 |\n| the paper | 0.001 | 200 |" in text
     assert "| digits (MLP) | 0.003, falling to 0 | 92 | 100 | 92 | 10 | 100 |" in text
-    assert "Only the early-stopped column has fewer steps: one in 5 trusted examples is held out" in text
 
 
 def test_what_is_the_papers_alone_has_no_cell_of_ours():
-    rows = denoising_small_page.rule_table([]).splitlines()
+    rows = tables.rule_table([]).splitlines()
     assert [row.split("|")[4].strip() for row in rows] == ["RMD", "---", "", "90.09"]
 
 
-def test_a_page_without_cells_says_so(tmp_path):
-    assert denoising_page.write([], tmp_path)["findings"] == []
-    assert "Nothing was run." in (tmp_path / "denoising.md").read_text(encoding="utf-8")
+def test_without_cells_every_place_is_not_run(tmp_path):
+    report = tables.report([], tmp_path)
+    assert len(report.summary["not_run"]) == len(denoising.STUDIES) * len(denoising.NOISES)
+    assert not list(tmp_path.iterdir())
 
 
-def test_cells_that_are_not_finished_are_named_and_in_no_table(tmp_path):
+def test_cells_that_are_not_finished_are_begun_and_in_no_other_table(tmp_path):
     settings, found = mnist("algorithm-2", 0.95)
     _, whole = mnist("ours", 0.99)
     ours = [(mnist("ours", 0.99, seed)[0], whole | {"seconds": 30.0 + seed}) for seed in range(4)]
     cut = (mnist("ours", 0.99, 4)[0], {"partial": True, "steps": 40, "of": 100, "seconds": 1.0, "device": "other"})
     kept = [(settings, found | {"partial": True, "steps": 1200, "of": 29_500}), *ours, cut]
-    text = denoising_page.page(kept, [])
-    line = next(line for line in text.splitlines() if line.startswith("| MNIST, 25% symmetric |"))
-    assert line.endswith("| not run | not run | 99.00 ± 0.00 (4 seeds) |")
+    report = tables.report(kept, tmp_path)
+    text = report.text()
+    assert table_row(text).endswith("| not run | not run | 99.00 ± 0.00 (4 seeds) |")
     assert text.count("95.00") == 1
-    assert "MNIST was run on CPU (ours 32 s a run, 33 at most)." in text
-    assert (
-        "Begun, and in no table: MNIST, 25% symmetric, Penalty, the paper's, seed 0 (1,200 of 29,500 steps, 95.00 so "
-        "far); MNIST, 25% symmetric, Penalty, ours, seed 4 (40 of 100 steps).\n"
-    ) in text
+    assert "| MNIST | 32 | 33 |" in report.tables["Seconds of a run of ours"]
+    begun = report.tables["Begun"]
+    assert "| MNIST, 25% symmetric | Penalty, the paper's | 0 | 1,200 of 29,500 | 95.00 |" in begun
+    assert "| MNIST, 25% symmetric | Penalty, ours | 4 | 40 of 100 |  |" in begun
 
 
 def few(trusted, accuracy, alone):
@@ -174,12 +161,11 @@ def few(trusted, accuracy, alone):
     return settings, {"accuracy": accuracy, "trusted": alone, "plain": 0.8, "auc": 0.9, "auc_quality": 0.95}
 
 
-def test_how_few_says_where_denoising_is_worth_it(tmp_path):
-    kept = [few(50, 0.85, 0.6), few(500, 0.9, 0.88), few(5000, 0.94, 0.94)]
-    alone, labels = denoising_small_page.few_sentences(kept)
-    assert "with 50, 500 trusted (most with 50: 25.0 points), and not with 5,000." in alone
-    assert labels.endswith("with 50, 500, 5,000 trusted (most with 5,000: 14.0 points).")
-    denoising_page.write(kept, tmp_path)
+def test_how_few_trusted_examples_are_shown(tmp_path):
+    report = tables.report([few(50, 0.85, 0.6), few(5000, 0.94, 0.94)], tmp_path)
+    text = report.tables["How few trusted examples"]
+    assert "| 50 | 85.00 (1 seed) | 60.00 (1 seed) | 80.00 (1 seed) | 0.900 (1 seed) | 0.950 (1 seed) |" in text
+    assert "| 5,000 | 94.00 (1 seed) | 94.00 (1 seed) |" in text
     assert (tmp_path / "denoising-how-few.png").stat().st_size > 1000
 
 
@@ -195,94 +181,54 @@ def test_the_wide_networks_part_is_shown_as_far_as_it_got():
         "memory": 2**33,
         "device": "GPU",
     }
-    text = denoising_page.page([(settings, found)], [])
+    text = tables.wide_table([(settings, found)])
     assert "| Penalty, ours | 0 | 3 | 1,200 of 1,760 | 70.00 | 0.800 | 250 | 8.0 | GPU |" in text
 
 
-def test_the_page_of_speed_says_when_each_method_got_how_far(tmp_path):
+def test_the_table_of_speed_has_the_seconds_until_each_accuracy(tmp_path):
     kept = [
         curve("speed", "Penalty, ours", 0, [0.0, 1.0, 2.0], [0.1, 0.93, 0.95], 1.0),
         curve("speed", "Penalty, the paper's", 20, [0.0, 3.0], [0.9, 0.91], 5.0),
         curve("speed", "ApproxGrad", 20, [0.0, 7.0], [0.85, 0.92], 9.0),
     ]
-    found = denoising_speed_page.write("speed", kept, tmp_path)["findings"]
-    assert found[0] == (
-        "94% on the test set: Penalty, ours after 2.0 s; not reached by Penalty, the paper's and ApproxGrad."
-    )
-    assert found[2] == (
-        "90% on the test set: Penalty, ours after 1.0 s, Penalty, the paper's after 0.0 s, ApproxGrad after 7.0 s."
-    )
-    text = (tmp_path / "denoising-speed.md").read_text(encoding="utf-8")
-    assert "| ApproxGrad | 0 | 9 | 9.0 | 7.0 | 92.00 | 92.00 | 92.00 |" in text
+    report = speed_tables.report("speed", kept, tmp_path)
+    text = report.tables["mlp: seconds until a test accuracy"]
+    assert "| method | 90% | 92% | 94% | 96% | 98% |" in text
+    assert "| Penalty, ours | 1.0 | 1.0 | 2.0 |  |  |" in text
+    assert "| Penalty, the paper's | 0.0 |  |  |  |  |" in text
+    assert "| ApproxGrad | 7.0 | 7.0 |  |  |  |" in text
+    assert "| ApproxGrad | 0 | 9 | 9.0 | 7.0 | 92.00 | 92.00 | 92.00 |" in report.tables["mlp: at the end"]
+    assert report.summary["most_load"] == 0.5
     assert (tmp_path / "denoising-speed-mlp.png").stat().st_size > 1000
 
 
-def test_pages_name_the_runs_that_diverged(tmp_path):
-    settings, found = curve("steps", "ApproxGrad", 10, [0.0, 7.0], [0.85, 0.92], 9.0)
-    denoising_speed_page.write("steps", [(settings, found | {"status": "diverged"})], tmp_path)
-    said = "iverged, and shown as they last were finite:"
-    assert f"D{said} ApproxGrad, T = 10, seed 0 (at step 9)." in (tmp_path / "denoising-steps.md").read_text()
-    settings, found = mnist("approx-grad", 0.5)
-    found |= {"status": "diverged", "steps": 75}
-    assert f"MNIST: d{said} approx-grad, seed 0 (at step 75)." in denoising_page.page([(settings, found)], [])
-    assert said not in denoising_page.page([(settings, found | {"status": "max_steps"})], [])
-
-
-def test_a_page_says_that_times_were_taken_on_a_busy_machine(tmp_path):
-    settings, found = curve("speed", "ApproxGrad", 20, [0.0, 7.0], [0.85, 0.92], 9.0)
-    for share, busy in ((2.0, True), (0.5, False)):
-        denoising_speed_page.write("speed", [(settings, found | {"load": share})], tmp_path)
-        text = (tmp_path / "denoising-speed.md").read_text()
-        assert ("busy with other work: 2.0 to 2.0" in text) == busy
-        assert "is not known" not in text
-
-
-@pytest.mark.parametrize("load", [{}, {"load": None}, {"load": 1.5}])
-def test_ratios_of_times_are_not_told_where_the_machine_was_busy_or_nobody_knows(load, tmp_path):
-    kept = [curve("steps", name, T, [0.0, 1.0], [0.5, 0.8], float(T)) for name in METHODS for T in (1, 20)]
-    kept = [(settings, found | {"load": 0.5}) for settings, found in kept]
-    assert "takes" in " ".join(denoising_speed_page.write("steps", kept, tmp_path)["findings"])
-    settings, found = kept[0]
-    kept[0] = (settings, {key: value for key, value in found.items() if key != "load"} | load)
-    said = denoising_speed_page.write("steps", kept, tmp_path)["findings"]
-    assert [sentence for sentence in said if "takes" in sentence] == []
-    assert said[0] == "Penalty, ours: from T = 1 to 20 the accuracy goes from 80.00 to 80.00 (+0.00)."
-    text = (tmp_path / "denoising-steps.md").read_text(encoding="utf-8")
-    assert ("How busy the machine was is not known of 1 of 6 runs" in text) == (load.get("load") is None)
-
-
-def test_the_figures_show_no_runs_of_the_former_solver_beside_new_ones(tmp_path):
+def test_the_tables_show_no_runs_of_the_former_solver_next_to_new_ones(tmp_path):
     new = curve("steps", "ApproxGrad", 1, [0.0, 1.0], [0.5, 0.81], 3.0)
     old = [curve("steps", "ApproxGrad", T, [0.0, 1.0], [0.5, 0.72], 3.0) for T in (1, 10)]
     old = [({key: value for key, value in settings.items() if key != "solver"}, found) for settings, found in old]
     old[1][1]["status"] = "diverged"
-    denoising_speed_page.write("steps", old, tmp_path)
-    text = (tmp_path / "denoising-steps.md").read_text(encoding="utf-8")
+    text = speed_tables.report("steps", old, tmp_path).text()
     assert "| ApproxGrad | 10 | 72.00 (diverged) |" in text
-    assert "ApproxGrad was run with conjugate gradients in place of Adam." in text
-    denoising_speed_page.write("steps", [*old, new], tmp_path)
-    text = (tmp_path / "denoising-steps.md").read_text(encoding="utf-8")
+    text = speed_tables.report("steps", [*old, new], tmp_path).text()
     assert "| ApproxGrad | 1 | 81.00 |" in text
     assert "72.00" not in text
-    assert "conjugate" not in text
 
 
-def test_the_page_of_steps_says_what_a_larger_t_gains_and_costs(tmp_path):
+def test_the_table_of_steps_has_accuracy_and_time_for_each_t(tmp_path):
     kept = [
         curve("steps", name, T, [0.0, 1.0], [0.5, 0.8 + T / 200], base * T)
         for name, base in zip(METHODS, (1.0, 1.0, 2.0), strict=True)
         for T in (1, 20)
     ]
-    found = denoising_speed_page.write("steps", kept, tmp_path)["findings"]
-    assert "from T = 1 to 20 the accuracy goes from 80.50 to 90.00 (+9.50)" in found[0]
-    assert found[0].endswith("takes 20.0 times as long.")
-    assert found[-1].startswith("At T = 20, an upper iteration of ApproxGrad takes 2.0 times")
-    assert "| ApproxGrad | 20 | 90.00 | 40.0 |" in (tmp_path / "denoising-steps.md").read_text(encoding="utf-8")
+    text = speed_tables.report("steps", kept, tmp_path).text()
+    assert "| Penalty, ours | 1 | 80.50 | 1.0 |" in text
+    assert "| ApproxGrad | 20 | 90.00 | 40.0 |" in text
+    assert (tmp_path / "denoising-steps-mlp.png").stat().st_size > 1000
 
 
 def test_what_the_page_beside_cleanlab_says_by_hand_is_in_its_numbers():
-    page = Path(__file__).parents[2] / "docs" / "results" / "denoising-vs-cleanlab.md"
-    runs = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    page = ROOT / "docs" / "results" / "denoising-vs-cleanlab.md"
+    runs = json.loads((ROOT / "studies" / "results" / "denoising-vs-cleanlab.json").read_text(encoding="utf-8"))
     text = " ".join(page.read_text(encoding="utf-8").split())
 
     def fewer(data):

@@ -7,9 +7,8 @@ import time
 
 import pytest
 import torch
-from bilevel_studies.poisoning import page as poisoning_page
-from bilevel_studies.poisoning import settings as poisoning_settings
 from bilevel_studies.poisoning import study as poisoning
+from bilevel_studies.poisoning import tables
 from bilevel_studies.poisoning.runs import method
 from bilevel_studies.poisoning.study import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
 from common import needs
@@ -49,17 +48,17 @@ def test_cells_cover_the_table_once_and_the_most_worth_comes_first():
     assert ordered.index("penalty") < ordered.index("algorithm-2") < ordered.index("rmd")
 
 
-def test_page_says_where_the_paper_is_reached_within_a_deviation_of_the_seeds():
+def test_the_paper_is_reached_within_a_deviation_of_the_seeds():
     deviation = torch.tensor([-0.2, -0.1, 0.0, 0.1, 0.2]).std().item()  # 0.158
-    level = poisoning_page.reached(kept())
+    level = tables.reached(kept())
     assert all(all(by_share.values()) for by_share in level.values())
-    near = poisoning_page.reached(kept(0.9 * deviation))
+    near = tables.reached(kept(0.9 * deviation))
     assert all(near[UNTARGETED].values()), "higher accuracy, but within a deviation"
-    far = poisoning_page.reached(kept(1.1 * deviation))
+    far = tables.reached(kept(1.1 * deviation))
     assert not any(far[UNTARGETED].values())
     assert all(far[TARGETED].values()), "more success is better"
-    assert not any(poisoning_page.reached(kept(-1.1 * deviation))[TARGETED].values())
-    assert poisoning_page.reached([])[UNTARGETED]["1"] is None
+    assert not any(tables.reached(kept(-1.1 * deviation))[TARGETED].values())
+    assert tables.reached([])[UNTARGETED]["1"] is None
 
 
 def test_methods_are_compared_on_the_same_shares_and_seeds():
@@ -69,51 +68,28 @@ def test_methods_are_compared_on_the_same_shares_and_seeds():
         for s, found in cells
         if s["attack"] == UNTARGETED and s["column"] == "penalty" and s["percent"] == 3 and s["seed"] < 2
     ]
-    said = poisoning_page.findings([*cells, *beside], poisoning_page.reached(cells))
-    wanted = "weaker than our run of ApproxGrad: -2.0 points of strength in the mean over 2 seeds"
-    assert any(wanted in text for text in said)
+    gap = tables.gap([*cells, *beside], UNTARGETED, "approx-grad")
+    assert gap.values == (pytest.approx(-2.0), pytest.approx(-2.0))
 
 
-def test_page_says_where_label_flipping_differs_from_the_paper():
-    cells = kept()
-    assert not any("label flipping" in text for text in poisoning_page.findings(cells, poisoning_page.reached(cells)))
-    for s, found in cells:
-        if s["attack"] == TARGETED and s["column"] == "flipping" and s["percent"] in (2, 6):
-            found["success"] -= 0.2
-    said = poisoning_page.findings(cells, poisoning_page.reached(cells))
-    assert any(text.startswith("targeted: our label flipping is not the paper's at 2%, 6%:") for text in said)
+def test_tables_have_the_numbers_and_mark_what_was_not_run(tmp_path):
+    report = tables.report(kept(1.0), tmp_path)
+    assert report.summary["cells"] == len(kept())
+    assert report.summary["reached"][UNTARGETED] == dict.fromkeys("123456", False)
+    assert report.summary["reached"][TARGETED] == dict.fromkeys("123456", True)
+    assert "| 84.29 ± 0.16 |" in report.tables[UNTARGETED]
+    assert "not run" in report.tables[UNTARGETED]
+    assert "table 6" not in report.tables, "nothing of it was run"
 
 
-def test_page_has_the_numbers_and_marks_what_was_not_run(tmp_path):
-    summary = poisoning_page.write(kept(1.0), tmp_path)
-    text = (tmp_path / "poisoning.md").read_text()
-    assert summary["cells"] == len(kept())
-    assert "| 84.29 ± 0.16 |" in text
-    assert "not run" in text
-    assert (
-        "untargeted: Penalty reaches the paper's Penalty column, within one deviation of the seeds, at 0 of 6" in text
-    )
-    assert "targeted: Penalty reaches the paper's Penalty column, within one deviation of the seeds, at 6 of 6" in text
-
-
-def test_page_leads_to_the_other_pages_that_are_there(tmp_path):
-    poisoning_page.write(kept(), tmp_path)
-    assert "Pages of their own" not in (tmp_path / "poisoning.md").read_text()
-    (tmp_path / "clean-label.md").write_text("# One point\n")
-    poisoning_page.write(kept(), tmp_path)
-    text = (tmp_path / "poisoning.md").read_text()
-    assert "(clean-label.md)" in text
-    assert "(deep-victim.md)" not in text
-
-
-def test_command_writes_the_page_from_what_is_there_and_runs_nothing(tmp_path, capsys):
+def test_command_writes_the_tables_of_the_results_and_runs_nothing(tmp_path, capsys):
     lines = ",\n".join(json.dumps(pair) for pair in kept())
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "poisoning.json").write_text('{"cells": [\n' + lines + "\n]}\n")
-    arguments = ["reproduce", "poisoning", "--no-run", "--out", tmp_path / "o", "--page", tmp_path / "page", "--json"]
-    assert main([str(a) for a in arguments]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["cells"] == len(kept())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "poisoning.json").write_text('{"cells": [\n' + lines + "\n]}\n")
+    arguments = ["reproduce", "poisoning", "--no-run", "--out", tmp_path / "o", "--results", tmp_path / "results"]
+    assert main([str(a) for a in [*arguments, "--json"]]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == len(kept())
+    assert "| 6% | 87.00 ± 0.16 | 84.64 ± 0.16 |" in (tmp_path / "o" / "tables.md").read_text()
     assert main(["reproduce", "poisoning", "--parts", "tables", "--out", str(tmp_path / "o")]) == 2
     assert "--parts must be one of 'choice', 'table', 'weight', 'table-6', 'effect-of-T'" in capsys.readouterr().err
 
@@ -173,7 +149,7 @@ def test_table_is_of_the_candidate_that_is_best_on_a_seed_of_its_own():
     assert poisoning.best(found[:-1])[TARGETED, "penalty"] == poisoning.CANDIDATES[TARGETED][0], (
         "not all of them were run"
     )
-    assert "| 2 (in the table) | yes | 600 | 70.00 | 70.00 | 70.00 |" in poisoning_settings.choice(found)
+    assert "| 2 (in the table) | yes | 600 | 70.00 | 70.00 | 70.00 |" in tables.choice_table(found, UNTARGETED, taken)
     assert not {s["seed"] for s, _ in found} & set(range(poisoning.SEEDS))
 
 
@@ -189,44 +165,24 @@ def test_other_methods_have_the_best_of_their_candidates_too():
     assert taken[UNTARGETED, "rmd"].items() <= cell.settings.items()
     assert poisoning.best(found[:-1])[UNTARGETED, "rmd"] == {}
     assert "| RMD | our objective without shifts, rate 0.03 (in the table) | 60.00 | 60.00 | 60.00 |" in (
-        poisoning_settings.choice(found)
+        tables.other_choice_table(found, UNTARGETED, taken)
     )
-    assert "RMD, untargeted: our objective without shifts, rate 0.03" in poisoning_settings.compared(found)
     assert method(cell.settings).upper_optimizer.keywords["lr"] == 0.03
 
 
-def test_no_margin_is_claimed_over_a_column_that_is_not_reproduced():
-    def cells(column, accuracy, wide=0.002):
+def test_a_column_is_short_where_it_is_weaker_than_published_by_more_than_its_deviation():
+    def cells(accuracy):
+        place = {"part": "table", "attack": UNTARGETED, "column": "rmd"}
         return [
-            (
-                {"part": "table", "attack": UNTARGETED, "column": column, "percent": at, "seed": seed},
-                {"accuracy": accuracy + (0.001 if column == "penalty" else wide) * seed},
-            )
-            for at in poisoning.PERCENTS
+            ({**place, "percent": at, "seed": seed}, {"accuracy": accuracy + 0.01 * seed})
+            for at in PERCENTS
             for seed in range(2)
         ]
 
-    kept = [*cells("penalty", 0.6), *cells("flipping", 0.84)]
-    weak = poisoning_page._beside([*kept, *cells("rmd", 0.9)], UNTARGETED, "rmd")
-    assert "weaker than the published one at 1%, 2%, 3%, 4%, 5%, 6%, and than label flipping at" in weak
-    assert weak.endswith("it is not reproduced, and the difference is no evidence for Penalty.")
-    good = poisoning_page._beside([*kept, *cells("rmd", 0.7)], UNTARGETED, "rmd")
-    assert good == (
-        "untargeted: Penalty is stronger than our run of RMD: +10.0 points of strength in the mean over 2 seeds (95%: "
-        "+9.4 to +10.7)."
-    )
-    unsure = poisoning_page._beside([*kept, *cells("rmd", 0.6, 0.02)], UNTARGETED, "rmd")
-    assert unsure.startswith("untargeted: Penalty is level with our run of RMD: +1.0 points of strength in the mean")
-    assert poisoning_page._beside(kept, UNTARGETED, "rmd") == ""
-
-
-def test_page_says_whether_the_paper_is_reached_with_the_weight_of_its_text():
-    place = {"part": "weight", "attack": UNTARGETED, "column": "penalty", "seed": 0}
-    kept = [({**place, "percent": at}, {"accuracy": accuracy}) for at, accuracy in ((3, 0.75), (6, 0.7))]
-    assert poisoning_page._at_the_papers_weight(kept) == [
-        "untargeted: with the weight 0.05 of the paper's text in the place of 0.005, Penalty does not reach the "
-        "paper's column at 6%: 75.00 at 3% (the paper 75.14), 70.00 at 6% (the paper 67.59)."
-    ]
+    assert tables.short(cells(0.9), UNTARGETED, "rmd") == list(PERCENTS)
+    assert tables.short(cells(0.7), UNTARGETED, "rmd") == []
+    assert tables.short(cells(0.8), UNTARGETED, "rmd") == [6], "79.0 is published, and the deviation is 0.7"
+    assert tables.short([], UNTARGETED, "rmd") == []
 
 
 def test_the_effect_of_lower_steps_compares_the_same_objective_on_the_same_images():

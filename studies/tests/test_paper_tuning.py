@@ -1,4 +1,4 @@
-"""The tuning study: its cells run, its page says what they found, a stopped study goes on."""
+"""The tuning study: its cells run, its tables show what they found, a stopped study goes on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 from bilevel_studies.tuning import data as tuning_data
-from bilevel_studies.tuning import page as tuning_page
 from bilevel_studies.tuning import study as tuning
+from bilevel_studies.tuning import tables
 from common import needs
 
 from bilevel.cli.main import main
@@ -22,7 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(tuning_data, "WORDS", 300)
 
 
-def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, capsys, monkeypatch):
+def test_every_way_ends_with_losses_and_the_tables_show_them(quick, tmp_path, capsys, monkeypatch):
     arguments = [
         "reproduce",
         "tuning",
@@ -38,19 +38,19 @@ def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, cap
     assert main([*arguments, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["cells"] == len(tuning.WAYS)
-    page = (tmp_path / "tuning.md").read_text()
+    page = (tmp_path / "tables.md").read_text()
     for title in tuning.WAYS.values():
         assert f"| {title} |" in page
     kept = json.loads((tmp_path / "tuning.json").read_text())["cells"]
     losses = {settings["way"]: found["valid_loss"] for settings, found in kept}
     # Which way is best depends on what half a second is enough for: what is said of it must be what was found.
     least = min((way for way in losses if not way.startswith("folds")), key=losses.__getitem__)
-    assert first["claims"]["text"]["least_validation_loss"] is (least == "per-feature")
+    assert first["claims"]["text"]["least_validation_loss"] == least
     # Finished cells are kept: nothing is run again, and the page is the same.
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert main(arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    assert (tmp_path / "tuning.md").read_text() == page
+    assert (tmp_path / "tables.md").read_text() == page
     # The file beside the page has them all, too; a cell of settings that the study no longer has is not shown.
     stale = [{"part": "linear", "dataset": "text", "way": "single", "seed": 0, "old": 1}, {"valid_loss": 9.0}]
     (tmp_path / "tuning.json").write_text(json.dumps({"cells": [*kept, stale]}))
@@ -59,7 +59,7 @@ def test_every_way_ends_with_losses_and_the_page_shows_them(quick, tmp_path, cap
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"] == len(tuning.WAYS)
-    assert (tmp_path / "tuning.md").read_text() == page
+    assert (tmp_path / "tables.md").read_text() == page
 
 
 def test_rows_of_a_problem_are_those_of_its_parts(quick):
@@ -77,15 +77,14 @@ def test_the_ridge_cell_measures_penalties_and_test_errors():
 
 
 @pytest.mark.parametrize("left_out", ["folds", "rows"])
-def test_the_curve_cell_measures_how_far_a_single_penalty_is_from_the_closed_form(left_out, tmp_path):
+def test_the_curve_cell_measures_how_far_a_single_penalty_is_from_the_closed_form(left_out):
     settings = {"part": "curve", "left_out": left_out, "seed": 1}
     found = tuning.run(settings)
     assert found is not None
     assert found["penalty"] == pytest.approx(found["minimiser"], rel=1e-3)
     off = {"penalty": 1.02, "minimiser": 1.0}
-    tuning_page.write([(settings, found), (settings | {"seed": 2}, off)], tmp_path)
     title = {"folds": "five folds", "rows": "single rows"}[left_out]
-    assert f"| {title} | 2.0000% | 1 of 2 |" in (tmp_path / "tuning.md").read_text()
+    assert f"| {title} | 2.0000% | 1 of 2 |" in tables.curve_table([(settings, found), (settings | {"seed": 2}, off)])
 
 
 @needs("mnist")
@@ -95,10 +94,10 @@ def test_the_scale_cell_measures_both_sides():
     assert found["hyper_parameters"] == 6 * (784 + 10)
     assert found["ratio"] == pytest.approx(found["tuned_seconds"] / found["plain_seconds"])
     assert len(found["ratios"]) == 2
-    assert f"{found['ratio']:.2f} times plain training" in tuning_page._scale(found)
+    assert f"| {6 * 794:,} | {found['tuned_seconds']:.2f} |" in tables.scale_table([({}, found)])
 
 
-def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_independent(tmp_path):
+def test_means_are_of_seeds_that_every_way_has(tmp_path):
     def cell(way, seed, valid, test):
         result = {"valid_loss": valid, "test_loss": test, "seconds": 7.0, "features": 64}
         return {"part": "linear", "dataset": "digits", "way": way, "seed": seed}, result
@@ -116,40 +115,25 @@ def test_means_are_of_seeds_that_every_way_has_and_the_page_says_what_was_not_in
         cell("folds, single", 0, 0.3, 0.25),
         cell("folds, single", 1, 0.3, 0.25),
     ]
-    said = tuning_page.write(found, tmp_path)
-    page = (tmp_path / "tuning.md").read_text()
-    assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in page
-    assert "Per feature has it on 1 of 2 seeds." in page
-    assert "Lower than the validation loss of per feature, caution 1: per feature; single, by gradient." in page
-    assert "More CPU seconds than the budget: per feature; per feature, caution 1; single, by gradient; " in page
-    assert "Test loss, per feature: 0.02500 below that of the best single penalty." in page
-    assert "5 folds, caution 1: the same as that of the best single penalty." in page
-    assert "best single penalty, both at once: per feature." in page
-    assert said["claims"]["digits"]["both_at_once"] is True
-    gap = said["claims"]["digits"]["per-feature: test loss above the best single penalty's"]
-    assert gap == pytest.approx(0.25 - 0.275)
-    assert "test losses of a9a and digits with seed 0" in page
-    decided = [cell("folds, auto", seed, 0.2, 0.2) for seed in (0, 1)]
-    auto = [(s, r | {"caution": caution}) for (s, r), caution in zip(decided, (None, 0.1), strict=True)]
-    tuning_page.write([*found, *auto], tmp_path)
-    said_of_it = "Caution by the rows ended with a single penalty on 1 of 2 seeds"
-    assert said_of_it in (tmp_path / "tuning.md").read_text()
+    report = tables.report(found, tmp_path)
+    text = report.tables["digits: penalties of a linear model"]
+    assert "| per feature | 0.2500 (0.1000 to 0.4000) | 0.2500 (0.2000 to 0.3000) | 7.0 |" in text
+    claims = report.summary["claims"]["digits"]
+    assert claims["both_at_once"] == ["per-feature"]
+    assert claims["test_loss_above_single"]["per-feature"] == pytest.approx(0.25 - 0.275)
+    assert claims["test_loss_above_single"]["folds"] == 0
     for worse in ({"test_loss": 0.4}, {"valid_loss": 0.4}):
         changed = [(s, r | worse if s["way"] == "per-feature" else r) for s, r in found]
-        assert tuning_page.write(changed, tmp_path)["claims"]["digits"]["both_at_once"] is False
-        assert "both at once: no setting." in (tmp_path / "tuning.md").read_text()
+        assert tables.report(changed, tmp_path).summary["claims"]["digits"]["both_at_once"] == []
+
+
+def test_tables_of_the_regression_and_the_network_have_their_numbers(tmp_path):
     regression = [
         ({"part": "ridge", "seed": seed}, {"ratio": ratio, "test_error": error, "best_single_error": 2.0})
         for seed, (ratio, error) in enumerate([(50.0, 1.5), (2e5, 1.25), (300.0, 2.5)])
     ]
-    tuning_page.write(regression, tmp_path)
-    page = (tmp_path / "tuning.md").read_text()
-    assert "| per feature | 1.750 (1.250 to 2.500) |" in page
-    assert "at least 100 times with 2 of 3 seeds" in page
-    assert "below that of the best single penalty with 2 of 3" in page
-    tuning_page.write(
-        [({"part": "network", "way": "by hand", "seed": 0}, {"test_accuracy": 0.5, "seconds": 1.0})], tmp_path
-    )
-    page = (tmp_path / "tuning.md").read_text()
-    assert "| by hand | 50.00 | 1.0 |" in page
-    assert "The temperature was added" in page
+    network = ({"part": "network", "way": "by hand", "seed": 0}, {"test_accuracy": 0.5, "seconds": 1.0})
+    report = tables.report([*regression, network], tmp_path)
+    assert "| per feature | 1.750 (1.250 to 2.500) |" in report.tables["Ridge regression with noise features"]
+    assert report.summary["noise_over_informative_penalty"] == [50.0, 2e5, 300.0]
+    assert "| by hand | 50.00 | 1.0 |" in report.tables["A network on MNIST"]

@@ -14,7 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
+import matplotlib
 import torch
 from torch import Tensor
 
@@ -25,7 +27,10 @@ from bilevel.methods.penalty import Penalty
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.problem.problem import Problem
 from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel_studies import plots
 from bilevel_studies.cost import cost
+from bilevel_studies.study import Kept, Report
+from bilevel_studies.study import table as markdown
 
 VALID = 4
 """Rows of Z."""
@@ -175,3 +180,57 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     a, b = ([math.log(value) for value in values[first:]] for values in (x, y))
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
     return sum((p - mean_a) * (q - mean_b) for p, q in zip(a, b, strict=True)) / sum((p - mean_a) ** 2 for p in a)
+
+
+def report(sizes: Sizes, kept: Sequence[Kept], folder: Path) -> Report:
+    """Draw the figure and return the tables."""
+    found = exponents(sizes, kept)
+    draw(found, folder / "complexity.png")
+    decisive = [e for e in found if e.quantity != "seconds"]
+    held = sum(e.holds for e in decisive)
+    names = ("method", "quantity", "variable", "found", "table", "holds")
+    summary = {"exponents": [{name: getattr(e, name) for name in names} for e in found]}
+    tables = {"Exponents: found / Table 1": exponent_table(found), "Cost of an upper step": cost_table(found)}
+    message = f"{held} of {len(decisive)} exponents agree with Table 1."
+    return Report(summary | {"decisive": len(decisive), "holds": held}, tables, message)
+
+
+def exponent_table(found: Sequence[Exponent]) -> str:
+    rows = []
+    for name, row in TABLE.items():
+        shown = [f"{e.found:.2f} / {e.table:.2f}".replace("-0.00", "0.00") for e in found if e.method == name]
+        rows.append([name, row.time, row.space, *shown])
+    heads = [f"{what} in {variable}" for what in ("time", "memory", "seconds") for variable in "TUV"]
+    return markdown(["method", "time, Table 1", "space, Table 1", *heads], rows)
+
+
+def cost_table(found: Sequence[Exponent]) -> str:
+    """Gradients, and memory in brackets, at each size."""
+    held = {(e.method, e.variable): e.values for e in found if e.quantity == "bytes"}
+    rows = []
+    for e in (e for e in found if e.quantity == "gradients"):
+        pairs = zip(e.values, held[e.method, e.variable], strict=True)
+        cells = [f"{size:,}: {value:,.4g} ({most / 1024:,.0f} KiB)" for (size, value), (_, most) in pairs]
+        rows.append([e.method, e.variable, *cells])
+    return markdown(["method", "against", *["gradients (memory)"] * (len(rows[0]) - 2)], rows)
+
+
+@matplotlib.rc_context(plots.STYLE)
+def draw(found: Sequence[Exponent], path: Path) -> None:
+    """Draw counted gradients (top) and bytes (bottom) of one upper step against T, U and V."""
+    figure = plots.new_figure(8.0, 4.6)
+    axes = figure.subplots(2, 3, sharex="col", sharey="row")
+    for row, quantity, label in zip(axes, ("gradients", "bytes"), ("gradients of g", "bytes"), strict=True):
+        for cell, variable in zip(row, "TUV", strict=True):
+            for name, color in zip(TABLE, plots.COLORS, strict=False):
+                one = next(e for e in found if (e.method, e.quantity, e.variable) == (name, quantity, variable))
+                x, y = zip(*one.values, strict=True)
+                cell.loglog(x, y, "o-", ms=3, color=color, label=name, base=2)
+                cell.set_yscale("log", base=10)
+            cell.set_xticks(x, [str(value) for value in x])
+            cell.minorticks_off()
+        row[0].set_ylabel(label)
+    for cell, variable in zip(axes[-1], "TUV", strict=True):
+        cell.set_xlabel(variable)
+    plots.legend_above(figure, axes[0][0])
+    plots.save_figure(figure, path)

@@ -30,7 +30,7 @@ from bilevel.running.solve import solve
 from bilevel_studies.denoising import methods as denoising_methods
 from bilevel_studies.denoising.methods import PAPER_T
 from bilevel_studies.denoising.study import ONE_SEED, STUDIES, Study
-from bilevel_studies.sittings import Deadline, Leave, OutOfTimeError, Sitting
+from bilevel_studies.study import Deadline, Leave, OutOfTimeError, Sitting
 
 loaded = cache(load)
 """A data set, read once."""

@@ -30,7 +30,7 @@ from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.denoising.runs import device_name, loaded
 from bilevel_studies.denoising.study import ONE_SEED
-from bilevel_studies.sittings import Deadline, Sitting
+from bilevel_studies.study import Deadline, Sitting
 
 NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75

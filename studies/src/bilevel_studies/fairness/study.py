@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from bilevel._util.atomic_files import write_whole
 from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.fairness.data import SIZES, people
-from bilevel_studies.fairness.parity import PROJECTIONS, WIDTH, Measures, measured, projected, soft_gap, train_fairly
-from bilevel_studies.fairness.simplex_layer import HIDDEN, off_simplex, put_on_simplex, scores, train_layer
-from bilevel_studies.markdown import table
+from bilevel_studies.fairness.data import people
+from bilevel_studies.fairness.parity import Measures, measured, projected, soft_gap, train_fairly
+from bilevel_studies.fairness.simplex_layer import off_simplex, put_on_simplex, scores, train_layer
+from bilevel_studies.statistics import chosen, numbers
+from bilevel_studies.study import Kept, Report, table
 
 BOUND = 0.02
 STEPS = {"gap": 600, "simplex": 1500}
@@ -93,81 +92,25 @@ def met(found: Found) -> bool:
     return bool(found["test_gap"] <= BOUND + WITHIN * error)
 
 
-def write(results: Sequence[tuple[Settings, Found]], folder: Path) -> dict[str, Any]:
-    """Write the page into a folder; returns the summary."""
-    parts = {
-        part: {way: [f for s, f in results if (s["part"], s["way"]) == (part, way)] for way in WAYS} for part in STEPS
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "fairness.md", page(parts))
-    bilevel = parts["gap"]["bilevel"]
-    return {
-        "cells": len(results),
-        "bound_met": sum(map(met, bilevel)),
-        "of": len(bilevel),
-        "test_accuracy": {
-            part: {way: _mean(found, "test_accuracy") for way, found in ways.items() if found}
-            for part, ways in parts.items()
-        },
-    }
-
-
-def _mean(found: Sequence[Found], name: str) -> float:
-    return fmean(f[name] for f in found)
-
-
-def page(parts: dict[str, dict[str, list[Found]]]) -> str:
-    gap, simplex = parts["gap"], parts["simplex"]
-    bilevel = gap["bilevel"]
-    count = len(bilevel)
-    lines = [
-        "# Constrained classifiers of a9a",
-        f"Written by `bilevel reproduce fairness`. {SIZES[0]} rows train, {SIZES[1]} validate, drawn by a seed from "
-        f"the training part; the test part, 16,281 rows, is only measured. Numbers are means over {count} "
-        f"seed{'s' if count != 1 else ''}.",
-        "## A parity gap of at most 0.02",
-        "Logistic regression; u is one log weight for each pair of sex and label, v the classifier trained with these "
-        "weights, f the loss on validation rows, and the constraint an upper inequality on the gap between the shares "
-        "of women and men that are called positive, on validation rows, each share the mean of sigmoid(score / "
-        f"{WIDTH:g}). The projection takes the classifier without the constraint to the nearest one, in its "
-        f"parameters, that meets it on the same rows (at most {PROJECTIONS} tangent steps). Gaps are of answers "
-        "(score > 0), with the standard error that the sizes of the groups give.",
-        table(
-            ["", "test accuracy", "gap, validation", "gap, test", "standard error", "s"],
-            [
-                [
-                    WAYS[way],
-                    f"{100 * _mean(found, 'test_accuracy'):.2f}%",
-                    f"{_mean(found, 'valid_gap'):.4f}",
-                    f"{_mean(found, 'test_gap'):.4f}",
-                    f"{_mean(found, 'test_error'):.4f}",
-                    f"{_mean(found, 'seconds'):.0f}",
-                ]
-                for way, found in gap.items()
-                if found
-            ],
+def report(kept: Sequence[Kept], folder: Path) -> Report:
+    """Return the means over seeds of both parts."""
+    rows: dict[str, list[list[str]]] = {part: [] for part in STEPS}
+    accuracy: dict[str, dict[str, float]] = {part: {} for part in STEPS}
+    for part, (way, title) in product(STEPS, WAYS.items()):
+        if mine := chosen(kept, part=part, way=way):
+            accuracy[part][way] = numbers(mine, "test_accuracy").mean
+            row = [title, f"{100 * accuracy[part][way]:.2f}%"]
+            if part == "gap":
+                row += [f"{numbers(mine, key).mean:.4f}" for key in ("valid_gap", "test_gap", "test_error")]
+            else:
+                row.append(f"{max(found['off_simplex'] for _, found in mine):.0e}")
+            rows[part].append([*row, f"{numbers(mine, 'seconds').mean:.0f}"])
+    bounded = chosen(kept, part="gap", way="bilevel")
+    tables = {
+        f"A parity gap of at most {BOUND:g}": table(
+            ["", "test accuracy", "gap, validation", "gap, test", "standard error", "s"], rows["gap"]
         ),
-        f"The gap of answers on test rows is at most {BOUND:g} within sampling error ({WITHIN:g} standard errors of "
-        f"test and validation rows together) for {sum(map(met, bilevel))} of {count} seeds with the constraint, and "
-        f"for {sum(map(met, gap['unconstrained']))} of {len(gap['unconstrained'])} without.",
-        "## A last layer on the simplex",
-        f"A network with {HIDDEN} hidden units, on minibatches, u as above and no bound on the gap. The last layer's "
-        "rows are not negative and sum to one (`project_lower`). The projection puts the last layer of the network "
-        "that was trained without the set into it.",
-        table(
-            ["", "test accuracy", "distance from the set", "s"],
-            [
-                [
-                    WAYS[way],
-                    f"{100 * _mean(found, 'test_accuracy'):.2f}%",
-                    f"{max(f['off_simplex'] for f in found):.0e}",
-                    f"{_mean(found, 'seconds'):.0f}",
-                ]
-                for way, found in simplex.items()
-                if found
-            ],
-        ),
-        "## To run it again",
-        "```bash\nbilevel reproduce fairness --out runs/fairness --page docs/results\n```",
-    ]
-    return "\n\n".join(lines) + "\n"
+        "A last layer on the simplex": table(["", "test accuracy", "distance from the set", "s"], rows["simplex"]),
+    }
+    summary = {"bound_met": sum(met(found) for _, found in bounded), "of": len(bounded), "test_accuracy": accuracy}
+    return Report({"cells": len(kept), **summary}, tables)

@@ -59,6 +59,7 @@ SHARE = {"paper": 0.5}
 LONGER = {(CIFAR, "conv4", "prototypes"): 2.0}
 """Its step is the cheapest, and after as many as Penalty has its accuracy still rises there."""
 BACKBONES = {OMNIGLOT: ("conv4",), CIFAR: ("conv4", "resnet")}
+NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
 LOWER_STEPS = (1, 5, 10, 20)
 EFFECT_STEPS, CHOICE_STEPS, TIME_STEPS = 600, 800, 200

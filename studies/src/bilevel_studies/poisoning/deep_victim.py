@@ -32,6 +32,7 @@ from bilevel.data import load
 from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning.feature_collision import collide
 from bilevel_studies.repeated_step import let_go
+from bilevel_studies.study import Kept
 
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
@@ -66,7 +67,7 @@ def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[RunI
     return [RunItem({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
 
 
-def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
+def current(kept: Sequence[Kept]) -> list[Kept]:
     """The cells with the settings of now: a file may hold others."""
     now = {"steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps}
     return [pair for pair in kept if now == {key: pair[0].get(key) for key in now}]
@@ -84,7 +85,7 @@ def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
     }
 
 
-def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, float]:
+def tried(kept: Sequence[Kept], rows: int) -> dict[float, float]:
     """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
     found: dict[float, list[float]] = {}
     for settings, one in current(kept):
@@ -94,7 +95,7 @@ def tried(kept: Sequence[tuple[Settings, Found]], rows: int) -> dict[float, floa
     return {tether: sum(margins) / len(margins) for tether, margins in found.items()}
 
 
-def best(kept: Sequence[tuple[Settings, Found]], rows: int) -> float:
+def best(kept: Sequence[Kept], rows: int) -> float:
     """The tether whose points serve the wanted class best; the default of `attack` where nothing was compared."""
     means = tried(kept, rows)
     return max(means, key=lambda tether: means[tether]) if means else TETHER
@@ -239,7 +240,7 @@ def scene_of(rows: int, device: str, training: int) -> Scene:
     return Scene(rows, torch.device(device), training)
 
 
-def of(kept: Iterable[tuple[Settings, Found]], method: str) -> dict[tuple[int, int], dict[str, Any]]:
+def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any]]:
     """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
     pairs = current(list(kept))
     taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
@@ -249,18 +250,3 @@ def of(kept: Iterable[tuple[Settings, Found]], method: str) -> dict[tuple[int, i
             runs = [run for run in one["runs"] if run["method"] == method]
             found[settings["rows"], settings["target"]] = runs[0] | ({"beside": 1} if "beside" in one else {})
     return found
-
-
-def shares(kept: Sequence[tuple[Settings, Found]], method: str) -> dict[str, Any]:
-    """How many targets are flipped with the first weights that the attack knows, and with others."""
-    mine = list(of(kept, method).values())
-    timed = [found["attack_seconds"] for found in mine if "beside" not in found]
-    accuracies = [accuracy for found in mine for accuracy in found["accuracies"]]
-    return {
-        "accuracy": sum(accuracies) / len(accuracies) if mine else None,
-        "targets": len(mine),
-        "known": sum(found["flips"][0] for found in mine),
-        "others": sum(sum(found["flips"][1:]) for found in mine),
-        "of_others": len(OTHERS) * len(mine),
-        "seconds": sum(timed) / len(timed) if timed else None,
-    }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.running.run_many import Found, ResultFolder, RunItem, Session
+from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel_studies.study import Kept
 from bilevel_studies.synthetic.study import (
     LOWER_STEPS,
     OTHERS,
@@ -30,21 +33,17 @@ GOAL = 0.01
 
 
 class Results:
-    """The study of a scale, read from its store. All of its cells must be there."""
+    """The study of a scale. All of its cells must be among `kept`."""
 
-    def __init__(self, scale: Scale, store: ResultFolder) -> None:
-        self.scale, self._store = scale, store
+    def __init__(self, scale: Scale, kept: Sequence[Kept]) -> None:
+        self.scale, self.kept = scale, kept
+        self._found = {_key(settings): found for settings, found in kept}
 
     def _get(self, cell: RunItem) -> Found:
-        found = self._store.get(cell)
+        found = self._found.get(_key(cell.settings))
         if found is None:
             raise KeyError(f"the cell {cell.name} is not finished.")
         return found
-
-    @property
-    def session(self) -> Session:
-        """How the cells came into the store."""
-        return self._store.session
 
     def run(self, problem: str, name: str, T: int, **options: Any) -> Found:
         """The protocol's run that holds this problem, or that of one of the other methods."""
@@ -123,3 +122,7 @@ class Results:
 
 def pair_of(problem: str) -> str:
     return next(pair for pair, names in PAIRS.items() if problem in names)
+
+
+def _key(settings: Settings) -> str:
+    return json.dumps(settings, sort_keys=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bilevel.running.run_many import Found, Settings
 from bilevel_studies.few_shot.study import KIND, MEETS, table_settings, timed_as, trained_for
-from bilevel_studies.filed import Kept
+from bilevel_studies.study import Kept
 
 
 def apart(cells: Sequence[Kept]) -> list[Kept]:

@@ -11,7 +11,7 @@ from typing import Any
 from scipy import stats
 
 from bilevel.running.run_many import Settings
-from bilevel_studies.filed import Kept
+from bilevel_studies.study import Kept
 
 NOT_RUN = "not run"
 SEEDS = 5
@@ -77,10 +77,6 @@ def alone(kept: Iterable[Kept]) -> list[Kept]:
     return [pair for pair in kept if "beside" not in pair[1]]
 
 
-def devices(kept: Iterable[Kept]) -> str:
-    return " and ".join(sorted({str(found.get("device", "CPU")) for _, found in kept})) or "no device"
-
-
 def values(kept: Iterable[Kept], key: str) -> list[Any]:
     """The different values of a setting, as they come."""
     return list(dict.fromkeys(settings[key] for settings, _ in kept))
@@ -106,10 +102,3 @@ def mark(kept: Sequence[Kept]) -> str:
     """What is said after a number of these cells where some of them diverged."""
     bad = len(kept) - len(finite(kept))
     return "" if not bad else " (diverged)" if bad == len(kept) else f" ({bad} of {len(kept)} diverged)"
-
-
-def diverged(kept: Iterable[Kept], key: str) -> str:
-    """A sentence on the runs that diverged, by the value of a setting; empty where none did."""
-    runs = [(settings, found) for settings, found in kept if found.get("status") == "diverged"]
-    names = [f"{settings[key]}, seed {settings['seed']} (at step {found['steps']:,})" for settings, found in runs]
-    return f"Diverged, and shown as they last were finite: {'; '.join(names)}." if names else ""

@@ -1,19 +1,14 @@
-"""The figures of the synthetic study and of the complexity study: small images for a page."""
+"""The figures of the synthetic study."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from bilevel._util.atomic_files import whole
-from bilevel_studies import complexity
-from bilevel_studies.complexity import Exponent
+from bilevel_studies.plots import STYLE, legend_above, new_figure, save_figure
 from bilevel_studies.synthetic.results import Array, Results
 from bilevel_studies.synthetic.study import LAMS, LOWER_STEPS, METHODS, NUMBERS, PAIRS, PROBLEMS, SENSITIVITY
 
@@ -28,15 +23,6 @@ COLORS = {
 }
 DASHES: dict[int, Any] = {1: (0, (1, 1.2)), 5: (0, (4, 2)), 10: "-", 100: (0, (6, 1.5, 1, 1.5))}
 FLOOR = 1e-12
-STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.titlesize": 9,
-    "lines.linewidth": 1.4,
-}
 
 
 @matplotlib.rc_context(STYLE)
@@ -127,27 +113,6 @@ def budget(results: Results, path: Path) -> None:
     save_figure(figure, path)
 
 
-@matplotlib.rc_context(STYLE)
-def exponents(found: Sequence[Exponent], path: Path) -> None:
-    """Counted gradients (top) and bytes (bottom) of one upper step against T, U and V."""
-    figure = new_figure(8.0, 4.6)
-    axes = figure.subplots(2, 3, sharex="col", sharey="row")
-    for row, quantity, label in zip(axes, ("gradients", "bytes"), ("gradients of g", "bytes"), strict=True):
-        for cell, variable in zip(row, "TUV", strict=True):
-            for name in complexity.TABLE:
-                one = next(e for e in found if (e.method, e.quantity, e.variable) == (name, quantity, variable))
-                x, y = zip(*one.values, strict=True)
-                cell.loglog(x, y, "o-", ms=3, color=COLORS[name], label=name, base=2)
-                cell.set_yscale("log", base=10)
-            cell.set_xticks(x, [str(value) for value in x])
-            cell.minorticks_off()
-        row[0].set_ylabel(label)
-    for cell, variable in zip(axes[-1], "TUV", strict=True):
-        cell.set_xlabel(variable)
-    legend_above(figure, axes[0][0])
-    save_figure(figure, path)
-
-
 def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:
     """The mean error of `Penalty()` over its trials against evaluations; a trial that has ended stays where it is."""
     found = results.default(problem)
@@ -167,21 +132,3 @@ def _trials(cell: Any, x: Array, errors: Array, color: str, label: str) -> None:
 
 def _thousands(value: float, _: int) -> str:
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def legend_above(figure: Figure, axes: Any, columns: int = 5) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)), frameon=False)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """A PNG: the thin lines of all trials are large as SVG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")

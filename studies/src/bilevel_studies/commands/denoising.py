@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bilevel.cli.device import device_of
-from bilevel.cli.options import DeviceOption, JsonOption
+from bilevel.cli.options import DeviceOption, JsonOption, device_of
 from bilevel.errors import OptionError
 from bilevel.running.run_many import Cell
 from bilevel_studies.commands.shared import (

@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bilevel.cli.device import device_of
-from bilevel.cli.given import refuse
-from bilevel.cli.options import DeviceOption, JsonOption
+from bilevel.cli.options import DeviceOption, JsonOption, device_of, refuse_options
 from bilevel.errors import OptionError
 from bilevel_studies.commands.shared import (
     NoRunOption,
@@ -63,7 +61,9 @@ def fewshot(
     from bilevel_studies.few_shot import study
 
     if quick:
-        refuse(context, ("parts", "dataset", "methods", "backbones", "seeds"), "--quick, which has cells of its own")
+        refuse_options(
+            context, ("parts", "dataset", "methods", "backbones", "seeds"), "--quick, which has cells of its own"
+        )
     usual = ",".join((study.TABLE, study.EFFECT) + ((study.TIME,) if workers == 1 else ()))
     wanted = words("--parts", parts or usual, study.PARTS)
     if study.TIME in wanted and workers > 1:

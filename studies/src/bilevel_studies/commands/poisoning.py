@@ -10,8 +10,7 @@ import typer
 
 from bilevel._util.checks import one_of
 from bilevel._util.parallel_map import Where
-from bilevel.cli.device import device_of
-from bilevel.cli.options import DeviceOption, JsonOption
+from bilevel.cli.options import DeviceOption, JsonOption, device_of
 from bilevel_studies.commands.shared import (
     MinutesOption,
     NoRunOption,

@@ -16,9 +16,8 @@ from rich.progress import TaskID
 from bilevel._util.checks import one_of
 from bilevel._util.parallel_map import Where
 from bilevel._util.text import agreeing, counted
-from bilevel.cli.folder import Folder, to_json
 from bilevel.cli.progress import Bar
-from bilevel.cli.stopped import Stopped
+from bilevel.cli.run_folder import RunFolder, Stopped, to_json
 from bilevel.errors import OptionError
 from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
 from bilevel_studies.filed import FiledStore, Kept
@@ -31,7 +30,7 @@ NoRunOption = Annotated[bool, typer.Option("--no-run", help="Write the page from
 QuickOption = Annotated[bool, typer.Option("--quick", help="A small version that ends within a minute.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that run cells side by side.")]
 RayOption = Annotated[
-    str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel\\[ray]).")
+    str | None, typer.Option("--ray", help="The address of a Ray cluster that runs the cells instead (bilevel[ray]).")
 ]
 SideOption = Annotated[
     int,
@@ -55,12 +54,14 @@ def words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
     return found
 
 
-def folders_of(out: Path, page: Path | None) -> tuple[Folder, Folder]:
+def folders_of(out: Path, page: Path | None) -> tuple[RunFolder, RunFolder]:
     """Those of the results and of the page: refused here, before anything is run."""
-    return Folder(out), Folder(out if page is None else page, "--page")
+    return RunFolder(out), RunFolder(out if page is None else page, "--page")
 
 
-def run(name: str, cells: Sequence[Cell], folders: tuple[Folder, Folder], function: Function, where: Where) -> Store:
+def run(
+    name: str, cells: Sequence[Cell], folders: tuple[RunFolder, RunFolder], function: Function, where: Where
+) -> Store:
     """Run what is not finished, with a bar. Where Ctrl-C came first, says so and ends the command."""
     store = Store(cells_folder(folders))
     done: list[str] = []
@@ -85,7 +86,7 @@ def run_filed(
     cells: Sequence[Cell],
     function: Function,
     write: Write,
-    folders: tuple[Folder, Folder],
+    folders: tuple[RunFolder, RunFolder],
     *,
     no_run: bool,
     json: bool,
@@ -152,7 +153,7 @@ def deadline_in(minutes: float | None) -> float | None:
     return None if minutes is None else time.monotonic() + 60 * minutes
 
 
-def cells_folder(folders: tuple[Folder, Folder]) -> Path:
+def cells_folder(folders: tuple[RunFolder, RunFolder]) -> Path:
     found = folders[0].path / "cells"
     if found.exists() and not found.is_dir():
         raise OptionError(f"--out must be a folder whose `cells` is a folder, too; {found} is a file.")
@@ -165,7 +166,7 @@ def stopped(done: int, cells: int) -> NoReturn:
     )
 
 
-def end(name: str, message: str, summary: dict[str, Any], folders: tuple[Folder, Folder], json: bool) -> None:
+def end(name: str, message: str, summary: dict[str, Any], folders: tuple[RunFolder, RunFolder], json: bool) -> None:
     result = {"command": f"reproduce {name}", "status": "done", "message": message, **summary}
     folders[0].write_json("result.json", result)
     if json:

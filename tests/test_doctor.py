@@ -30,16 +30,15 @@ def test_doctor_says_in_json_what_is_here(capsys, monkeypatch, tmp_path):
     assert found["versions"]["torch"] == torch.__version__
     assert found["environment"]["python_version"].startswith(platform.python_version())
     assert found["environment"]["is_cuda_available"] == str(torch.cuda.is_available())
-    assert found["engines"]["double_backward"]["works"] is True
-    assert found["engines"]["compile"]["works"] or not shutil.which("g++"), found["engines"]["compile"]["note"]
-    assert found["engines"]["graph"]["works"] is torch.cuda.is_available()
+    compiles = found["engines"]["torch.compile"]
+    assert compiles["works"] or not shutil.which("g++"), compiles["note"]
+    assert found["engines"]["CUDA graph capture"]["works"] is torch.cuda.is_available()
     assert found["data"]["mnist"] == str(tmp_path / "mnist")
     assert found["data"]["digits"] == "comes with scikit-learn"
     assert found["data"]["omniglot"] == str(tmp_path / "omniglot")
     assert found["data"]["cifar-fs"] is None  # one of five files is there
     assert {"fashion-mnist", "svhn", "cifar10", "mini-imagenet"} < set(found["data"])
-    free = next(iter(found["disk_free"].values()))
-    assert abs(free - shutil.disk_usage(".").free) < 2**31
+    assert abs(found["disk_free"] - shutil.disk_usage(".").free) < 2**31
 
 
 def test_doctor_says_it_for_people_too_and_shows_on_a_terminal_what_it_waits_for(capsys, monkeypatch):
@@ -61,7 +60,7 @@ def test_trying_a_compiler_leaves_later_compilations_as_they_are():
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
 
 
-def test_doctor_says_what_brings_data_that_are_not_here(monkeypatch, tmp_path):
+def test_doctor_says_where_data_are_looked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
     lists = tmp_path / "mini-imagenet"
     lists.mkdir()
@@ -69,11 +68,20 @@ def test_doctor_says_what_brings_data_that_are_not_here(monkeypatch, tmp_path):
         (lists / f"{part}.csv").write_text("filename,label\na.jpg,n01\n")
     found = doctor.data_sets()
     assert found["mini-imagenet"] is None  # the images are not part of the lists
-    shown = doctor.lines({"versions": {}, "data": found, "disk_free": {}})
-    assert any(line.startswith("  mini-imagenet: not here; put it into $BILEVEL_DATA/mini-imagenet") for line in shown)
+    shown = doctor.lines({"versions": {}, "data": found, "disk_free": 0})
+    assert f"  mini-imagenet: not here; $BILEVEL_DATA is {tmp_path}" in shown
     (lists / "images").mkdir()
     (lists / "images" / "a.jpg").touch()
     assert doctor.data_sets()["mini-imagenet"] == str(lists)
+
+
+def test_doctor_works_without_the_extras(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for name in ("bilevel.data", "bilevel.data.class_sets", "bilevel.data.image_folders"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ((name, place),) = doctor.data_sets().items()
+    assert name.startswith("no set can be read")
+    assert place is None
 
 
 def test_what_does_not_work_is_said_with_its_reason():

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_model
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from bilevel.applications.denoising.clean_dataset import (
     is_bytes,
     thumbnails,
 )
+from bilevel.cli.progress import show_table
 from bilevel.cli.run_folder import RESULT, RunFolder
 from bilevel.data import Labelled
 from bilevel.data.arrays import array_keys
@@ -49,6 +48,7 @@ ROWS = {
     "right labels": "on the right labels",
 }
 """The training sets, as the tables call them."""
+HEADS = ("Trained", "Accuracy")
 RIVALS = ("labels as they are", "trusted set alone")
 """The other sets that a user could train on."""
 
@@ -222,17 +222,12 @@ def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _accuracy_table(result: Mapping[str, Any]) -> ReportTable | None:
     rows = _accuracy_rows(result)
     caption = f"Accuracy of the same network, trained for as many steps, on {_part(result['held_out'])}."
-    return ReportTable(caption, ("Trained", "Accuracy"), rows) if rows else None
+    return ReportTable(caption, HEADS, rows) if rows else None
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the accuracies and the message."""
-    console = Console()
-    if rows := _accuracy_rows(result):
-        table = Table("Trained", "Accuracy")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    lines = [result["message"]]
     if result.get("auc") is not None:
-        console.print(f"Of the labels that were made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
-    console.print(result["message"], soft_wrap=True)
+        lines.insert(0, f"Of the labels that were made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
+    show_table(HEADS, _accuracy_rows(result), *lines)

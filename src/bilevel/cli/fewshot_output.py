@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -144,7 +143,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the message."""
-    Console().print(result["message"], soft_wrap=True)
+    print(result["message"])
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------

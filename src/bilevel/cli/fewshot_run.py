@@ -60,8 +60,6 @@ VALIDATE_EVERY = 50
 """The least number of steps between two measurements; a shorter run has one."""
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 """What torch says if there is too little."""
-SOON, LONG = 20.0, 0.5
-"""After these seconds a run says how long it takes, if that is more than these hours."""
 FEW = 50
 """The number of images on which the representation must be finite after training."""
 LEAST_SIDE = 16
@@ -252,24 +250,13 @@ def _first_words(splits: ClassSplits, train: TaskSampler, steps: int) -> str:
 
 
 class _Bar(RunBar):
-    """The bar of a run, with the last accuracy on meta-validation classes; says once if the run takes long."""
+    """The bar of a run, with the last accuracy on meta-validation classes."""
 
     def __init__(self, watch: Validation | None) -> None:
         super().__init__("learning")
-        self.watch, self.said = watch, False
+        self.watch = watch
 
     def log(self, run: Run) -> bool | None:
-        hours = run.seconds / max(1, run.step) * run.max_steps / 3600
-        if not self.said and run.seconds >= SOON:
-            self.said = True
-            if hours > LONG:
-                takes = f"{hours:,.0f} hours" if hours > 2 else f"{60 * hours:.0f} minutes"
-                shorter = "A smaller --meta-batch and fewer --steps take less."
-                text = f"note: {run.max_steps:,} such steps take about {takes} here. {shorter}"
-                if self._bar is None:
-                    print(text, file=sys.stderr, flush=True)
-                else:
-                    self._bar.console.print(text)
         if self.watch is not None and self.watch.rows:
             self.label = f"learning, validation {100 * self.watch.rows[-1]['accuracy']:.1f}%"
         return super().log(run)

@@ -6,6 +6,7 @@ Importing this module does not import torch: each command imports what it needs 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -118,13 +119,14 @@ def _end(message: str, code: int) -> int:
 
 
 def _name_option(message: str, words: Sequence[str]) -> str:
-    """Return the message of an error; if it begins with the name of an argument, the option stands in its place."""
-    name, space, rest = message.partition(" ")
-    option = "--" + name.replace("_", "-")
+    """Return the message of an error; if it begins with an argument, `label` or `model='cnn'`, as the option."""
     commands: dict[str, Any] = getattr(get_command(build_app(words)), "commands", {})
     command = next((commands[word] for word in words if word in commands), None)
-    known = [] if command is None else [each for param in command.params for each in param.opts]
-    return f"{option if option in known else name}{space}{rest}"
+    found = re.match(r"(\w+)(?:='?([^' ]+)'?)?(?= )", message)
+    option = "" if found is None else "--" + found[1].replace("_", "-")
+    if found is None or command is None or not any(option in param.opts for param in command.params):
+        return message
+    return " ".join(filter(None, (option, found[2]))) + message[found.end() :]
 
 
 def _show_warning(

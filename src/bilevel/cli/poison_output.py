@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import bilevel
@@ -18,6 +16,7 @@ from bilevel._util.text import counted
 from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.poisoning.audit import AttackResult, Audit, shown
 from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, target_of, wanted_of
+from bilevel.cli.progress import show_table
 from bilevel.cli.run_folder import RESULT, RunFolder
 from bilevel.report.page import Table as ReportTable
 from bilevel.report.poison import Point, PoisonPage, Target, render_poison
@@ -269,11 +268,7 @@ def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the accuracies, the AUC of the denoiser and the message."""
-    console = Console()
-    table = Table(*HEADS)
-    for row in _accuracy_rows(result):
-        table.add_row(*row)
-    console.print(table)
-    if (audit := result["audit"]) is not None:
-        console.print(f"AUC of bilevel's denoiser on the points: {audit['auc']:.3f}.")
-    console.print(result["message"], soft_wrap=True)
+    audit, lines = result["audit"], [result["message"]]
+    if audit is not None:
+        lines.insert(0, f"AUC of bilevel's denoiser on the points: {audit['auc']:.3f}.")
+    show_table(HEADS, _accuracy_rows(result), *lines)

@@ -1,15 +1,16 @@
-"""Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress on standard error (a bar on a terminal, elsewhere a line every ten seconds), and tables of results."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from bilevel.distributed.process_group import first_rank
 from bilevel.running import callbacks
@@ -97,6 +98,17 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         yield on_progress
     finally:
         bar.stop()
+
+
+def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
+    """Print a table, if it has rows, and lines below it."""
+    console, table = Console(), Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    if table.rows:
+        console.print(table)
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 class RunBar(callbacks.Progress):

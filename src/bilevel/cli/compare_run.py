@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -16,9 +16,6 @@ import matplotlib
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from bilevel._util.atomic_files import whole
 from bilevel._util.checks import did_you_mean, in_range
@@ -35,7 +32,7 @@ from bilevel.applications.comparison.compare import (
     synthetic,
 )
 from bilevel.applications.comparison.synthetic_problems import examples
-from bilevel.cli.progress import Bar
+from bilevel.cli.progress import Bar, show_table
 from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, report_result
 from bilevel.cli.user_code import is_file, path_and_name, problem_of
 from bilevel.errors import OptionError
@@ -211,41 +208,18 @@ def _compare_one(subject: Subject, method: Method, budget: Budget, seed: int, se
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one table, or two if one is too wide for the terminal."""
-    rows, console = result["methods"], Console()
+    """Print a row for each method."""
     ((unit, most),) = result["budget"].items()
-    title = f"{result['problem']}, {counted(result['trials'], 'start')}, {most:,} {unit}"
-    if result["trials"] > 1:
-        title += "; means over the starts"
-    ends = {
-        **({"Error": [f"{row['error']:.1e}" for row in rows]} if result["measure"] == "error" else {}),
-        "f": [f"{row['upper']:.4g}" for row in rows],
-        "|grad_v g|": [f"{row['residual']:.1e}" for row in rows],
-        "Ended": [row["status"] for row in rows],
-    }
-    took = {
-        "Evaluations": [f"{row['evaluations']:,.0f}" for row in rows],
-        "Steps": [f"{row['steps']:,.0f}" for row in rows],
-        "Seconds": [f"{row['seconds']:.1f}" for row in rows],
-    }
-    names = [row["method"] for row in rows]
-    both = _table(title, names, ends | took)
-    wide = Measurement.get(console, console.options.update_width(10_000), both).maximum
-    if not console.is_terminal:
-        console.width = max(console.width, wide)  # a pipe has no width
-    for table in [both] if wide <= console.width else [_table(title, names, ends), _table("", names, took)]:
-        console.print(table)
-
-
-def _table(title: str, names: Sequence[str], columns: Mapping[str, list[str]]) -> Table:
-    """Return a table in which numbers stay whole and a long name continues on the next line."""
-    table = Table(title=title or None)
-    table.add_column("Method", overflow="fold", min_width=max(map(len, METHODS)))
-    for head in columns:
-        table.add_column(head, justify="right", no_wrap=True)
-    for cells in zip(names, *columns.values(), strict=True):
-        table.add_row(*cells)
-    return table
+    means = "; means over the starts" if result["trials"] > 1 else ""
+    print(f"{result['problem']}, {counted(result['trials'], 'start')}, {most:,} {unit}{means}")
+    rows = []
+    for row in result["methods"]:
+        error = [] if row["error"] is None else [f"{row['error']:.1e}"]
+        values = (f"{row['upper']:.4g}", f"{row['residual']:.1e}", row["status"])
+        took = (f"{row['evaluations']:,.0f}", f"{row['steps']:,.0f}", f"{row['seconds']:.1f}")
+        rows.append((row["method"], *error, *values, *took))
+    known = ["error"] if result["measure"] == "error" else []
+    show_table(("method", *known, "f", "|grad_v g|", "ended", "evaluations", "steps", "seconds"), rows)
 
 
 def draw(result: Mapping[str, Any], image: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from bilevel.distributed.process_group import first_rank
 from bilevel.running import callbacks
@@ -101,14 +100,13 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
-    """Print a table, if it has rows, and lines below it."""
-    console, table = Console(), Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    if table.rows:
-        console.print(table)
+    """Print rows of text under their heads, if there are any, and lines below them."""
+    table = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table if len(table) > 1 else ():
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for line in lines:
-        console.print(line, soft_wrap=True)
+        print(line)
 
 
 class RunBar(callbacks.Progress):

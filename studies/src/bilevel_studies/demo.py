@@ -16,12 +16,9 @@ from rich.table import Table
 
 from bilevel._util.text import counted
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
-from bilevel.cli.folder import Folder
 from bilevel.cli.options import JsonOption
 from bilevel.cli.progress import Bar
-from bilevel.cli.run_state import versions
-from bilevel.cli.stopped import Stopped
-from bilevel.cli.telling import tell
+from bilevel.cli.run_folder import RunFolder, Stopped, report_result, versions
 from bilevel.methods.penalty import Penalty
 from bilevel.report.page import Card, Report, convergence, render
 from bilevel.report.page import Table as ReportTable
@@ -44,7 +41,7 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Solve the paper's four synthetic problems from random starts and show how they converge."""
-    folder = Folder(out)
+    folder = RunFolder(out)
     method = Penalty()
     config = {
         "command": "demo",
@@ -65,7 +62,7 @@ def command(
     folder.write_csv("history.csv", ["problem", "start", "error", *COLUMNS], _history(results))
     folder.write_json("result.json", result)
     page = folder.write("report.html", render(_report(results, result, config)))
-    tell(result, _show, json=json, report=page)
+    report_result(result, _show, json=json, report=page)
     if not complete:
         raise Stopped(result["message"])
     if result["status"] != "converged":

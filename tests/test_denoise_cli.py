@@ -35,7 +35,7 @@ from bilevel.cli.folder import Folder
 from bilevel.cli.main import main
 from bilevel.cli.run_state import begin, folder_of, resumable
 from bilevel.data import Labelled, load
-from bilevel.data.files import MAT
+from bilevel.data.named_sets import MAT
 from bilevel.errors import ProblemError
 from bilevel.results import Status
 

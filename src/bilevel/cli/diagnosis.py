@@ -18,8 +18,8 @@ from bilevel_studies.poisoning import photographs
 from torch import Tensor
 
 from bilevel import __version__
-from bilevel.data import class_sets, named
-from bilevel.data.size import free_memory
+from bilevel.data import class_images, named_sets
+from bilevel.data.arrays import free_memory
 from bilevel.errors import reason
 
 PACKAGES = (
@@ -110,19 +110,19 @@ def tried(attempt: Callable[[], str]) -> dict[str, Any]:
 
 def data() -> dict[str, str | None]:
     """Where each set is found that is read by name; None where it is not here."""
-    found = {name: named.found_in(name, known) for name, known in named.SETS.items()}
-    found |= {name: class_sets.found_in(name) for name in class_sets.NAMES}
+    found = {name: named_sets.found_in(name) for name in named_sets.SETS}
+    found |= {name: class_images.found_in(name) for name in class_images.NAMES}
     found |= {PHOTOS: photographs.archive_here()}
     return {"digits": "comes with scikit-learn"} | {n: None if path is None else str(path) for n, path in found.items()}
 
 
 def how_to_get(name: str) -> str:
     """What brings a set here that is not."""
-    if name in named.SETS:
+    if name in named_sets.SETS:
         return "it is downloaded at its first use"
     if name == PHOTOS:
         return f"`bilevel reproduce clean-label` reads {photographs.ARCHIVE.name} in $BILEVEL_DATA/{PHOTOS}"
-    return f"put it into $BILEVEL_DATA/{class_sets.FOLDERS[name][0]} (see docs/few-shot.md for its files)"
+    return f"put it into $BILEVEL_DATA/{class_images.FOLDERS[name][0]} (see docs/few-shot.md for its files)"
 
 
 def _compiled() -> str:

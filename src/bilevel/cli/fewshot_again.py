@@ -30,7 +30,7 @@ from bilevel.cli.folder import Folder
 from bilevel.cli.progress import stage
 from bilevel.cli.run_state import kept
 from bilevel.cli.telling import tell
-from bilevel.data.class_sets import NAMES, read_like
+from bilevel.data.class_images import NAMES, read_like
 from bilevel.errors import DataError, OptionError
 
 

@@ -14,8 +14,7 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.few_shot.classifier import BACKBONES
 from bilevel.applications.few_shot.meta_train import TaskSampler, backbone
 from bilevel.cli import python_file
-from bilevel.data.class_images import ClassSplits
-from bilevel.data.class_sets import NAMES, load_classes
+from bilevel.data.class_images import NAMES, ClassSplits, load_classes
 from bilevel.data.image_folders import Reader
 from bilevel.errors import OptionError
 

@@ -19,12 +19,10 @@ from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.few_shot.meta_train import Evaluation, TaskSampler, embed
 from bilevel.cli.folder import Folder
-from bilevel.data.class_images import ImageClasses
-from bilevel.data.class_sets import read_like
+from bilevel.data.class_images import ImageClasses, read_like
 from bilevel.data.image_folders import SUFFIXES
 from bilevel.errors import DataError, OptionError
-from bilevel.report.few_shot_figures import FIELD, accuracies, plane, task_picture
-from bilevel.report.figures import losses
+from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
 from bilevel.results import Solution
 

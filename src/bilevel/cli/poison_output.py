@@ -20,12 +20,15 @@ from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.poisoning.audit import Aim, Ground, Outcome, target_of, wanted_of
 from bilevel.cli.folder import Folder
 from bilevel.cli.poison_audit import Audit, shown
+from bilevel.report.figures import amplification, comparison, pictures
+from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
-from bilevel.report.poison import Point, PoisonPage, Target, render_poison
 
 FILES = ("poison.npz", "history.csv", "result.json", "report.html")
 SIDE = 128
 """The longest side of a picture on the page, in pixels."""
+MOST = 120
+"""The most points on the page."""
 CHANGES = 8
 """Columns of a table that the page shows of a point, the most changed first."""
 KEYS = ("clean", "flipped", "poisoned")
@@ -145,7 +148,7 @@ def write(
         )
     if poison.solution is not None:
         poison.solution.history.to_csv(folder.path / "history.csv")
-    page = folder.write("report.html", render_poison(_page(ground, aim, outcome, audit, result)))
+    page = folder.write("report.html", render(_page(ground, aim, outcome, audit, result)))
     folder.write_json("result.json", result)  # last: where it is, the run is finished
     return page
 
@@ -165,7 +168,7 @@ def _rows(ground: Ground, aim: Aim, rows: Tensor) -> np.ndarray:
     return rows.numpy() if aim.kind == "clean-label" else ground.data.positions[rows.numpy()]
 
 
-def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]) -> PoisonPage:
+def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, result: Mapping[str, Any]) -> Report:
     rows = _accuracy_rows(result)
     gained = float(result["success"] or 0.0) - float(result["clean_success"] or 0.0)
     harmed = gained > 2 * HARM or (
@@ -186,26 +189,28 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
                 for r in sorted(audit.runs, key=lambda r: r["value"])
             ],
         )
-    return PoisonPage(
+    points, legend = _points(ground, aim, outcome)
+    return Report(
         title=f"Poison in {ground.data.name}: {aim.kind} attack",
         outcome=result["message"],
         good=learnt and not harmed,
-        accuracy=ReportTable(
+        table=ReportTable(
             f"{victim} trained anew on clean rows, on these and the points where they began, and on these and the "
             f"points, right on test rows {_unseen(aim)}.",
             HEADS,
             rows,
         ),
-        points=_points(ground, aim, outcome),
-        target=_target(ground, aim),
-        audit=audited,
-        defence=""
+        tables=[] if audited is None else [audited],
+        remarks=[]
         if audit is None
-        else (
+        else [
             f"bilevel's own denoiser, given the poisoned set, {_trusted(ground, aim, outcome):,} validation rows as "
             f"trusted and {learner} to train, ranks a clean row above a poison point with an AUC of {audit.auc:.3f} "
             "(1: always; 0.5: chance)."
-        ),
+        ],
+        heading="The points",
+        legend=legend,
+        cards=[*_target(ground, aim), *points],
         settings=[
             (
                 "Rows",
@@ -239,40 +244,47 @@ def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _target(ground: Ground, aim: Aim) -> Target | None:
-    """The input that a clean-label attack is aimed at; a picture of images alone."""
+def _target(ground: Ground, aim: Aim) -> list[Card]:
+    """Return a card with the input that a clean-label attack is aimed at, with its picture if it is an image."""
     if aim.kind != "clean-label":
-        return None
+        return []
     row, x, label = target_of(ground, aim)
     names = ground.data.classes
     text = f"Test row {row}, of class {names[label]}, to be taken for {names[wanted_of(ground, aim)]}."
-    shown = (
-        thumbnails(x[None].float(), torch.zeros(1, dtype=torch.long), SIDE) if ground.data.kind == "images" else None
-    )
-    return Target(text, None if shown is None else shown[0])
+    if ground.data.kind != "images":
+        return [Card("The target", note=text)]
+    shown = thumbnails(x[None].float(), torch.zeros(1, dtype=torch.long), SIDE)
+    return [Card("The target", pictures({"target": shown[0]}, "the attack"), note=text)]
 
 
-def _points(ground: Ground, aim: Aim, outcome: Outcome) -> list[Point]:
+def _points(ground: Ground, aim: Aim, outcome: Outcome) -> tuple[list[Card], str]:
+    """Return a card for each of the first points, and how to read the cards."""
     poison, names = outcome.poison, ground.data.classes
     images = ground.data.kind == "images"
-    every = torch.arange(len(poison.labels))
-    shown = [thumbnails(x.float(), every, SIDE) if images else None for x in (poison.base, poison.x)]
+    first = torch.arange(min(len(poison.labels), MOST))
     columns = ground.data.features or [f"column {k}" for k in range(int(poison.base[0].numel()))]
     labels = ground.validation[1] if aim.kind == "clean-label" else ground.train[1]
-    of_base = [names[int(c)] for c in labels[poison.rows]]
-    found = []
-    for i in range(len(poison.labels)):
+    legend = "The columns of each point that changed most; numbers are in deviations of a column."
+    pairs, factor = [], 1.0
+    if images:
+        pairs = list(zip(*(thumbnails(x.float(), first, SIDE) for x in (poison.base, poison.x)), strict=True))
+        factor = amplification(pairs)
+        legend = f"Each point with its base and the change, multiplied by {factor:g}: grey is no change."
+    cards = []
+    for i in first.tolist():
+        title = f"{i}: labelled {names[int(poison.labels[i])]}"
         facts = [
-            ("base", f"of class {of_base[i]}"),
+            ("base", f"of class {names[int(labels[poison.rows[i]])]}"),
             ("l2", f"{float(poison.l2[i]):.3g}"),
             ("linf", f"{float(poison.linf[i]):.3g}"),
         ]
-        title = f"{i}: labelled {names[int(poison.labels[i])]}"
-        if shown[0] is not None and shown[1] is not None:
-            found.append(Point(title, facts, base=shown[0][i], poison=shown[1][i]))
+        if images:
+            cards.append(Card(title, comparison(title, *pairs[i], factor), facts))
         else:
-            found.append(Point(title, facts, changes=_changes(poison.base[i], poison.x[i], columns)))
-    return found
+            rows = _changes(poison.base[i], poison.x[i], columns)
+            cards.append(Card(title, "", facts, table=ReportTable(f"Point {i}", ("column", "base", "poison"), rows)))
+    more = f" The first {MOST} of {len(poison.labels):,}." if len(poison.labels) > MOST else ""
+    return cards, legend + more
 
 
 def _changes(base: Tensor, poison: Tensor, columns: Sequence[str]) -> list[tuple[str, str, str]]:

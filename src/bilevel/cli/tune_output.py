@@ -17,10 +17,9 @@ from bilevel._util.atomic_files import whole
 from bilevel.applications.tuning.tune_table import TunedTable
 from bilevel.cli.folder import Folder
 from bilevel.data import Labelled
-from bilevel.report.figures import losses
+from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
-from bilevel.report.tuning_figures import bars, grid
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")

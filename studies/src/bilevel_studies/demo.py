@@ -23,7 +23,8 @@ from bilevel.cli.run_state import versions
 from bilevel.cli.stopped import Stopped
 from bilevel.cli.telling import tell
 from bilevel.methods.penalty import Penalty
-from bilevel.report.page import Card, Report, convergence, render
+from bilevel.report.figures import convergence
+from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
 

@@ -167,7 +167,7 @@ def test_files_that_are_not_there_or_of_another_kind_are_refused(tmp_path: Path)
         load(main, label="y")
     np.save(tmp_path / "one.npy", GOOD)
     (tmp_path / "one.npy").rename(tmp_path / "one.npz")
-    with pytest.raises(DataError, match="cannot be read as an"):
+    with pytest.raises(DataError, match="it is not a whole archive"):
         load(tmp_path / "one.npz")
 
 

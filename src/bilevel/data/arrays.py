@@ -9,21 +9,20 @@ or text.
 from __future__ import annotations
 
 import math
-import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair, Transformer, row_keys
+from bilevel.data.labelled import Labelled, Pair, reading, row_keys
 from bilevel.data.labels import ClassLabels
-from bilevel.errors import DataError, OptionError, reason
+from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
@@ -36,19 +35,16 @@ LARGEST = 1e100
 Arrays = dict[str, np.ndarray]
 
 
-def load_npz(path: Path, further: dict[str, Path], labels: Any = None) -> Labelled:
+def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Labelled:
     """Return the file as `Labelled`.
 
-    `further` has the files, with arrays x and y, of the parts `trusted` and `test`. `labels` reads the labels; default:
-    as classes.
+    `further` has the files, with arrays x and y, of the parts `trusted` and `test`. `labels` reads the labels.
     """
-    labels = labels or ClassLabels()
     found = read_npz(path)
     x, values = _part(found, "", path)
     y = labels.main(values, f"{path}, y")
     images = x.ndim > 2
-    transformer = None if images else columns_of(x, f"{path}, x")
-    prepare, notes = _images(x, f"{path}, x") if images else _columns(x, transformer)
+    transformer, notes = (_images if images else _columns)(x, f"{path}, x")
     parts: dict[str, Pair] = {}
     for part in PARTS:
         inside = f"x_{part}" in found or f"y_{part}" in found
@@ -65,18 +61,18 @@ def load_npz(path: Path, further: dict[str, Path], labels: Any = None) -> Labell
             raise DataError(f"{where} must have rows of shape {x.shape[1:]}, as x has; got {x_part.shape[1:]}.")
         if images and (x_part.dtype.kind == "f") != (x.dtype.kind == "f"):
             raise DataError(f"{where} must have whole numbers or fractions as x has, {x.dtype}; got {x_part.dtype}.")
-        parts[part] = prepare(x_part), labels.part(values_part, f"{file}, y{suffix}")
+        parts[part] = torch.from_numpy(transformer.transform(x_part)), labels.part(values_part, f"{file}, y{suffix}")
     return Labelled(
         name=path.stem,
         kind="images" if images else "arrays",
-        x=prepare(x),
+        x=torch.from_numpy(transformer.transform(x)),
         y=y,
         classes=labels.classes,
         keys=array_keys(x, [labels.classes[c] for c in y] if labels.classes else list(map(str, y.tolist()))),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
-        features=() if images else tuple(f"column {j}" for j in np.flatnonzero(_varies(x))),
+        features=() if isinstance(transformer, PixelScale) else transformer.features,
         transformer=transformer,
     )
 
@@ -93,7 +89,10 @@ def standard_scaler() -> Any:
     """
     preprocessing = require("sklearn.preprocessing", "apps")
     bounds = [
-        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, LIMIT)
+        preprocessing.FunctionTransformer(
+            np.clip, kw_args={"a_min": -most, "a_max": most}, feature_names_out="one-to-one"
+        )
+        for most in (LARGEST, LIMIT)
     ]
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 
@@ -101,21 +100,13 @@ def standard_scaler() -> Any:
 def read_npz(path: Path) -> Arrays:
     """Return the arrays with the names above. Nothing is unpickled."""
     wanted = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
-    try:
+    with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
         _refuse_claims(path, wanted)
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
             found = {name: file[name] for name in wanted if name in held}
-    except DataError:
-        raise
-    except Exception as error:  # a broken archive raises anything: zipfile's, zlib's, numpy's, a memory error
-        if "allow_pickle" in str(error):
-            raise DataError(
-                f"{path} holds Python objects, which are not read. Save numbers and text as arrays."
-            ) from None
-        raise DataError(f"{path} cannot be read as an .npz file ({reason(error)}).") from None
     for name, array in found.items():
         if not isinstance(array, np.ndarray):  # numpy returns a member that is not an .npy file as bytes
             raise DataError(f"{path} must hold {name!r} as an array; it holds something else.")
@@ -135,7 +126,9 @@ def _refuse_claims(path: Path, wanted: tuple[str, ...]) -> None:
                     continue
                 shape, dtype = header
                 held = member.file_size - file.tell()
-            if not dtype.hasobject and math.prod(shape) * dtype.itemsize != held:
+            if dtype.hasobject:
+                raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
+            if math.prod(shape) * dtype.itemsize != held:
                 raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
         total = sum(member.file_size for member in members)
     refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
@@ -157,11 +150,7 @@ def free_memory() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError, StopIteration):
         return None
 
 
@@ -202,63 +191,67 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarr
     return x[:, None] if x.ndim == 1 else x, y
 
 
-def _varies(x: np.ndarray) -> np.ndarray:
-    varies: np.ndarray = x.min(axis=0) < x.max(axis=0)
-    return varies
+@dataclass(frozen=True)
+class ColumnScale:
+    """Scales the columns of (n, columns) that vary, and leaves out the others."""
+
+    varies: np.ndarray
+    scaler: Any
+    """A fitted `standard_scaler`."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the columns that are used."""
+        return tuple(f"column {j}" for j in np.flatnonzero(self.varies))
+
+    def transform(self, X: np.ndarray, /) -> np.ndarray:
+        """Return the scaled columns as float32."""
+        return np.asarray(self.scaler.transform(X[:, self.varies].astype(np.float64)), dtype=np.float32)
 
 
-def columns_of(x: np.ndarray, where: str) -> Transformer:
-    """Fit the scale of each column of (n, columns), and leave out the constant ones."""
-    varies = _varies(x)
+@dataclass(frozen=True)
+class PixelScale:
+    """Brings images to channels first, and their values from `low` to `high` to [0, 1]."""
+
+    axes: tuple[int, int, int, int]
+    low: float
+    high: float
+
+    def transform(self, X: np.ndarray, /) -> np.ndarray:
+        """Return the images as float32 (n, channels, height, width)."""
+        four = X[..., None] if X.ndim == 3 else X
+        four = four if four.dtype in (np.uint8, np.float32) else four.astype(np.float64)
+        pixels = torch.from_numpy(np.ascontiguousarray(np.transpose(four, self.axes)))
+        if self.low == 0 and self.high in (1, 255):
+            return pixels.float().div_(self.high).clamp_(0, 1).numpy()
+        # Halves, so that the distance of two large numbers does not overflow.
+        low, high = self.low / 2, self.high / 2
+        return ((pixels.double() / 2 - low) / ((high - low) or 1.0)).clamp_(0, 1).float().numpy()
+
+
+def _columns(x: np.ndarray, where: str) -> tuple[ColumnScale, tuple[str, ...]]:
+    varies = x.min(axis=0) < x.max(axis=0)
     if not varies.any():
         raise DataError(f"{where} has no column that varies.")
-    compose = require("sklearn.compose", "apps")
-    found: Transformer = compose.ColumnTransformer([("scaled", standard_scaler(), np.flatnonzero(varies))])
-    found.fit(x.astype(np.float64))  # type: ignore[attr-defined]
-    return found
-
-
-def _columns(x: np.ndarray, transformer: Transformer | None) -> tuple[Callable[[np.ndarray], Tensor], tuple[str, ...]]:
-    constant = int((~_varies(x)).sum())
+    scale = ColumnScale(varies, standard_scaler().fit(x[:, varies].astype(np.float64)))
+    constant = int((~varies).sum())
     left = agreeing(constant, "is constant and was left out", "are constant and were left out")
-    notes = (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
-
-    def prepare(part: np.ndarray) -> Tensor:
-        assert transformer is not None
-        return torch.from_numpy(transformer.transform(part.astype(np.float64)).astype(np.float32))
-
-    return prepare, notes
+    return scale, (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
 
 
-def _images(x: np.ndarray, where: str) -> tuple[Callable[[np.ndarray], Tensor], tuple[str, ...]]:
-    order = _channels_first(x.shape, where)
-    low, high = float(x.min()), float(x.max())
-    notes: tuple[str, ...] = ()
-    if x.dtype.kind in "ui" and low >= 0 and high <= 255:
-        low, high = 0.0, 255.0
-    elif low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
+def _images(x: np.ndarray, where: str) -> tuple[PixelScale, tuple[str, ...]]:
+    shape = x.shape
+    if len(shape) == 3 or shape[3] in CHANNELS:  # if both ends could be channels, the last axis is
+        axes = (0, 3, 1, 2)
+    elif shape[1] in CHANNELS:
+        axes = (0, 1, 2, 3)
     else:
-        notes = (f"Pixel values from {low:g} to {high:g} were brought to [0, 1].",)
-
-    def prepare(part: np.ndarray) -> Tensor:
-        four = part[..., None] if part.ndim == 3 else part
-        four = four if four.dtype in (np.uint8, np.float32) else four.astype(np.float64)
-        pixels = torch.from_numpy(np.ascontiguousarray(np.transpose(four, order)))
-        if low == 0 and high in (1, 255):
-            return pixels.float().div_(high).clamp_(0, 1)
-        # Halves, so that the distance of two large numbers does not overflow.
-        return ((pixels.double() / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)).clamp_(0, 1).float()
-
-    return prepare, notes
-
-
-def _channels_first(shape: tuple[int, ...], where: str) -> tuple[int, int, int, int]:
-    """Return the order of axes that puts channels first. If both ends could be channels, the last axis is."""
-    if len(shape) == 3 or shape[3] in CHANNELS:
-        return 0, 3, 1, 2
-    if shape[1] in CHANNELS:
-        return 0, 1, 2, 3
-    raise DataError(
-        f"{where} has shape {shape}; images must have 1, 3 or 4 channels, as their last or their second dimension."
-    )
+        raise DataError(
+            f"{where} has shape {shape}; images must have 1, 3 or 4 channels, as their last or their second dimension."
+        )
+    low, high = float(x.min()), float(x.max())
+    if x.dtype.kind in "ui" and low >= 0 and high <= 255:
+        return PixelScale(axes, 0.0, 255.0), ()
+    if low >= 0 and high <= 1:
+        return PixelScale(axes, 0.0, 1.0), ()
+    return PixelScale(axes, low, high), (f"Pixel values from {low:g} to {high:g} were brought to [0, 1].",)

@@ -25,7 +25,8 @@ from torch import Tensor
 from bilevel._util.checks import did_you_mean, in_range
 from bilevel._util.optional import require
 from bilevel.data.image_folders import Reader, load_folder, read_pixels
-from bilevel.data.named_sets import reading, sheet
+from bilevel.data.labelled import reading
+from bilevel.data.named_sets import sheet
 from bilevel.errors import DataError, OptionError
 
 ROTATIONS = (0, 90, 180, 270)

@@ -23,11 +23,10 @@ import numpy as np
 from bilevel._util.optional import require
 from bilevel._util.text import first_of
 from bilevel.data.arrays import array_header
-from bilevel.data.image_folders import listings
-from bilevel.data.labelled import Labelled
+from bilevel.data.image_folders import files_of, listings
+from bilevel.data.labelled import Labelled, reading
 from bilevel.data.load import form_of, load
-from bilevel.data.named_sets import reading
-from bilevel.data.tables import header
+from bilevel.data.tables import delimiter_of
 from bilevel.errors import DataError, OptionError
 
 COLUMNS = ("index", "key", "decision", "label")
@@ -228,7 +227,7 @@ def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> Non
 
 def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     """Write every cell with its text; a new label is written as in the first row of its class."""
-    names, delimiter = header(source, label)
+    delimiter = delimiter_of(source, label)
     text = source.read_bytes()
     encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
     # The parser and the encoding of `read_table`, so that the rows are the same.
@@ -236,7 +235,8 @@ def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     table = read_csv(
         source, sep=delimiter, encoding="utf-8-sig", index_col=False, header=None, dtype=str, na_filter=False
     )
-    rows, at = table.to_numpy(object)[1:], names.index(label)
+    names, rows = table.to_numpy(object)[0], table.to_numpy(object)[1:]
+    at = names.tolist().index(label)
     rows[:, at] = rows[change.like, at]
     with open(out, "w", encoding=encoding, newline="") as file:
         # With a line end that has "\r", the writer quotes cells that have it.
@@ -248,7 +248,7 @@ def rewrite_folder(source: Path, out: Path, change: Change, data: Labelled) -> N
     """Copy the images into the folders of their classes; if a name is taken, the new name tells the old class."""
     rows = {key: i for i, key in enumerate(data.keys)}
     moved: list[tuple[Path, Path]] = []
-    for file in [file for listing in listings(source).values() for _, file in listing.images]:
+    for file in [file for listing in listings(source).values() for file in files_of(listing)]:
         place = file.relative_to(source)
         i = rows.get(place.as_posix())
         if i is None or (change.kept[i] and change.new[i] == change.old[i]):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +35,8 @@ Reader = Callable[[Path], tuple[np.ndarray, bool]]
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
 
 
-@dataclass
-class Listing:
-    """The images of a part as (class, file), and the class folders without images."""
-
-    images: list[tuple[str, Path]] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
+Listing = dict[str, list[Path]]
+"""The images of each class folder of a part."""
 
 
 def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None) -> Labelled:
@@ -56,24 +51,24 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
             raise OptionError(f"{part} is given twice: {root} has a folder {part}, and {folder} was named.")
         parts[part] = listings(folder)["train"]
     main = parts.pop("train")
-    classes = tuple(sorted({name for name, _ in main.images}))
+    classes = tuple(sorted(name for name, images in main.items() if images))
     if len(classes) < 2:
         raise DataError(f"{root}: at least 2 classes are needed; the only class folder with images is {classes[0]!r}.")
     why = ""
     if read is None:
-        size, mode, why = _common([file for _, file in main.images])
+        size, mode, why = _common(files_of(main))
         read = partial(read_pixels, size=size, mode=mode)
-    x, names, kept, notes = _decode(main.images, read, root, why)
+    x, names, kept, notes = _decode(main, read, root, why)
     if lost := set(classes) - set(names):
         raise DataError(f"{root}: no image of the class {min(lost)!r} can be decoded.")
     if len(kept) < LEAST_ROWS:
         raise DataError(f"{root}: at least {LEAST_ROWS} images are needed; there are {len(kept)}.")
-    if main.empty:
-        notes.append(f"Folders without images were skipped: {some_of(main.empty)}.")
+    if empty := [name for name, images in main.items() if not images]:
+        notes.append(f"Folders without images were skipped: {some_of(empty)}.")
     pairs: dict[str, Pair] = {}
     for part, listing in parts.items():
         where = further.get(part, root / part)
-        x_part, names_part, _, notes_part = _decode(listing.images, read, where)
+        x_part, names_part, _, notes_part = _decode(listing, read, where)
         notes += [f"{part}: {note}" for note in notes_part if note not in notes]
         pairs[part] = x_part, indices(names_part, classes, str(where))
     return Labelled(
@@ -99,7 +94,7 @@ def listings(root: Path) -> dict[str, Listing]:
     except OSError as error:
         raise DataError(f"{root} cannot be read ({error.strerror}).") from None
     for name, listing in found.items():
-        if not listing.images:
+        if not files_of(listing):
             folder = parts.get(name, root)
             raise DataError(
                 f"{folder} must hold class folders with images, such as {folder.name}/cat/1.png; there is no image."
@@ -112,14 +107,12 @@ def _is_part(folder: Path) -> bool:
 
 
 def _listing(folder: Path, parts: set[str]) -> Listing:
-    found = Listing()
-    for path in _visible(folder):
-        if path.is_dir() and path.name not in parts:
-            images = _images(path)
-            found.images += [(path.name, file) for file in images]
-            if not images:
-                found.empty.append(path.name)
-    return found
+    return {path.name: _images(path) for path in _visible(folder) if path.is_dir() and path.name not in parts}
+
+
+def files_of(listing: Listing) -> list[Path]:
+    """Return the images of all classes."""
+    return [file for files in listing.values() for file in files]
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -155,10 +148,11 @@ def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str, str]:
 
 
 def _decode(
-    images: Sequence[tuple[str, Path]], read: Reader, root: Path, why: str = ""
+    listing: Listing, read: Reader, root: Path, why: str = ""
 ) -> tuple[Tensor, list[str], list[Path], list[str]]:
     """Return the pixels in [0, 1], the classes and the files of the images that decode, and notes."""
     pixels, names, kept, broken, resized = [], [], [], [], 0
+    images = [(name, file) for name, files in listing.items() for file in files]
     for name, file in images:
         try:
             found, changed = read(file)

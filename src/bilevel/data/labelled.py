@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.errors import DataError
+from bilevel.errors import BilevelError, DataError, reason
 
 Kind = Literal["images", "table", "arrays"]
 Pair = tuple[Tensor, Tensor]
@@ -23,6 +25,17 @@ class Transformer(Protocol):
 
     def transform(self, X: Any, /) -> np.ndarray:
         """Return the inputs, shape (n, columns)."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any exception into a DataError that names the path: decoders raise anything on a broken file."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} cannot be read ({reason(error)}).") from None
 
 
 def row_keys(rows: Iterable[bytes]) -> list[str]:
@@ -59,7 +72,7 @@ class Labelled:
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """The position of each row of x in x as `load` returned it, by which an export names it. Default: 0, 1, 2, ..."""
     transformer: Transformer | None = None
-    """Prepares new rows of a table (a pandas.DataFrame) or of an array; None for images."""
+    """Prepares new rows of a table (a pandas.DataFrame) or of an .npz file; None for other sources."""
 
     def __post_init__(self) -> None:
         if len(self.positions) == 0:

@@ -9,6 +9,7 @@ from bilevel._util.checks import did_you_mean
 from bilevel.data.arrays import load_npz
 from bilevel.data.image_folders import load_folder
 from bilevel.data.labelled import Labelled
+from bilevel.data.labels import ClassLabels
 from bilevel.data.named_sets import NAMES, load_named
 from bilevel.data.tables import load_table
 from bilevel.errors import DataError, OptionError
@@ -34,10 +35,17 @@ def load(
     >>> load("digits").x.shape
     torch.Size([1397, 1, 8, 8])
     """
+    return read(source, label, {"trusted": trusted, "test": test})
+
+
+def read(
+    source: str | Path, label: str | None, parts: dict[str, str | Path | None], labels: ClassLabels | None = None
+) -> Labelled:
+    """Read a source and the files of its other parts; `labels` reads the labels, by default as classes."""
     form = form_of(source)
     if label is not None and form != "table":
         raise OptionError(f"label names a column of a table; {source} is not a table, so leave it out.")
-    further = {part: Path(file) for part, file in (("trusted", trusted), ("test", test)) if file is not None}
+    further = {part: Path(file) for part, file in parts.items() if file is not None}
     for part, file in further.items():
         if form == "named":
             raise OptionError(f"{part} must be left out for a named set, whose rows can be split; got {str(file)!r}.")
@@ -45,9 +53,12 @@ def load(
             raise OptionError(f"{part} must be of the same form as {source}; got {str(file)!r}.")
     if form == "named":
         return load_named(str(source))
-    if form == "table":
-        return load_table(Path(source), label, further)
-    return (load_npz if form == "npz" else load_folder)(Path(source), further)
+    if form == "folder":
+        return load_folder(Path(source), further)
+    labels = labels or ClassLabels()
+    return (
+        load_npz(Path(source), further, labels) if form == "npz" else load_table(Path(source), label, further, labels)
+    )
 
 
 def form_of(source: str | Path) -> Form:

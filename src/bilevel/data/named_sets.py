@@ -17,7 +17,6 @@ import os
 import pickle
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ import numpy as np
 import torch
 
 from bilevel._util.optional import require
-from bilevel.data.labelled import Labelled
+from bilevel.data.labelled import Labelled, reading
 from bilevel.data.splits import split_test
-from bilevel.errors import BilevelError, DataError, reason
+from bilevel.errors import DataError
 
 Part = tuple[np.ndarray, np.ndarray]
 DIGITS_TEST, DIGITS_SEED = 400, 0
@@ -40,17 +39,6 @@ BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 SHEETS = (*(f"{name}.webp" for name in BATCHES), "labels.npz")
 ARCHIVE = ("cifar-10-python.tar.gz",)
 MAT = ("train_32x32.mat", "test_32x32.mat")
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn any exception into a DataError that names the path: decoders raise anything on a broken file."""
-    try:
-        yield
-    except BilevelError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} cannot be read ({reason(error)}).") from None
 
 
 def _read_idx(folder: Path) -> tuple[Part, Part]:

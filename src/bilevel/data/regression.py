@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from bilevel._util.text import agreeing
-from bilevel.data.arrays import load_npz
 from bilevel.data.labelled import Labelled
-from bilevel.data.labels import LEAST_ROWS
-from bilevel.data.load import form_of
-from bilevel.data.tables import kind_of, load_table, read_column
+from bilevel.data.labels import LEAST_ROWS, ClassLabels
+from bilevel.data.load import form_of, read
+from bilevel.data.tables import kind_of, read_column
 from bilevel.errors import DataError, OptionError
 
 
@@ -24,27 +23,17 @@ def load_numbers(source: str | Path, *, label: str | None = None, test: str | Pa
     `source` is an .npz file, or a .csv or .parquet table with the labels in the column `label`. `test` is another file
     of the same form. Inputs are prepared as `load` does it.
     """
-    form = form_of(source)
-    if form not in ("npz", "table"):
+    if form_of(source) not in ("npz", "table"):
         raise OptionError(f"{source} has classes as labels; numbers are read from .npz, .csv and .parquet files.")
-    if test is not None and form_of(test) != form:
-        raise OptionError(f"test must be of the same form as {source}; got {str(test)!r}.")
-    further = {} if test is None else {"test": Path(test)}
-    if form == "table":
-        return load_table(Path(source), label, further, NumberLabels())
-    if label is not None:
-        raise OptionError(f"label names a column of a table; {source} is not a table, so leave it out.")
-    data = load_npz(Path(source), further, NumberLabels())
+    data = read(source, label, {"test": test}, NumberLabels())
     if data.kind == "images":
-        shape = tuple(data.x.shape)
-        raise DataError(f"{source}, x must have rows of numbers, shape (n, columns); it holds images of {shape[1:]}.")
+        shape = tuple(data.x.shape[1:])
+        raise DataError(f"{source}, x must have rows of numbers, shape (n, columns); it holds images of {shape}.")
     return data
 
 
-class NumberLabels:
+class NumberLabels(ClassLabels):
     """Reads labels as float64 numbers."""
-
-    classes: tuple[str, ...] = ()
 
     def main(self, values: Any, where: str) -> Tensor:
         """Return the labels of the main part, which must vary."""
@@ -60,7 +49,8 @@ class NumberLabels:
         if not isinstance(values, np.ndarray):
             kind = kind_of(values)
             if kind != "number":
-                raise DataError(f"{where} must hold numbers to predict; it {_held(kind)}. Use a model for classes.")
+                held = f"holds {kind}s" if kind in ("date", "text") else kind
+                raise DataError(f"{where} must hold numbers to predict; it {held}. Use a model for classes.")
             values = read_column(values, kind)
         if values.dtype.kind not in "buif":
             raise DataError(f"{where} must hold numbers to predict; its type is {values.dtype}.")
@@ -73,7 +63,3 @@ class NumberLabels:
                 f"{agreeing(bad, 'it', 'them')}."
             )
         return torch.from_numpy(y)
-
-
-def _held(kind: str) -> str:
-    return f"holds {kind}s" if kind in ("date", "text") else kind

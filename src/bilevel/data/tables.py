@@ -28,7 +28,7 @@ from bilevel._util.checks import did_you_mean
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
 from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
-from bilevel.data.labelled import Labelled, Pair, row_keys
+from bilevel.data.labelled import Labelled, Pair, reading, row_keys
 from bilevel.data.labels import ClassLabels, name_of
 from bilevel.errors import DataError, OptionError, reason
 
@@ -58,13 +58,12 @@ Frame = Any
 """A pandas.DataFrame; pandas is an optional package without types."""
 
 
-def load_table(path: Path, label: str | None, further: dict[str, Path], labels: Any = None) -> Labelled:
+def load_table(path: Path, label: str | None, further: dict[str, Path], labels: ClassLabels) -> Labelled:
     """Return the table as `Labelled`.
 
-    `label` is the column of the labels. `further` has the tables of the parts `trusted` and `test`. `labels` reads the
-    labels; default: as classes.
+    `label` is the column of the labels, which `labels` reads. `further` has the tables of the parts `trusted` and
+    `test`.
     """
-    labels = labels or ClassLabels()
     frame = read_table(path, label)
     y = labels.main(frame[label], f"{path}, column {label!r}")
     transformer = TableTransformer.fit(frame.drop(columns=[label]), str(path))
@@ -124,7 +123,7 @@ class TableTransformer:
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
         transformer = _transformer(kinds).fit(pandas.DataFrame(values))
-        return cls(kinds, transformer, _names(transformer, kinds), tuple(notes))
+        return cls(kinds, transformer, tuple(map(_feature, transformer.get_feature_names_out())), tuple(notes))
 
     def transform(self, X: Frame, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns)."""
@@ -164,21 +163,16 @@ def _transformer(kinds: dict[str, str]) -> Any:
     return require("sklearn.compose", "apps").ColumnTransformer(used)
 
 
-def _names(transformer: Any, kinds: dict[str, str]) -> tuple[str, ...]:
-    """Return the names of the columns that a fitted transformer makes."""
-    steps, numbers = transformer.named_transformers_, [name for name, kind in kinds.items() if kind != "text"]
-    names = list(numbers)
-    if numbers:
-        names += [f"{numbers[i]} is missing" for i in steps["missing"].features_]
-    if "texts" in steps:
-        names += steps["texts"].get_feature_names_out().tolist()
-    return tuple(names)
-
-
 def _category_name(column: str, value: object) -> str:
     if name_of(value) is None:
         return f"{column} is missing"
     return f"{column} is another" if value == "infrequent_sklearn" else f"{column} = {value}"
+
+
+def _feature(name: str) -> str:
+    """Return the name of a column of the result, from scikit-learn's name for it: the group, __, and the column."""
+    group, _, column = name.partition("__")
+    return f"{column.removeprefix('missingindicator_')} is missing" if group == "missing" else column
 
 
 def kind_of(series: Any) -> str:
@@ -207,7 +201,7 @@ def read_column(series: Any, kind: str) -> np.ndarray:
         text = text.where(text.str.fullmatch(DATE))  # pandas reads more as dates, such as "now"
         dates = pandas.to_datetime(text, utc=True, format="ISO8601", errors="coerce")
         return (dates.to_numpy("datetime64[us]") - np.datetime64(0, "us")) / np.timedelta64(1, "s")
-    elif pandas.api.types.is_timedelta64_dtype(series.dtype):
+    if pandas.api.types.is_timedelta64_dtype(series.dtype):
         found = series.dt.total_seconds()
     else:
         plain = pandas.api.types.is_numeric_dtype(series.dtype)
@@ -239,7 +233,7 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
     if path.suffix.lower() == ".parquet":
         frame = _read_parquet(path)
     else:
-        delimiter = header(path, label)[1]
+        delimiter = delimiter_of(path, label)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows longer than the header
@@ -254,7 +248,10 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
             raise DataError(f"{path} cannot be read as a .csv file ({_why(error)}).") from None
     frame.columns = [str(name) for name in frame.columns]
-    _check_names(label, list(frame.columns), path)
+    _check_label(label, list(frame.columns), path)
+    if not frame.columns.is_unique:
+        twice = frame.columns[frame.columns.duplicated()][0]
+        raise DataError(f"{path} has more than one column named {twice!r}; their names must differ.")
     if len(frame) == 0:
         raise DataError(f"{path} has no rows.")
     return frame
@@ -266,58 +263,45 @@ def _why(error: Exception) -> str:
     return f"line {found[2]} has {found[3]} fields, and those before it {found[1]}" if found else reason(error)
 
 
-def header(path: Path, label: str | None) -> tuple[list[str], str]:
-    """Return the names of a .csv file's columns, and its delimiter: the first of , ; tab | that gives a column `label`.
+def delimiter_of(path: Path, label: str | None) -> str:
+    """Return the delimiter of a .csv file: the first of , ; tab | that gives a column `label`.
 
     If there is no such column, the delimiter that gives the most columns.
     """
-    found: list[tuple[list[str], str]] = []
+    found: dict[str, list[str]] = {}
     for delimiter in DELIMITERS:
-        try:
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                names = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
-        except UnicodeDecodeError:
-            raise DataError(f"{path} is not UTF-8 text. Save it as UTF-8.") from None
-        except (csv.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
-        found.append((names, delimiter))
-    names, delimiter = next((each for each in found if label in each[0]), max(found, key=lambda each: len(each[0])))
-    if not names:
+        with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+            found[delimiter] = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
+    best = max(found, key=lambda each: (label in found[each], len(found[each])))
+    if not found[best]:
         raise DataError(f"{path} is empty.")
-    _check_names(label, names, path)
-    return names, delimiter
+    _check_label(label, found[best], path)
+    return best
 
 
 def _read_parquet(path: Path) -> Frame:
     """Return the whole file, unpacked in parts: a few bytes can stand for very many equal values."""
     arrow, parquet = require("pyarrow", "tables"), require("pyarrow.parquet", "tables")
-    try:
-        with parquet.ParquetFile(path) as file:
-            rows, columns = file.metadata.num_rows, file.metadata.num_columns
-            claim = f"{rows:,} rows of {columns:,} columns"
-            refuse_larger(path, COPIES * 8 * rows * columns, claim)
-            batches, size = [], 0
-            for batch in file.iter_batches(batch_size=AT_ONCE):
-                size += batch.nbytes
-                refuse_larger(path, COPIES * size, claim)
-                batches.append(batch)
-            table = arrow.Table.from_batches(batches, schema=file.schema_arrow)
+    with reading(path), parquet.ParquetFile(path) as file:
+        rows, columns = file.metadata.num_rows, file.metadata.num_columns
+        claim = f"{rows:,} rows of {columns:,} columns"
+        refuse_larger(path, COPIES * 8 * rows * columns, claim)
+        batches, size = [], 0
+        for batch in file.iter_batches(batch_size=AT_ONCE):
+            size += batch.nbytes
+            refuse_larger(path, COPIES * size, claim)
+            batches.append(batch)
+        table = arrow.Table.from_batches(batches, schema=file.schema_arrow)
         table.validate(full=True)  # its text need not be UTF-8
         return table.to_pandas().reset_index(drop=True)
-    except DataError:
-        raise
-    except Exception as error:  # Arrow's errors have several bases
-        raise DataError(f"{path} cannot be read as a .parquet file ({reason(error)}).") from None
 
 
-def _check_names(label: str | None, names: list[str], path: Path) -> None:
-    """Refuse a label that is not a column, and columns of the same name."""
+def _check_label(label: str | None, names: list[str], path: Path) -> None:
     shown = ", ".join(names if len(names) <= 12 else [*names[:8], "...", *names[-3:]])
     if label is None:
         raise OptionError(f"label must name the column of {path} that holds the labels; its columns are {shown}.")
     if label not in names:
         hint = did_you_mean(label, names)
         raise OptionError(f"label must be a column of {path}; got {label!r}.{hint} Its columns are {shown}.")
-    twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
-    if twice:
-        raise DataError(f"{path} has more than one column named {twice[0]!r}; their names must differ.")
+    if names.count(label) > 1:
+        raise DataError(f"{path} has more than one column named {label!r}; their names must differ.")

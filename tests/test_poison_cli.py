@@ -360,10 +360,10 @@ def test_differences_are_amplified_so_that_the_largest_fills_the_range():
     assert amplification([(base, base + np.uint8(10))]) == 10
     assert amplification([(base, base)]) == 1
     assert amplification([]) == 1
-    shown = comparison("<p>", base, base + np.uint8(10), 10)
+    shown = comparison("<p>", (base, base + np.uint8(10)), 10)
     assert re.findall('alt="(.*?)"', shown) == [f"{name} of &lt;p&gt;" for name in ("base", "poison", "difference")]
     with pytest.raises(OptionError, match="uint8 of one shape"):
-        comparison("p", base, base[:2], 1)
+        comparison("p", (base, base[:2]), 1)
 
 
 def test_one_point_has_a_row_of_every_array(arrays, tmp_path):

@@ -267,7 +267,8 @@ def _points(ground: Ground, aim: Aim, outcome: Outcome) -> tuple[list[Card], str
     legend = "The columns of each point that changed most; numbers are in deviations of a column."
     pairs, factor = [], 1.0
     if images:
-        pairs = list(zip(*(thumbnails(x.float(), first, SIDE) for x in (poison.base, poison.x)), strict=True))
+        before, after = (thumbnails(x.float(), first, SIDE) for x in (poison.base, poison.x))
+        pairs = list(zip(before, after, strict=True))
         factor = amplification(pairs)
         legend = f"Each point with its base and the change, multiplied by {factor:g}: grey is no change."
     cards = []
@@ -279,7 +280,7 @@ def _points(ground: Ground, aim: Aim, outcome: Outcome) -> tuple[list[Card], str
             ("linf", f"{float(poison.linf[i]):.3g}"),
         ]
         if images:
-            cards.append(Card(title, comparison(title, *pairs[i], factor), facts))
+            cards.append(Card(title, comparison(title, pairs[i], factor), facts))
         else:
             rows = _changes(poison.base[i], poison.x[i], columns)
             cards.append(Card(title, "", facts, table=ReportTable(f"Point {i}", ("column", "base", "poison"), rows)))

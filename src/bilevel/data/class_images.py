@@ -85,7 +85,8 @@ class ImageClasses:
     @property
     def firsts(self) -> list[int]:
         """The index of the first image of each class."""
-        return (np.cumsum(self.counts) - self.counts).tolist()
+        firsts: list[int] = (np.cumsum(self.counts) - self.counts).tolist()
+        return firsts
 
     def name_of(self, image: int) -> str:
         """Return the name of the class of an image."""
@@ -167,8 +168,8 @@ def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[
     train = min(max(1, round(SHARES[0] * count)), count - 2)
     end = train + min(max(1, round(SHARES[1] * count)), count - train - 1)
     order = np.random.default_rng(seed).permutation(count).tolist()
-    parts = [classes.select(sorted(some)) for some in (order[:train], order[train:end], order[end:])]
-    return ClassSplits(name, *parts, notes, drawn=True)
+    first, held, last = (classes.select(sorted(some)) for some in (order[:train], order[train:end], order[end:]))
+    return ClassSplits(name, first, held, last, notes, drawn=True)
 
 
 def load_classes(
@@ -280,9 +281,9 @@ def _cifar_fs(folder: Path) -> ClassSplits:
             y = torch.from_numpy(labels["fine"].astype(np.int64))
         known = json.loads((folder / CIFAR_CLASSES).read_text(encoding="utf-8"))
     classes = ImageClasses.of(images, y, known["fine_label_names"])
-    parts = [classes.named(known["cifar_fs"][part]) for part in ("train", "val", "test")]
+    train, held, test = (classes.named(known["cifar_fs"][part]) for part in ("train", "val", "test"))
     note = f"CIFAR-FS here has {classes.counts[0]} images a class; the published set has 600."
-    return ClassSplits("cifar-fs", *parts, (note,))
+    return ClassSplits("cifar-fs", train, held, test, (note,))
 
 
 def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
@@ -291,7 +292,8 @@ def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
     for pairs in _read_lists(Path(lists) if lists is not None else folder).values():
         pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
         parts.append(_by_class(pixels.permute(0, 3, 1, 2).contiguous(), [label for _, label in pairs]))
-    return ClassSplits("mini-imagenet", *parts)
+    train, held, test = parts
+    return ClassSplits("mini-imagenet", train, held, test)
 
 
 def _places(folder: Path, file: str, label: str) -> tuple[Path, ...]:
@@ -346,9 +348,9 @@ def _class_folders(root: Path, lists: str | Path | None, seed: int, read: Reader
         if lists is not None:
             raise OptionError(f"lists must be left out: {root} already has folders for the parts.")
         found = {part: _classes_of(folder, read) for part, folder in there.items()}
-        parts = [found[part][0] if part in found else None for part in PARTS]
+        held = found["validation"][0] if "validation" in found else None
         notes = tuple(note for part in found.values() for note in part[1])
-        return ClassSplits(name, *parts, notes)  # type: ignore[arg-type]
+        return ClassSplits(name, found["train"][0], held, found["test"][0], notes)
     if there:
         missing = " and ".join(part for part in ("train", "test") if part not in there)
         raise DataError(
@@ -358,8 +360,9 @@ def _class_folders(root: Path, lists: str | Path | None, seed: int, read: Reader
     classes, notes = _classes_of(root, read)
     if lists is None:
         return split_classes(name, classes, seed, notes)
-    rows = _read_lists(Path(lists))
-    return ClassSplits(name, *(classes.named(sorted({label for _, label in pairs})) for pairs in rows.values()), notes)
+    pairs = _read_lists(Path(lists)).values()
+    train, held, test = (classes.named(sorted({label for _, label in part})) for part in pairs)
+    return ClassSplits(name, train, held, test, notes)
 
 
 def _holds_folders(folder: Path) -> bool:

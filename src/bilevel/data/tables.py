@@ -108,8 +108,8 @@ class TableTransformer:
         pandas, kinds, values, left_out, notes = require("pandas", "tables"), {}, {}, [], []
         for name, series in frame.items():
             kind = kind_of(series)
-            found = read_column(series, kind) if kind in ("number", "date", "text") else None
-            if why := kind if found is None else _useless(found, kind):
+            found = read_column(series, kind) if kind in ("number", "date", "text") else np.empty(0)
+            if why := _useless(found, kind) if len(found) else kind:
                 left_out.append(f"{name} ({why})")
                 continue
             kinds[name], values[name] = kind, found
@@ -200,7 +200,8 @@ def read_column(series: Any, kind: str) -> np.ndarray:
         text = series.astype("string")
         text = text.where(text.str.fullmatch(DATE))  # pandas reads more as dates, such as "now"
         dates = pandas.to_datetime(text, utc=True, format="ISO8601", errors="coerce")
-        return (dates.to_numpy("datetime64[us]") - np.datetime64(0, "us")) / np.timedelta64(1, "s")
+        seconds: np.ndarray = (dates.to_numpy("datetime64[us]") - np.datetime64(0, "us")) / np.timedelta64(1, "s")
+        return seconds
     if pandas.api.types.is_timedelta64_dtype(series.dtype):
         found = series.dt.total_seconds()
     else:

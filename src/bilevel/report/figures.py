@@ -213,9 +213,8 @@ def task_picture(support: Picture, queries: Picture, predictions: NDArray[np.int
     side = field + GAP
     sheet = np.zeros(((ways + 1) * side + GAP, (ways + 1) * side + GAP, 4), np.uint8)
     for i in range(ways):
-        big = _resized(support[i], field)
-        _put(sheet, (i + 1) * side + GAP, GAP, big)
-        _put(sheet, GAP, (i + 1) * side + GAP, big)
+        _put(sheet, (i + 1) * side + GAP, GAP, support[i], field)
+        _put(sheet, GAP, (i + 1) * side + GAP, support[i], field)
         for j in range(ways):
             there = np.flatnonzero(predictions[i] == j)
             color = EMPTY if not len(there) else RIGHT if i == j else WRONG
@@ -223,20 +222,14 @@ def task_picture(support: Picture, queries: Picture, predictions: NDArray[np.int
             sheet[top : top + field, left : left + field] = color
             for place, query in enumerate(there[: FIELD * FIELD]):
                 down, across = divmod(place, FIELD)
-                small = _resized(queries[i, query], CELL - 4)
-                _put(sheet, top + down * CELL + 2, left + across * CELL + 2, small)
-    return Html(f'<img src="{png(sheet)}" alt="{escape(label)}" style="max-width:100%">')
+                _put(sheet, top + down * CELL + 2, left + across * CELL + 2, queries[i, query], CELL - 4)
+    return Html(f'<img src="{image(sheet)}" alt="{escape(label)}" style="max-width:100%">')
 
 
-def _resized(picture: Picture, side: int) -> Picture:
-    pillow = require("PIL.Image", "apps")
-    image = pillow.fromarray(picture).convert("RGBA").resize((side, side), pillow.Resampling.BILINEAR)
-    return np.asarray(image)
-
-
-def _put(sheet: Picture, top: int, left: int, picture: Picture) -> None:
-    height, width = picture.shape[:2]
-    sheet[top : top + height, left : left + width] = picture
+def _put(sheet: Picture, top: int, left: int, picture: Picture, side: int) -> None:
+    """Put a square thumbnail on the sheet."""
+    opaque = np.asarray(require("PIL.Image", "apps").fromarray(picture).convert("RGBA"))
+    sheet[top : top + side, left : left + side] = resized(opaque, side, side)
 
 
 def amplification(pairs: Sequence[tuple[Picture, Picture]]) -> float:
@@ -246,8 +239,9 @@ def amplification(pairs: Sequence[tuple[Picture, Picture]]) -> float:
     return max((step for step in steps if largest and step * largest <= GREY), default=1.0)
 
 
-def comparison(title: str, before: Picture, after: Picture, factor: float) -> Html:
-    """Return two pictures, named base and poison, and their difference times `factor`, in which grey is no change."""
+def comparison(title: str, pair: tuple[Picture, Picture], factor: float) -> Html:
+    """Return a pair of pictures, base and poison, and their difference times `factor`, in which grey is no change."""
+    before, after = pair
     if before.shape != after.shape or before.dtype != np.uint8 or after.dtype != np.uint8:
         raise OptionError(f"base and poison must be uint8 of one shape; got {before.shape}, {after.shape}.")
     apart = np.clip(GREY + factor * _difference(before, after), 0, 255).astype(np.uint8)
@@ -257,7 +251,7 @@ def comparison(title: str, before: Picture, after: Picture, factor: float) -> Ht
 def pictures(named: Mapping[str, Picture], title: str) -> Html:
     """Return pictures in a row, each with its name below it."""
     found = [
-        f'<figure><img src="{png(picture)}" alt="{escape(f"{name} of {title}")}">'
+        f'<figure><img src="{image(picture)}" alt="{escape(f"{name} of {title}")}">'
         f"<figcaption>{escape(name)}</figcaption></figure>"
         for name, picture in named.items()
     ]
@@ -268,11 +262,18 @@ def _difference(before: Picture, after: Picture) -> NDArray[np.int64]:
     return after.astype(np.int64) - before.astype(np.int64)
 
 
-def png(picture: Picture) -> str:
-    """Return a picture as the address of a PNG that the page holds."""
-    buffer = io.BytesIO()
-    require("PIL.Image", "apps").fromarray(picture).save(buffer, "PNG", compress_level=9)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+def image(picture: Picture, *, jpeg: bool = False) -> str:
+    """Return a picture as the address of a PNG or JPEG that the page holds."""
+    buffer, kind = io.BytesIO(), "jpeg" if jpeg else "png"
+    options = {"quality": 85, "subsampling": 0} if jpeg else {"compress_level": 9}
+    require("PIL.Image", "apps").fromarray(picture).save(buffer, kind, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def resized(picture: Picture, width: int, height: int) -> Picture:
+    """Return a picture at another size."""
+    pillow = require("PIL.Image", "apps")
+    return np.asarray(pillow.fromarray(picture).resize((width, height), pillow.Resampling.LANCZOS))
 
 
 def _some(order: np.ndarray, most: int) -> np.ndarray:

@@ -6,7 +6,6 @@ A command fills a `Report`; `render` makes the page of it. All text is escaped; 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from bilevel.report.figures import Html
 
 Facts = Sequence[tuple[str, str]]
 """Pairs (term, text)."""
-MISSING = "missing"
 DIGITS = 6
 """The most significant digits of a number that is not whole."""
 WHOLE = 1e15
@@ -102,22 +100,19 @@ def read(name: str) -> str:
 
 
 def cell_text(value: object) -> str:
-    """Return the text of a value on a card: short numbers; whole numbers, which can be identifiers, keep all digits."""
-    if is_missing(value):
-        return MISSING
+    """Return the text of a value on a card: short numbers; whole numbers, which can be identifiers, keep all digits.
+
+    None, NaN and pandas' marks for missing values give `missing`.
+    """
+    try:
+        missing = value is None or bool(value != value)
+    except (TypeError, ValueError):  # pandas.NA is neither equal to itself nor different
+        missing = not isinstance(value, np.ndarray)
+    if missing:
+        return "missing"
     if not isinstance(value, (float, np.floating)):
         return str(value)
     number = float(value)
     if number.is_integer() and abs(number) < WHOLE:
         return str(int(number))
-    return f"{number:.{DIGITS}g}" if math.isfinite(number) else str(number)
-
-
-def is_missing(value: object) -> bool:
-    """Return whether a value is None, NaN, or one of pandas' marks for missing values."""
-    if value is None:
-        return True
-    try:
-        return bool(value != value)
-    except (TypeError, ValueError):  # pandas.NA is neither equal to itself nor different
-        return not isinstance(value, np.ndarray)
+    return f"{number:.{DIGITS}g}"

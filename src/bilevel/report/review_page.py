@@ -6,8 +6,6 @@ sheets of many thumbnails; `review.js` shows only the cards near the window, so 
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel._util.optional import require
 from bilevel.errors import OptionError
-from bilevel.report.figures import Html, importances, losses
+from bilevel.report.figures import Html, image, importances, losses, resized
 from bilevel.report.page import Facts, Table, fill, read
 
 __all__ = ["MOST", "Review", "Suspect", "render_review"]
@@ -89,6 +86,7 @@ class Review:
 def render_review(review: Review) -> str:
     """Return the page as text."""
     _check(review)
+    count, found = len(review.importance), len(review.suspects)
     pairs = mistaken(review.suspects, len(review.classes))
     shown = worst_first(review)
     return fill(
@@ -97,13 +95,17 @@ def render_review(review: Review) -> str:
         style=Html(read("style.css") + read("review.css")),
         script=Html(read("review.js")),
         data=Html(embedded(_data(shown))),
-        facts=_facts(review),
+        facts=[
+            ("Training examples", f"{count:,}"),
+            ("Suspects: estimated wrong labels", f"{found:,} ({found / max(count, 1):.0%})"),
+            ("Classes", f"{len(review.classes):,}"),
+        ],
         curves=_curves(review.history),
         histogram=_histogram(review),
-        matrix=pairs if review.suspects and len(review.classes) <= PAIRS else None,
+        matrix=pairs if found and len(review.classes) <= PAIRS else None,
         pairs=listed(pairs),
         shown=len(shown.suspects),
-        found=len(review.suspects),
+        found=found,
     )
 
 
@@ -146,7 +148,7 @@ def sheets(pictures: NDArray[np.uint8]) -> dict[str, Any]:
     count, height, width = pictures.shape[:3]
     scale = min(1.0, (SIDE if count <= MANY else SMALL_SIDE) / max(height, width))
     height, width = max(1, round(scale * height)), max(1, round(scale * width))
-    thumbnails = pictures if scale == 1 else np.stack([_resized(picture, width, height) for picture in pictures])
+    thumbnails = pictures if scale == 1 else np.stack([resized(picture, width, height) for picture in pictures])
     exact = thumbnails.nbytes <= EXACT
     # JPEG works on blocks of 8 by 8: a thumbnail that shared one with its neighbour would take on its colours.
     across, down = (side if exact else -(-side // 8) * 8 for side in (width, height))
@@ -174,19 +176,7 @@ def _sheet(thumbnails: NDArray[np.uint8], across: int, down: int, columns: int, 
     for i, thumbnail in enumerate(np.pad(thumbnails, edges, mode="edge")):
         y, x = down * (i // columns), across * (i % columns)
         canvas[y : y + down, x : x + across] = thumbnail
-    buffer = io.BytesIO()
-    image = require("PIL.Image", "apps").fromarray(canvas)
-    if exact:
-        image.save(buffer, "PNG", compress_level=9)
-    else:
-        image.save(buffer, "JPEG", quality=85, subsampling=0)
-    kind = "png" if exact else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
-
-
-def _resized(picture: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
-    pillow = require("PIL.Image", "apps")
-    return np.asarray(pillow.fromarray(picture).resize((width, height), pillow.Resampling.LANCZOS))
+    return image(canvas, jpeg=not exact)
 
 
 def _data(review: Review) -> dict[str, Any]:
@@ -203,15 +193,6 @@ def _data(review: Review) -> dict[str, Any]:
         "fields": None if review.fields is None else [[list(pair) for pair in fields] for fields in review.fields],
         "pictures": None if review.pictures is None or not suspects else sheets(review.pictures),
     }
-
-
-def _facts(review: Review) -> list[tuple[str, str]]:
-    count, found = len(review.importance), len(review.suspects)
-    return [
-        ("Training examples", f"{count:,}"),
-        ("Suspects: estimated wrong labels", f"{found:,} ({found / max(count, 1):.0%})"),
-        ("Classes", f"{len(review.classes):,}"),
-    ]
 
 
 def _curves(history: Mapping[str, Sequence[float]]) -> Html | None:

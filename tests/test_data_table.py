@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import pickle
 import string
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bilevel.data import load
-from bilevel.errors import DataError, OptionError
+from bilevel.errors import BilevelError, DataError, OptionError
 
 N = 40
 LABELS = ["yes", "no", "no", "perhaps"] * (N // 4)
@@ -233,8 +234,30 @@ def test_without_the_extra_packages_the_command_to_install_them_is_given(
 ) -> None:
     path = write(tmp_path, name, a=NUMBERS)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"This needs {module.split('.')[0]}: pip install 'bilevel\[tables\]'\."):
+    with pytest.raises(BilevelError, match=rf"This needs {module.split('.')[0]}: pip install 'bilevel\[tables\]'\."):
         load(path, label="label")
+
+
+def test_optional_packages_are_imported_only_when_they_are_needed() -> None:
+    packages = ("pandas", "pyarrow", "sklearn", "scipy", "PIL", "pooch", "matplotlib", "jinja2", "markupsafe")
+    code = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+import bilevel.data, bilevel.data.class_images, bilevel.report.page, bilevel.report.review_page
+for call in (lambda: bilevel.data.load("digits"), lambda: bilevel.report.page.fill("page.html")):
+    try:
+        call()
+    except bilevel.errors.BilevelError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        f"This needs {name}: pip install 'bilevel[apps]'." for name in ("scikit-learn", "jinja2")
+    ]
 
 
 def test_the_label_must_be_a_column(tmp_path: Path) -> None:

@@ -175,7 +175,6 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
         aim.kind != "clean-label" and result["clean_accuracy"] - result["poisoned_accuracy"] > HARM
     )
     learnt = result["clean_accuracy"] > result["constant_accuracy"]
-    bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
     victim, learner = "The victim", "the victim"
     if ground.before is not None:
         victim, learner = "The last layer of the network,", "the whole network"
@@ -211,24 +210,29 @@ def _page(ground: Ground, aim: Aim, outcome: Outcome, audit: Audit | None, resul
         heading="The points",
         legend=legend,
         cards=[*_target(ground, aim), *points],
-        settings=[
-            (
-                "Rows",
-                f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
-                f"{len(ground.test[1]):,} for the test",
-            ),
-            ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"),
-            ("Bound", bound),
-            ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
-            *_victim(result),
-            ("Steps", f"{result['settings']['steps']:,}"),
-            ("Seed", str(result["seed"])),
-            ("Seconds", f"{result['seconds']:.1f}"),
-            ("bilevel", __version__),
-            ("torch", torch.__version__),
-        ],
+        settings=_settings(ground, aim, result),
         notes=result["notes"],
     )
+
+
+def _settings(ground: Ground, aim: Aim, result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    bound = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g} in {result['norm']}"
+    return [
+        (
+            "Rows",
+            f"{result['rows']:,} for training, {len(ground.validation[1]):,} for the attack to look at, "
+            f"{len(ground.test[1]):,} for the test",
+        ),
+        ("Points", f"{aim.points}, {result['fraction']:.2%} of the training rows"),
+        ("Bound", bound),
+        ("Largest change", f"{result['l2']:.4g} in l2, {result['linf']:.4g} in linf"),
+        *_victim(result),
+        ("Steps", f"{result['settings']['steps']:,}"),
+        ("Seed", str(result["seed"])),
+        ("Seconds", f"{result['seconds']:.1f}"),
+        ("bilevel", __version__),
+        ("torch", torch.__version__),
+    ]
 
 
 def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:

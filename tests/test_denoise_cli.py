@@ -34,7 +34,7 @@ from bilevel.cli.denoise_output import summary
 from bilevel.cli.main import main
 from bilevel.cli.run_folder import RunFolder, Stopped, folder_of, run_or_resume
 from bilevel.data import Labelled, load
-from bilevel.data.files import MAT
+from bilevel.data.named_sets import MAT
 from bilevel.errors import ProblemError
 from bilevel.results import Status
 

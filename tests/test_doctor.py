@@ -77,7 +77,7 @@ def test_doctor_says_where_data_are_looked_for(monkeypatch, tmp_path):
 
 def test_doctor_works_without_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    for name in ("bilevel.data", "bilevel.data.class_sets", "bilevel.data.image_folders"):
+    for name in ("bilevel.data", "bilevel.data.class_images", "bilevel.data.image_folders"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     ((name, place),) = doctor.data_sets().items()
     assert name.startswith("no set can be read")

@@ -30,8 +30,8 @@ from bilevel.cli import fewshot_run
 from bilevel.cli import progress as bar
 from bilevel.cli.fewshot_output import WEIGHTS
 from bilevel.cli.main import main
-from bilevel.data import class_sets
-from bilevel.data.class_sets import load_classes
+from bilevel.data import class_images
+from bilevel.data.class_images import load_classes
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,7 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
             Image.new("L", (32, 32), 30 * c).save(tmp_path / "large" / str(c) / f"{i}.png")
     assert main([*call, str(tmp_path / "large")]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["notes"][1] == "64 of 64 images were resized, and cut at the middle where needed, to 16x16 pixels."
+    assert told["notes"][1] == "64 of 64 images were resized, and cut at the middle if needed, to 16x16 pixels."
     assert "on classes of large" in told["message"], "which the run does not know"
     assert main([*call, str(tmp_path / "there"), "--embed", str(tmp_path / "large" / "0")]) == 2
     assert "DATA must be left out with --evaluate and --embed" in capsys.readouterr().err
@@ -440,13 +440,13 @@ def test_drawings_are_read_as_omniglots_by_a_run_on_omniglot(tmp_path, monkeypat
     files = sorted((tmp_path / "mine").rglob("*.png"))
     assert len(seen[0].names) == 4
     pixels = {seen[0].images[i, 0].numpy().tobytes() for i in range(12)}
-    assert pixels == {class_sets.ink(file).tobytes() for file in files}
+    assert pixels == {class_images.ink(file).tobytes() for file in files}
     capsys.readouterr()
     assert main([*again, "--embed", str(tmp_path / "mine")]) == 0
     network = few_shot_cnn()
     network.load_state_dict({name: torch.from_numpy(x) for name, x in load_file(f"{run}/{WEIGHTS}").items()})
     with np.load(f"{run}/embeddings.npz") as kept:
-        own = embed(network, torch.from_numpy(class_sets.ink(files[0]))[None, None])[0].numpy()
+        own = embed(network, torch.from_numpy(class_images.ink(files[0]))[None, None])[0].numpy()
         assert np.allclose(kept["features"][kept["files"].tolist().index("0/0.png")], own, atol=1e-5)
 
 

@@ -25,11 +25,10 @@ from bilevel.applications.few_shot.meta_train import TRAINING, Episodes, TaskSam
 from bilevel.cli import fewshot_run
 from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main
-from bilevel.data import class_sets
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import ink, load_classes
+from bilevel.data import class_images
+from bilevel.data.class_images import ClassSplits, ImageClasses, ink, load_classes
 from bilevel.errors import DataError
-from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
+from bilevel.report.figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.results import History
 from bilevel.running.callbacks import Run
 
@@ -345,5 +344,5 @@ def test_the_command_learns_on_mini_imagenets_form_and_embeds(tmp_path, monkeypa
 
 
 def test_the_split_of_omniglot_is_the_one_that_the_results_are_of():
-    order = np.random.default_rng(class_sets.OMNIGLOT_SEED).permutation(1623)
+    order = np.random.default_rng(class_images.OMNIGLOT_SEED).permutation(1623)
     assert order[:5].tolist() == [1229, 854, 493, 864, 898], "of the characters in the order of their names"

@@ -32,8 +32,8 @@ from bilevel.cli.run_folder import RESULT, RunFolder
 from bilevel.data import Labelled
 from bilevel.data.arrays import array_keys
 from bilevel.report.page import Table as ReportTable
+from bilevel.report.page import cell_text
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
-from bilevel.report.values import cell_text
 
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")

@@ -55,11 +55,11 @@ def versions() -> dict[str, str]:
 def data_sets() -> dict[str, str | None]:
     """Return where each set that is read by name is; None if it is not here."""
     try:
-        from bilevel.data import class_sets, named
+        from bilevel.data import class_images, named_sets
     except ImportError as error:
         return {f"no set can be read ({error})": None}
-    found = {name: named.found_in(name, known) for name, known in named.SETS.items()}
-    found |= {name: class_sets.found_in(name) for name in class_sets.NAMES}
+    found = {name: named_sets.found_in(name) for name in named_sets.SETS}
+    found |= {name: class_images.found_in(name) for name in class_images.NAMES}
     return {"digits": "comes with scikit-learn"} | {n: None if path is None else str(path) for n, path in found.items()}
 
 

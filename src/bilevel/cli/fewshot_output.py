@@ -18,12 +18,10 @@ from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.run_folder import RESULT, RunFolder
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import read_like
+from bilevel.data.class_images import ClassSplits, ImageClasses, read_like
 from bilevel.data.image_folders import SUFFIXES
 from bilevel.errors import DataError, OptionError, reason
-from bilevel.report.few_shot_figures import FIELD, accuracies, plane, task_picture
-from bilevel.report.figures import losses
+from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
 from bilevel.results import Solution, Status
 

@@ -47,8 +47,7 @@ from bilevel.cli.options import device_of
 from bilevel.cli.progress import RunBar, stage, waiting
 from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
 from bilevel.cli.user_code import is_file, network, path_and_name
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import NAMES, load_classes, read_like
+from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
 from bilevel.data.image_folders import Reader, some_of
 from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.results import Solution

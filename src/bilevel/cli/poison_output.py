@@ -18,12 +18,15 @@ from bilevel.applications.poisoning.audit import AttackResult, Audit, shown
 from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, target_of, wanted_of
 from bilevel.cli.progress import show_table
 from bilevel.cli.run_folder import RESULT, RunFolder
+from bilevel.report.figures import amplification, comparison, pictures
+from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
-from bilevel.report.poison import Point, PoisonPage, Target, render_poison
 
 FILES = ("poison.npz", "history.csv", "result.json", "report.html")
 SIDE = 128
 """The longest side of a picture on the page, in pixels."""
+MOST = 120
+"""The most points on the page."""
 CHANGES = 8
 """The number of columns of a table that the page shows for a point, the most changed first."""
 KEYS = ("clean", "flipped", "poisoned")
@@ -143,7 +146,7 @@ def write(
         )
     if poison.solution is not None:
         poison.solution.history.to_csv(folder.path / "history.csv")
-    page = folder.write("report.html", render_poison(_page(setting, aim, outcome, audit, result)))
+    page = folder.write("report.html", render(_page(setting, aim, outcome, audit, result)))
     folder.write_json(RESULT, result)  # last: a folder that has it holds a finished run
     return page
 
@@ -155,37 +158,45 @@ def _rows(setting: AttackSetting, aim: AttackGoal, rows: Tensor) -> np.ndarray:
 
 def _page(
     setting: AttackSetting, aim: AttackGoal, outcome: AttackResult, audit: Audit | None, result: Mapping[str, Any]
-) -> PoisonPage:
+) -> Report:
     gained = float(result["success"] or 0.0) - float(result["clean_success"] or 0.0)
     lost = 0.0 if aim.kind == "clean-label" else result["clean_accuracy"] - result["poisoned_accuracy"]
     learned = result["clean_accuracy"] > result["constant_accuracy"]
     victim = "victim" if setting.before is None else "last layer of the network"
     knew = "the attack knew only its target" if aim.kind == "clean-label" else "the attack never saw them"
-    audited = None
-    if audit is not None and audit.runs:
-        rows = [
-            (shown(audit.what, r["value"]), str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
-            for r in sorted(audit.runs, key=lambda r: r["value"])
-        ]
-        audited = ReportTable(audit.sentence, (audit.what, "points", "accuracy", "enough"), rows)
-    return PoisonPage(
+    points, legend = _points(setting, aim, outcome)
+    return Report(
         title=f"Poison in {setting.data.name}: {aim.kind} attack",
         outcome=result["message"],
         good=learned and gained <= 2 * HARM and lost <= HARM,
-        accuracy=ReportTable(
+        table=ReportTable(
             f"Accuracy of the {victim}, trained from scratch, on test rows ({knew}).", HEADS, _accuracy_rows(result)
         ),
-        points=_points(setting, aim, outcome),
-        target=_target(setting, aim),
-        audit=audited,
-        defence=""
-        if audit is None
-        else (
-            "bilevel's own denoiser, with the poisoned set and the validation rows as trusted, ranks a clean row above "
-            f"a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
-        ),
+        tables=_audited(audit),
+        remarks=[] if audit is None else [_defence(audit)],
+        heading="The points",
+        legend=legend,
+        cards=[*_target(setting, aim), *points],
         settings=_settings(setting, result),
         notes=result["notes"],
+    )
+
+
+def _audited(audit: Audit | None) -> list[ReportTable]:
+    """Return the table of the audit's attacks, if there were any."""
+    if audit is None or not audit.runs:
+        return []
+    rows = [
+        (shown(audit.what, r["value"]), str(r["points"]), _share(r["accuracy"]), "yes" if r["enough"] else "no")
+        for r in sorted(audit.runs, key=lambda r: r["value"])
+    ]
+    return [ReportTable(audit.sentence, (audit.what, "points", "accuracy", "enough"), rows)]
+
+
+def _defence(audit: Audit) -> str:
+    return (
+        "bilevel's own denoiser, with the poisoned set and the validation rows as trusted, ranks a clean row above "
+        f"a poison point with an AUC of {audit.auc:.3f} (1: always; 0.5: chance)."
     )
 
 
@@ -219,40 +230,48 @@ def _victim(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _target(setting: AttackSetting, aim: AttackGoal) -> Target | None:
-    """Return the input that a clean-label attack is aimed at, with a picture if it is an image."""
+def _target(setting: AttackSetting, aim: AttackGoal) -> list[Card]:
+    """Return a card with the input that a clean-label attack is aimed at, with its picture if it is an image."""
     if aim.kind != "clean-label":
-        return None
+        return []
     row, x, label = target_of(setting, aim)
     names = setting.data.classes
     text = f"Test row {row}, of class {names[label]}, to be taken for {names[wanted_of(setting, aim)]}."
-    shown = (
-        thumbnails(x[None].float(), torch.zeros(1, dtype=torch.long), SIDE) if setting.data.kind == "images" else None
-    )
-    return Target(text, None if shown is None else shown[0])
+    if setting.data.kind != "images":
+        return [Card("The target", note=text)]
+    shown = thumbnails(x[None].float(), torch.zeros(1, dtype=torch.long), SIDE)
+    return [Card("The target", pictures({"target": shown[0]}, "the attack"), note=text)]
 
 
-def _points(setting: AttackSetting, aim: AttackGoal, outcome: AttackResult) -> list[Point]:
+def _points(setting: AttackSetting, aim: AttackGoal, outcome: AttackResult) -> tuple[list[Card], str]:
+    """Return a card for each of the first points, and how to read the cards."""
     poison, names = outcome.poison, setting.data.classes
     images = setting.data.kind == "images"
-    every = torch.arange(len(poison.labels))
-    shown = [thumbnails(x.float(), every, SIDE) if images else None for x in (poison.base, poison.x)]
+    first = torch.arange(min(len(poison.labels), MOST))
     columns = setting.data.features or [f"column {k}" for k in range(int(poison.base[0].numel()))]
     labels = setting.validation[1] if aim.kind == "clean-label" else setting.train[1]
-    of_base = [names[int(c)] for c in labels[poison.rows]]
-    found = []
-    for i in range(len(poison.labels)):
+    legend = "The columns of each point that changed most; numbers are in deviations of a column."
+    pairs, factor = [], 1.0
+    if images:
+        before, after = (thumbnails(x.float(), first, SIDE) for x in (poison.base, poison.x))
+        pairs = list(zip(before, after, strict=True))
+        factor = amplification(pairs)
+        legend = f"Each point with its base and the change, multiplied by {factor:g}: grey is no change."
+    cards = []
+    for i in first.tolist():
+        title = f"{i}: labelled {names[int(poison.labels[i])]}"
         facts = [
-            ("base", f"of class {of_base[i]}"),
+            ("base", f"of class {names[int(labels[poison.rows[i]])]}"),
             ("l2", f"{float(poison.l2[i]):.3g}"),
             ("linf", f"{float(poison.linf[i]):.3g}"),
         ]
-        title = f"{i}: labelled {names[int(poison.labels[i])]}"
-        if shown[0] is not None and shown[1] is not None:
-            found.append(Point(title, facts, base=shown[0][i], poison=shown[1][i]))
+        if images:
+            cards.append(Card(title, comparison(title, pairs[i], factor), facts))
         else:
-            found.append(Point(title, facts, changes=_changes(poison.base[i], poison.x[i], columns)))
-    return found
+            rows = _changes(poison.base[i], poison.x[i], columns)
+            cards.append(Card(title, "", facts, table=ReportTable(f"Point {i}", ("column", "base", "poison"), rows)))
+    more = f" The first {MOST} of {len(poison.labels):,}." if len(poison.labels) > MOST else ""
+    return cards, legend + more
 
 
 def _changes(base: Tensor, poison: Tensor, columns: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -20,9 +20,8 @@ from bilevel.cli.progress import RunBar, show_table, stages
 from bilevel.cli.run_folder import RESULT, RunFolder, folder_of, report_result, run_or_resume
 from bilevel.data import Labelled, load, load_numbers
 from bilevel.errors import OptionError
-from bilevel.report.figures import losses
+from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.report.tuning_figures import bars, grid
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")

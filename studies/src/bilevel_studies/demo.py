@@ -20,7 +20,8 @@ from bilevel.cli.options import JsonOption
 from bilevel.cli.progress import Bar
 from bilevel.cli.run_folder import RunFolder, Stopped, report_result, versions
 from bilevel.methods.penalty import Penalty
-from bilevel.report.page import Card, Report, convergence, render
+from bilevel.report.figures import convergence
+from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
 from bilevel_studies.synthetic.attempts import DESCRIPTIONS, Attempt, attempt

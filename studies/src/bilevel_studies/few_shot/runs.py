@@ -21,8 +21,7 @@ from bilevel.applications.few_shot.meta_train import UPPER_RATE, default_method,
 from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.networks import mini_imagenet_resnet
 from bilevel.applications.training import SAVES, Augment
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import load_classes
+from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes
 from bilevel.errors import DataError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method

@@ -260,5 +260,5 @@ def _why(error: Exception) -> str:
     if answer is not None:
         return f"the server answers {answer.status_code}"
     if "hash" in str(error):
-        return "the sum of the download is not that of the published file"
+        return "the download differs from the published file"
     return error.strerror if isinstance(error, OSError) and error.strerror else "the server cannot be reached"

@@ -29,7 +29,7 @@ STATEMENTS = {
     "engines": 410,
     "methods": 2308,
     "running": 1459,
-    "data": 1432,
+    "data": 1440,
     "applications": 3550,
     "report": 445,
     "sklearn": 337,

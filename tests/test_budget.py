@@ -57,7 +57,6 @@ LARGE_FUNCTIONS: set[str] = {
     "src/bilevel/cli/poison_output.py:summary",
     "src/bilevel/cli/tune.py:command",
     "src/bilevel/measures/constrained_lower_minimum.py:minimise_constrained",
-    "src/bilevel/running/solve.py:_once",
     "studies/src/bilevel_studies/few_shot/runs.py:_bilevel",
     "studies/src/bilevel_studies/synthetic/page.py:page",
     "studies/src/bilevel_studies/synthetic/sizes.py:table",

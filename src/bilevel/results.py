@@ -51,7 +51,7 @@ class Status(enum.Enum):
     INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
     MAX_STEPS = "The budget of steps is spent (on minibatches the usual end): see the certificate."
-    STOPPED = "Stopped before the end: the state is kept, and a checkpoint, where one was asked for, is written."
+    STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class Certificate:
     violation_scale: float = 1.0
     """The size of the constraint functions, against which the violation is judged."""
     lower_minimiser: bool | None = None
-    """Whether a second minimisation of g, under its constraints, found nothing lower; None where it was not tried."""
+    """Whether a second minimisation of g, under its constraints, found nothing lower; None if it was not tried."""
     lower_violation: float = 0.0
     """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
     complementarity: float = 0.0
@@ -176,12 +176,12 @@ class Certificate:
     """1 + |v|, against which these two are judged."""
     lower_gap: float | None = None
     """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
-    points; None without lower constraints, or where it was not tried: with data it is not."""
+    points; None without lower constraints, or if it was not tried: with data it is not."""
     lower_starts: int = 0
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
-    None where it was not asked for, under `project_lower` or lower constraints, or where the conjugate gradients do not
+    None if it was not requested, under `project_lower` or lower constraints, or if the conjugate gradients do not
     get there: g_vv is not positive definite, or too ill-conditioned for this precision."""
     damping: float = 0.0
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
@@ -197,7 +197,7 @@ class Certificate:
 
     @property
     def relative_stationarity(self) -> float:
-        """|grad F| with the part of u and that of v each relative to its scale."""
+        """|grad F|, with the parts of u and v each relative to its scale."""
         scale_u = self.scale if self.scale_u is None else self.scale_u
         return math.hypot(self.stationarity_u / scale_u, self.stationarity_v / self.scale)
 
@@ -254,17 +254,17 @@ class Solution(Generic[U, V]):
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
     """The price of each condition at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
-    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. Where
+    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. If
     the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0), those of
     grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
     adjoint: list[Tensor]
     """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
-    """What the status alone does not say: the step and the quantity that diverged, for instance."""
+    """Details that the status does not contain, such as the step and the quantity that diverged."""
     waiting: float = 0.0
     """The share of the run's time spent waiting for data."""
     interrupted: bool = False
-    """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
+    """Whether the user pressed Ctrl-C, even if it was too late to stop this run: skip the runs that would follow."""
     ranks: int = 1
     """How many processes shared the batches."""
     bytes_per_step: float = 0.0

@@ -20,10 +20,7 @@ import torch
 
 from bilevel.errors import BilevelError, OptionError, reason
 
-Function = Callable[[Any], Any]
 Submit = Callable[..., Future[Any]]
-REACH = 10.0
-"""Seconds in which the address of a cluster has to answer."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Where:
-    """Where runs go: `workers` processes of this machine, or the Ray cluster at `address`, each run with `gpus`."""
+    """The place of the runs: `workers` processes here, or the Ray cluster at `address`, with `gpus` for each run."""
 
     workers: int = 1
     address: str | None = None
@@ -55,7 +52,7 @@ ONCE = Where(retries=0, one_thread=False)
 
 
 def parallel_map(
-    function: Function, items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
+    function: Callable[[Any], Any], items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
 ) -> Generator[tuple[int, Any], None, None]:
     """Yield (position, result) as results come; the result is `Failed` after the last try.
 
@@ -74,8 +71,7 @@ def parallel_map(
             while busy or (waiting and healthy and not late()):
                 while waiting and healthy and len(busy) < most and not late():
                     try:
-                        busy[submit(attempted, function, items[waiting[0]])] = waiting[0]
-                        waiting.popleft()
+                        busy |= {submit(attempted, function, items[waiting[0]]): waiting.popleft()}
                     except BrokenExecutor:  # a process has just died
                         healthy = False
                 for done in wait(busy, return_when=FIRST_COMPLETED).done:
@@ -93,7 +89,7 @@ def parallel_map(
         suspects = lost or [position for position in suspects if position in tries]
 
 
-def attempted(function: Function, item: Any) -> Any:
+def attempted(function: Callable[[Any], Any], item: Any) -> Any:
     """Return the function's result, or its error as a value that any process can send."""
     try:
         return function(item)
@@ -157,7 +153,7 @@ def _begin_worker() -> None:
 _spoilt = False
 
 
-def _attempted_in_worker(function: Function, item: Any) -> Any:
+def _attempted_in_worker(function: Callable[[Any], Any], item: Any) -> Any:
     """In a worker: run no other item after one that failed."""
     global _spoilt
     if _spoilt:
@@ -188,8 +184,7 @@ def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
 
     def submit(_: Any, *arguments: Any) -> Future[Any]:
         references.append(remote.remote(*arguments))
-        future: Future[Any] = references[-1].future()
-        return future
+        return references[-1].future()  # type: ignore[no-any-return]
 
     try:
         yield submit, max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -204,4 +199,4 @@ def _reach(address: str) -> None:
     """Raise OSError if nothing listens at `host:port`: Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()

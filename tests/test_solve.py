@@ -110,7 +110,8 @@ def test_representations_are_short_and_say_what_to_do_next(quadratic):
     solution = solve(quadratic.problem, Penalty(), u, v, max_steps=100, seed=0, starts=2)
     text = repr(solution)
     assert len(text.splitlines()) <= 20
-    for words in ("CONVERGED after", f"f at the last step: {solution.history['f'][-1]:.6g}", "residual", "Next: use u and"):
+    f = solution.history["f"][-1]
+    for words in ("CONVERGED after", f"f at the last step: {f:.6g}", "residual", "Next: use u and"):
         assert words in text
     short = solve(quadratic.problem, plain(), *quadratic.start(), max_steps=2, seed=0, starts=1)
     assert "raise max_steps" in repr(short)
@@ -125,7 +126,7 @@ def test_columns_have_the_names_of_the_progress_bar_too_and_a_wrong_name_gets_th
     history = solve(quadratic.problem, plain(), *quadratic.start(), max_steps=3, seed=0).history
     assert history["f"] == history["upper"]
     assert history["g"] == history["lower"]
-    with pytest.raises(KeyError, match="history has no column 'residuals'. Did you mean 'residual'"):
+    with pytest.raises(KeyError, match=r"history has no column 'residuals'\. Did you mean 'residual'"):
         history["residuals"]
 
 

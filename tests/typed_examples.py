@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import assert_type
 
 from bilevel import (
     Box,

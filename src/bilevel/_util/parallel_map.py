@@ -5,7 +5,6 @@ An item that fails, or whose process dies, is run again. `bilevel.running.run_ma
 
 from __future__ import annotations
 
-import importlib
 import signal
 import socket
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bilevel._util.optional import require
 from bilevel.errors import BilevelError, OptionError, reason
 
 Submit = Callable[..., Future[Any]]
@@ -134,10 +134,7 @@ def _here(where: Where) -> Iterator[tuple[Submit, int]]:
 @contextmanager
 def _processes(where: Where) -> Iterator[tuple[Submit, int]]:
     """Run in processes of this machine."""
-    try:
-        loky = importlib.import_module("joblib.externals.loky")
-    except ImportError:
-        raise OptionError("workers=2 or more needs joblib: pip install 'bilevel[apps]'.") from None
+    loky = require("joblib.externals.loky", extra="apps")
     pool = loky.ProcessPoolExecutor(where.workers, initializer=_begin_worker)
     try:
         yield lambda _, *arguments: pool.submit(_attempted_in_worker, *arguments), where.workers
@@ -166,12 +163,7 @@ def _attempted_in_worker(function: Callable[[Any], Any], item: Any) -> Any:
 @contextmanager
 def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
     """Run on a Ray cluster. (joblib's backend for Ray cannot return results as they come.)"""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        raise OptionError(
-            f"the address of a Ray cluster ({where.address}) needs Ray. Install it with: pip install 'bilevel[ray]'."
-        ) from None
+    ray = require("ray", extra="ray")
     mine = not ray.is_initialized()
     if mine:
         try:

@@ -112,7 +112,7 @@ def _open(request: RunRequest) -> dict[str, Any] | None:
 
 
 def _seed(request: RunRequest, saved: dict[str, Any] | None, ranks: ProcessGroup | None) -> int:
-    """Return the seed that was passed, or that of the checkpoint, or one from torch's global generator."""
+    """Return the seed that was passed, the seed of the checkpoint, or a new one from torch's global generator."""
     if request.seed is not None:
         return request.seed
     seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])

@@ -73,8 +73,8 @@ def solve(
             stay in their own precision, and so does the certificate. None (default): no autocast.
         accumulate: The number of batches that every gradient is the mean of.
         starts: The number of starting points. The first is the point that was passed. The best end is kept: feasible,
-            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has a folder of
-            its own in `checkpoint`. See `bilevel.running.multistart`.
+            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has
+            its folder in `checkpoint`. See `bilevel.running.multistart`.
         seed: The seed of all random numbers of the run. None (default): one from torch's global generator.
         hypergradient: Whether the certificate solves for the exact hypergradient. None (default): if v is small.
 
@@ -97,7 +97,9 @@ def solve(
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")
     if starts > 1 and problem.trials is not None:
-        raise OptionError(f"starts must be 1 with trials, each of which starts where it is; got starts={starts}.")
+        raise OptionError(
+            f"starts must be 1 with trials, which start at different points; got starts={starts}."
+        )
     if starts > 1 and checkpoint is not None and seed is None:
         raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
     upper, lower = variables(problem, u, v)

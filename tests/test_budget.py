@@ -30,9 +30,9 @@ STATEMENTS = {
     "methods": 2308,
     "running": 1459,
     "data": 1651,
-    "applications": 3550,
+    "applications": 3501,
     "report": 548,
-    "sklearn": 337,
+    "sklearn": 323,
     "cli": 2261,
     "studies": 6080,
 }
@@ -42,13 +42,6 @@ LARGE_FILES: set[str] = {
 }
 """Files over the limit. The list may only shrink."""
 LARGE_FUNCTIONS: set[str] = {
-    "src/bilevel/applications/comparison/synthetic_problems.py:examples",
-    "src/bilevel/applications/denoising/denoise.py:denoise",
-    "src/bilevel/applications/poisoning/attack.py:attack",
-    "src/bilevel/applications/tuning/linear_tuning.py:tune_linear",
-    "src/bilevel/applications/tuning/tune.py:tune",
-    "src/bilevel/applications/tuning/tune_table.py:_linear",
-    "src/bilevel/applications/tuning/tune_table.py:_network",
     "src/bilevel/cli/compare.py:command",
     "src/bilevel/cli/denoise.py:command",
     "src/bilevel/cli/fewshot.py:_run",

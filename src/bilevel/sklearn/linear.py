@@ -202,5 +202,6 @@ class TunedLogisticRegression(ClassifierMixin, _Tuned):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> np.ndarray:
         """Return the class of each row."""
-        predicted: np.ndarray = self.classes_[self.predict_proba(X).argmax(1)]
+        found = self.predict_proba(X).argmax(1)
+        predicted: np.ndarray = self.classes_[found]
         return predicted

@@ -30,9 +30,9 @@ STATEMENTS = {
     "methods": 2308,
     "running": 1459,
     "data": 1651,
-    "applications": 3501,
+    "applications": 3488,
     "report": 548,
-    "sklearn": 323,
+    "sklearn": 319,
     "cli": 2261,
     "studies": 6080,
 }

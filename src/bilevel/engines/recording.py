@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bilevel._util.random_state import random_state, set_random_state
-from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.errors import BilevelWarning
+from bilevel.problem.variables import Variable
 
 Step = Callable[..., Any]
 """A step as a function of batches and tensors; whatever else it reads or writes lives on and is changed in place."""
@@ -33,10 +33,19 @@ class UnrecordableError(RuntimeError):
     """What a step does cannot be recorded."""
 
 
+class Counts(Protocol):
+    """The variable that a step moves, and the evaluations that it counts."""
+
+    v: Variable
+    lower_evaluations: int
+    upper_evaluations: int
+
+
 class Host(Protocol):
     """The run that an engine works for."""
 
-    derivatives: Derivatives
+    @property
+    def derivatives(self) -> Counts: ...
 
     def live(self) -> list[Tensor]:
         """All tensors that a step changes in place and that exist by now."""

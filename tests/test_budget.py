@@ -18,8 +18,8 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 211,
-    "_util": 352,
+    "top": 240,  # the public names are imported when they are used
+    "_util": 379,  # with optional packages and their extras
     "problem": 276,
     "optim": 423,
     "batches": 497,
@@ -33,7 +33,7 @@ STATEMENTS = {
     "applications": 3550,
     "report": 445,
     "sklearn": 337,
-    "cli": 2261,
+    "cli": 1749,
     "studies": 6080,
 }
 LARGE_FILES: set[str] = {
@@ -49,13 +49,6 @@ LARGE_FUNCTIONS: set[str] = {
     "src/bilevel/applications/tuning/tune.py:tune",
     "src/bilevel/applications/tuning/tune_table.py:_linear",
     "src/bilevel/applications/tuning/tune_table.py:_network",
-    "src/bilevel/cli/compare.py:command",
-    "src/bilevel/cli/denoise.py:command",
-    "src/bilevel/cli/fewshot.py:_run",
-    "src/bilevel/cli/fewshot.py:command",
-    "src/bilevel/cli/poison.py:command",
-    "src/bilevel/cli/poison_output.py:summary",
-    "src/bilevel/cli/tune.py:command",
     "src/bilevel/measures/constrained_lower_minimum.py:minimise_constrained",
     "src/bilevel/running/solve.py:_once",
     "studies/src/bilevel_studies/few_shot/runs.py:_bilevel",

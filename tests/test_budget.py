@@ -34,11 +34,10 @@ STATEMENTS = {
     "report": 548,
     "sklearn": 337,
     "cli": 2261,
-    "studies": 6080,
+    "studies": 5257,
 }
 LARGE_FILES: set[str] = {
     "src/bilevel/methods/penalty/augmented_lagrangian.py",
-    "studies/src/bilevel_studies/classical/quadratic.py",
 }
 """Files over the limit. The list may only shrink."""
 LARGE_FUNCTIONS: set[str] = {
@@ -59,8 +58,6 @@ LARGE_FUNCTIONS: set[str] = {
     "src/bilevel/measures/constrained_lower_minimum.py:minimise_constrained",
     "src/bilevel/running/solve.py:_once",
     "studies/src/bilevel_studies/few_shot/runs.py:_bilevel",
-    "studies/src/bilevel_studies/synthetic/page.py:page",
-    "studies/src/bilevel_studies/synthetic/sizes.py:table",
 }
 """Functions over a limit, as `path:name`. The list may only shrink."""
 

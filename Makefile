@@ -38,7 +38,7 @@ setup: .venv/.ready ## Make .venv with the pinned dependencies and the `bilevel`
 	$(call install,.[dev])
 
 demo: setup ## Find the wrong labels among scikit-learn's digits and write runs/demo/report.html.
-	@$(BIN)/bilevel denoise digits --noise 0.4 --trusted 100 --out runs/demo
+	@$(BIN)/bilevel denoise digits --noise 0.4 --trusted 100 --out runs/demo --resume
 
 test: setup .venv/.ready-dev ## Lint, types and tests (the slow ones: .venv/bin/pytest -m slow).
 	$(BIN)/ruff check

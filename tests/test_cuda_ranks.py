@@ -72,7 +72,7 @@ def spoken(kind: str) -> dict[str, Any]:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    ranks = ProcessGroup(device)
+    ranks = ProcessGroup()
     x, whole = torch.arange(6.0, device=device).view(2, 3), torch.arange(4, device=device)
     copy = torch.zeros_like(x)
     copy.copy_(x)

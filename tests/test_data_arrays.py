@@ -76,6 +76,9 @@ def test_columns_are_scaled_by_the_main_part_alone(tmp_path: Path) -> None:
     mean, deviation = x.mean(0), x.std(0)
     expected = [(5 - mean[0]) / deviation[0], 10, (0 - mean[3]) / deviation[3]]
     assert data.test[0][0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert data.features == ("column 0", "column 1", "column 3")
+    assert data.transformer is not None
+    assert data.transformer.transform(x_test)[0].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,7 @@ def test_files_that_are_not_there_or_of_another_kind_are_refused(tmp_path: Path)
         load(main, label="y")
     np.save(tmp_path / "one.npy", GOOD)
     (tmp_path / "one.npy").rename(tmp_path / "one.npz")
-    with pytest.raises(DataError, match="cannot be read as an"):
+    with pytest.raises(DataError, match="it is not a whole archive"):
         load(tmp_path / "one.npz")
 
 

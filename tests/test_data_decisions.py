@@ -1,8 +1,9 @@
-"""Decisions of the review page applied to their source: what changes, what stays byte for byte, what is refused."""
+"""Decisions of the review page applied to their source: what changes, what stays, what is refused."""
 
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from bilevel.data import Labelled, apply_decisions, load, rewriting, split_trusted
+from bilevel.data import Labelled, apply_decisions, decisions, load, split_trusted
 from bilevel.errors import DataError, OptionError
 
 N = 12
@@ -68,17 +69,19 @@ def test_npz_keeps_its_other_arrays(tmp_path: Path) -> None:
     assert load(done.out).count == 10
 
 
-def test_csv_keeps_every_other_character(tmp_path: Path) -> None:
+def test_csv_keeps_the_text_of_every_other_cell(tmp_path: Path) -> None:
     source = tmp_path / "set.csv"
     rows = [f'{i * i % 7:03d},{name},"a, ""{i}"" 5\n"\r\n' for i, name in enumerate(NAMES[:9])]
-    text = '\ufeffa,"label",note\r\n' + "".join(rows) + '\r\n004,"ant",5" pipe\r\n02,bee,x\r\n011,cow,y'
+    text = '\ufeffa,"label",note\r\n' + "".join(rows) + '\r\n004,"ant",5" pipe\r\n02,bee,"x\ry"\r\n011,cow,y'
     source.write_bytes(text.encode())
     decisions = decide(tmp_path, FEW, load(source, label="label").keys)
     done = apply_decisions(source, decisions, tmp_path / "clean.csv", label="label")
-    lines = text.split("\r\n")
-    lines[5] = lines[5].replace("bee", "cow")
-    expected = "\r\n".join([lines[0], *lines[2:-1]]) + "\r\n"
-    assert done.out.read_bytes().decode() == expected
+    expected = [row for row in csv.reader(io.StringIO(text[1:], newline="")) if row]
+    expected[5][1] = "cow"
+    written = done.out.read_bytes().decode()
+    assert written.startswith("\ufeffa,label,note\r\n001,bee,")
+    assert list(csv.reader(io.StringIO(written[1:], newline=""))) == [expected[0], *expected[2:-1]]
+    assert expected[10] == ["004", "ant", '5" pipe']
     again = load(done.out, label="label")
     assert [again.classes[c] for c in again.y] == LEFT
 
@@ -221,11 +224,11 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     source = pets(tmp_path / "pets", "")
     data = load(source)
-    change = rewriting.Change(np.ones(data.count, bool), data.y.numpy(), data.y.numpy())
+    change = decisions.Change(np.ones(data.count, bool), data.y.numpy(), data.y.numpy())
     (source / "dog" / "5.png").unlink()
     (source / "dog" / "5.png").symlink_to(tmp_path / "out" / "none")
-    with pytest.raises(RuntimeError), rewriting.new_file_or_folder(tmp_path / "out") as temporary:  # noqa: PT012
-        rewriting.rewrite_folder(source, temporary, change, data)
+    with pytest.raises(RuntimeError), decisions.new_file_or_folder(tmp_path / "out") as temporary:  # noqa: PT012
+        decisions.rewrite_folder(source, temporary, change, data)
         assert temporary.is_dir()
         raise RuntimeError
     assert sorted(p.name for p in tmp_path.iterdir()) == ["pets"]

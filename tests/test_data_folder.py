@@ -56,7 +56,7 @@ def test_other_sizes_are_cut_to_64_from_the_middle(tmp_path: Path) -> None:
     middle = data.x[data.keys.index("cat/a.png")]
     assert float(middle[:, :, 2:-2].min()) == 1
     assert data.notes == (
-        "11 of 11 images were resized, and cut at the middle where needed, to 64x64 pixels. They are of 2 sizes, such "
+        "11 of 11 images were resized, and cut at the middle if needed, to 64x64 pixels. They have 2 sizes, such "
         "as 9x7 and 300x100 (cat/a.png).",
     )
     assert load(classes(tmp_path / "large", size=(80, 80))).x.shape == (10, 3, 64, 64)
@@ -143,7 +143,7 @@ def test_images_that_do_not_decode_are_left_out_and_named(tmp_path: Path) -> Non
     assert "cat/1.png" not in data.keys
     assert data.notes == (
         "Left out 2 of 12 images that do not decode: cat/1.png, dog/3.png.",
-        "Folders without images were passed over: empty.",
+        "Folders without images were skipped: empty.",
     )
     for file in (root / "dog").iterdir():
         file.write_bytes(b"x")

@@ -23,8 +23,8 @@ from common import needs
 from PIL import Image
 from scipy.io import savemat
 
-from bilevel.data import NAMES, load, named
-from bilevel.data.files import BATCHES, IDX, MAT
+from bilevel.data import NAMES, load, named_sets
+from bilevel.data.named_sets import BATCHES, IDX, MAT
 from bilevel.errors import DataError, OptionError
 
 RANDOM = np.random.default_rng(0)
@@ -35,8 +35,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without data: empty folders for the data and the cache, no system package, no server."""
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, known in named.SETS.items():
-        monkeypatch.setitem(named.SETS, name, replace(known, address="http://127.0.0.1:9/", folder=None))
+    for name, known in named_sets.SETS.items():
+        monkeypatch.setitem(named_sets.SETS, name, replace(known, address="http://127.0.0.1:9/", folder=None))
     return tmp_path
 
 
@@ -97,16 +97,16 @@ def test_mnist_is_read_from_its_own_files() -> None:
 
 @needs("mnist")
 def test_the_sums_of_mnist_are_those_of_the_files_at_hand() -> None:
-    for name, expected in named.SETS["mnist"].sums.items():
+    for name, expected in named_sets.SETS["mnist"].sums.items():
         content = (Path(os.environ["BILEVEL_DATA"]) / "mnist" / name).read_bytes()
         assert expected == f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def test_fashion_mnist_is_read_from_the_debian_package(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not named.FASHION_FOLDER.is_dir():
+    if not named_sets.FASHION_FOLDER.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
-    known = named.SETS["fashion-mnist"]
-    monkeypatch.setitem(named.SETS, "fashion-mnist", replace(known, folder=named.FASHION_FOLDER))
+    known = named_sets.SETS["fashion-mnist"]
+    monkeypatch.setitem(named_sets.SETS, "fashion-mnist", replace(known, folder=named_sets.FASHION_FOLDER))
     data = load("fashion-mnist")
     assert torch.bincount(data.y).tolist() == [6000] * 10
     assert data.classes[9] == "Ankle boot"
@@ -211,7 +211,7 @@ def test_without_files_and_network_one_sentence_says_what_to_put_where(home: Pat
     assert "cannot be reached" in said
     assert f"$BILEVEL_DATA/{name}" in said
     assert str(home / "cache" / "bilevel" / name) in said
-    assert all(file in said for file in named.SETS[name].forms[0].names)
+    assert all(file in said for file in named_sets.SETS[name].forms[0].names)
     assert said.count("\n") == 0
 
 
@@ -238,10 +238,10 @@ def test_what_is_missing_is_downloaded_once_and_checked(
     _, y = write_idx(home / "site" / "files")
     files = {name: home / "site" / "files" / name for name in IDX}
     sums = {name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for name, file in files.items()}
-    monkeypatch.setitem(named.SETS, "mnist", replace(named.SETS["mnist"], address=server, sums=sums))
-    monkeypatch.setitem(named.SETS, "fashion-mnist", replace(named.SETS["fashion-mnist"], address=server))
+    monkeypatch.setitem(named_sets.SETS, "mnist", replace(named_sets.SETS["mnist"], address=server, sums=sums))
+    monkeypatch.setitem(named_sets.SETS, "fashion-mnist", replace(named_sets.SETS["fashion-mnist"], address=server))
     assert load("mnist").y.tolist() == y.tolist()
-    with pytest.raises(DataError, match="another sum"):
+    with pytest.raises(DataError, match="the sum of the download is not"):
         load("fashion-mnist")
     for file in files.values():
         file.unlink()

@@ -133,7 +133,7 @@ def test_splits_refuse_counts_that_cannot_be() -> None:
         split_test(whole, share=0.5, count=3, seed=0)
     with pytest.raises(OptionError, match="share"):
         split_test(whole, share=1.0, seed=0)
-    with pytest.raises(OptionError, match="trusted rows already"):
+    with pytest.raises(OptionError, match=r"already has .* trusted rows"):
         split_trusted(split_trusted(whole, 4, 0), 4, 0)
-    with pytest.raises(OptionError, match="test rows already"):
+    with pytest.raises(OptionError, match=r"already has .* test rows"):
         split_test(split_test(whole, count=4, seed=0), count=4, seed=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import string
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bilevel.data import load
-from bilevel.errors import DataError, OptionError
+from bilevel.errors import BilevelError, DataError, OptionError
 
 N = 40
 LABELS = ["yes", "no", "no", "perhaps"] * (N // 4)
@@ -60,21 +62,24 @@ def test_infinite_numbers_count_as_missing(tmp_path: Path) -> None:
 def test_text_becomes_a_column_for_each_frequent_value(tmp_path: Path, name: str) -> None:
     colour = (["red", "red", "blue", None] * N)[:N]
     data = load(write(tmp_path, name, colour=colour, flag=[True, False] * (N // 2)), label="label")
-    assert data.x[:4].tolist() == [[1, 0, 0, 0, 1], [1, 0, 0, 1, 0], [0, 1, 0, 0, 1], [0, 0, 1, 1, 0]]
+    names = ("colour = blue", "colour = red", "colour is missing", "flag = False", "flag = True")
+    assert data.features == names
+    assert data.x[:4].tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 0, 1, 1, 0]]
 
 
 def test_rare_values_share_a_column(tmp_path: Path) -> None:
-    letters = [*(2 * string.ascii_lowercase[:20]), *string.ascii_uppercase[:5], *("b" * 15)]
+    letters = [*(2 * string.ascii_lowercase[:20]), *string.ascii_uppercase[:5], *("a" * 15)]
     path = tmp_path / "set.csv"
     pd.DataFrame({"c": letters, "label": (["x", "y"] * 60)[:60]}).to_csv(path, index=False)
-    pd.DataFrame({"c": ["b", "a", "E", "new", None], "label": ["x", "y", "x", "y", "x"]}).to_csv(tmp_path / "t.csv")
+    pd.DataFrame({"c": ["a", "b", "E", "new", None], "label": ["x", "y", "x", "y", "x"]}).to_csv(tmp_path / "t.csv")
     data = load(path, label="label", test=tmp_path / "t.csv")
     assert data.x.shape == (60, 21)
     assert data.x.sum(1).tolist() == [1] * 60
     assert data.x[:, 20].sum() == 5
+    assert data.features[19:] == ("c = t", "c is another")
     assert data.test is not None
     where = [row.nonzero().flatten().tolist() for row in data.test[0]]
-    assert where == [[0], [1], [20], [20], []]
+    assert where == [[0], [1], [20], [20], [20]]
 
 
 def test_columns_without_use_are_left_out_with_a_note_and_kept_for_people(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_columns_without_use_are_left_out_with_a_note_and_kept_for_people(tmp_pa
         "word (is constant)",
         "none (has no values)",
         "who (is text of which nearly all values differ)",
-        "nested (holds nested values)",
+        "nested (holds nested or mixed values)",
     ):
         assert said in note
     assert data.fields["who"][3] == "Name 3"
@@ -113,19 +118,19 @@ def test_a_few_values_that_are_no_numbers_count_as_missing_and_are_named(tmp_pat
     data = load(write(tmp_path, size=size, a=NUMBERS, id=ids), label="label", test=test)
     assert data.notes == (
         "Left out of the inputs: id (counts the rows).",
-        f"size: 1 of {N} values, such as 'unknown', is no number and counts as missing.",
+        f"size: 1 of {N} values, such as 'unknown', is not a number and counts as missing.",
     )
-    assert data.features == ("size", "size is missing", "a")
-    assert data.x[:, 1].nonzero().flatten().tolist() == [3]
+    assert data.features == ("size", "a", "size is missing")
+    assert data.x[:, 2].nonzero().flatten().tolist() == [3]
     assert data.test is not None
-    assert data.test[0][:, 1].tolist() == [0, 1, 1]
+    assert data.test[0][:, 2].tolist() == [0, 1, 1]
     assert data.test[0][0, 0] == data.x[2, 0]
 
 
 def test_text_with_more_that_is_no_number_stays_text(tmp_path: Path) -> None:
     size = ["1", "2", "many"] * N
     data = load(write(tmp_path, size=size[:N], a=NUMBERS), label="label")
-    assert data.features[:3] == ("size = 1", "size = 2", "size = many")
+    assert data.features == ("a", "size = 1", "size = 2", "size = many")
 
 
 def test_a_table_without_a_column_to_learn_from_is_refused(tmp_path: Path) -> None:
@@ -185,7 +190,7 @@ def test_codes_with_leading_zeros_mean_the_same_in_every_part(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"a": ["word"] * N}, "column 'a' must hold numbers, as in the main file; it holds text"),
+        ({"a": ["word"] * N}, "column 'a' must hold numbers, as in the main file; got 'word'"),
         ({"b": NUMBERS}, "has no column 'a'"),
         ({"a": NUMBERS, "label": ["yes", "never"] * (N // 2)}, "labels 'never' do not occur in the main part"),
         ({"a": NUMBERS, "label": ["yes", None] * (N // 2)}, "20 of 40 labels are missing"),
@@ -195,6 +200,25 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path: Path, columns: dict[str, 
     main = write(tmp_path, a=NUMBERS)
     with pytest.raises(DataError, match=said):
         load(main, label="label", trusted=write(tmp_path, "part.csv", **columns))
+
+
+def test_the_transformer_is_kept_and_prepares_new_rows_after_pickling(tmp_path: Path) -> None:
+    data = load(write(tmp_path, a=NUMBERS, c=["u", "v"] * (N // 2)), label="label")
+    transformer = pickle.loads(pickle.dumps(data.transformer))
+    rows = pd.DataFrame({"other": [1, 2], "c": ["v", "new"], "a": NUMBERS[1:3]})
+    new = transformer.transform(rows)
+    assert new.dtype == np.float32
+    assert new[0].tolist() == data.x[1].tolist()
+    assert new[1].tolist() == [data.x[2, 0], 0, 0]
+    with pytest.raises(DataError, match="the table has no column 'c', which the main file has"):
+        transformer.transform(rows[["a"]])
+
+
+def test_huge_and_tiny_numbers_are_scaled_without_overflow(tmp_path: Path) -> None:
+    huge = np.where(np.arange(N) % 2, 1.7e308, -1.7e308)
+    data = load(write(tmp_path, huge=huge, tiny=NUMBERS * 1e-300), label="label")
+    assert data.x[:, 0].tolist() == pytest.approx(np.sign(huge).tolist())
+    assert bool(data.x.isfinite().all())
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
@@ -210,8 +234,30 @@ def test_without_the_extra_packages_the_command_to_install_them_is_given(
 ) -> None:
     path = write(tmp_path, name, a=NUMBERS)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"Tables need {module.split('.')[0]}: pip install bilevel\[tables\]"):
+    with pytest.raises(BilevelError, match=rf"This needs {module.split('.')[0]}: pip install 'bilevel\[tables\]'\."):
         load(path, label="label")
+
+
+def test_optional_packages_are_imported_only_when_they_are_needed() -> None:
+    packages = ("pandas", "pyarrow", "sklearn", "scipy", "PIL", "pooch", "matplotlib", "jinja2", "markupsafe")
+    code = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+import bilevel.data, bilevel.data.class_images, bilevel.report.page, bilevel.report.review_page
+for call in (lambda: bilevel.data.load("digits"), lambda: bilevel.report.page.fill("page.html")):
+    try:
+        call()
+    except bilevel.errors.BilevelError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        f"This needs {name}: pip install 'bilevel[apps]'." for name in ("scikit-learn", "jinja2")
+    ]
 
 
 def test_the_label_must_be_a_column(tmp_path: Path) -> None:

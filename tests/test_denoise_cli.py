@@ -30,12 +30,11 @@ from bilevel import OptionError
 from bilevel.applications.augmentation import crop
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared
-from bilevel.cli.denoise_output import _good, summary
-from bilevel.cli.folder import Folder
+from bilevel.cli.denoise_output import summary
 from bilevel.cli.main import main
-from bilevel.cli.run_state import begin, folder_of, resumable
+from bilevel.cli.run_folder import RunFolder, Stopped, folder_of, run_or_resume
 from bilevel.data import Labelled, load
-from bilevel.data.files import MAT
+from bilevel.data.named_sets import MAT
 from bilevel.errors import ProblemError
 from bilevel.results import Status
 
@@ -79,8 +78,8 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     assert written["noise_rate"] == pytest.approx(written["suspects"] / 1517)
     assert written["test_accuracy"] == written["accuracies"]["denoised"] > 0.85
     assert {"labels as they are", "trusted set alone"} < set(written["accuracies"])
-    better = max(("labels as they are", "trusted set alone"), key=lambda name: written["accuracies"][name])
-    assert written["message"].endswith(f"; trained on the {better}, on {100 * written['accuracies'][better]:.1f}%.")
+    for name, words in {"denoised": "on the cleaned data", "labels as they are": "on the labels as they are"}.items():
+        assert f"{words}: {100 * written['accuracies'][name]:.1f}%" in written["message"]
     assert written["seed"] == 0
     assert written["method"] == "penalty"
     assert len(rows_of(tmp_path / "r", "history.csv")) == 150
@@ -108,7 +107,10 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert json.loads(told.out) == found
     assert "finished already" in told.err
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
-    assert "holds a run that is finished, with --noise 0.3; got 0.4. Use another --out." in capsys.readouterr().err
+    assert (
+        "holds a finished run, with --noise 0.3; got 0.4. Use another --out, or delete the folder."
+        in capsys.readouterr().err
+    )
     assert json.loads((tmp_path / "result.json").read_text()) == found
 
 
@@ -123,34 +125,19 @@ def test_noise_on_a_few_rows_is_made_and_the_rows_have_the_keys_of_the_file_writ
     assert [row["key"] for row in rows_of(out)] == list(load(out / "noisy.npz").keys)
 
 
-@pytest.mark.parametrize(
-    ("others", "said"),
-    [
-        ({}, "is right on 90.0% of the test set."),
-        ({"trusted set alone": 0.8}, "of the test set; trained on the trusted set alone, on 80.0%."),
-        ({"trusted set alone": 0.8, "labels as they are": 0.7, "right labels": 0.95}, "trusted set alone, on 80.0%."),
-        ({"trusted set alone": 0.8, "labels as they are": 0.85, "right labels": 0.95}, "labels as they are, on 85.0%."),
-    ],
-)
-def test_outcome_names_the_better_one_of_what_a_user_could_train_on_instead(others, said):
+def test_the_message_has_the_accuracies_that_were_measured():
     suspect = torch.tensor([True, False])
     solution = Namespace(ranks=1, status=Status.MAX_STEPS, engine="")
     found = Namespace(suspect=suspect, noise_rate=0.5, settings={}, solution=solution)
-    cleaned = Cleaned(found, {"denoised": 0.9, **others}, None, None, ())
+    cleaned = Cleaned(found, {"denoised": 0.9, "trusted set alone": 0.8}, None, None, ())
     pair = torch.zeros(2, 3), torch.tensor([0, 1])
     prepared = Prepared(Labelled("two", "arrays", *pair, ("a", "b"), ["0", "1"], trusted=pair))
     net = Classifier(torch.nn.Linear(3, 2), "linear")
     asked = {"method": "penalty", "seed": 0}
-    message = summary(prepared, cleaned, net, asked, 1.0, torch.device("cpu"))["message"]
-    assert message.startswith("1 of 2 labels (50.0%) is probably wrong. The classifier trained on the cleaned data")
-    assert message.endswith(said)
-
-
-@pytest.mark.parametrize(
-    ("rivals", "good"), [({}, True), ({"trusted set alone": 0.9}, True), ({"labels as they are": 0.91}, False)]
-)
-def test_page_is_green_only_where_nothing_else_does_better(rivals, good):
-    assert _good(Cleaned(Namespace(), {"denoised": 0.9, "right labels": 0.99, **rivals}, None, None, ())) is good
+    assert summary(prepared, cleaned, net, asked, 1.0, torch.device("cpu"))["message"] == (
+        "1 of 2 labels (50.0%) is probably wrong. Accuracy on the test set after training on the cleaned data: 90.0%, "
+        "on only the trusted set: 80.0%."
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "history.csv", "report.html"])
@@ -159,13 +146,13 @@ def test_files_of_others_in_the_folder_are_not_written_over(arrays, tmp_path, ca
     out.mkdir()
     (out / name).write_text("{}")
     assert run(arrays, "--steps", 5, "--out", out) == 2
-    assert f"has a {name} that is no run's" in " ".join(capsys.readouterr().err.split())
+    assert f"has a {name} already. Use another --out; nothing is written over." in capsys.readouterr().err
     assert [(file.name, file.read_text()) for file in out.iterdir()] == [(name, "{}")]
 
 
 def test_options_that_would_do_nothing_or_harm_are_refused(arrays, tmp_path, capsys):
     assert run(arrays, "--noise-kind", "asymmetric", "--out", tmp_path / "r") == 2
-    assert "give --noise, too" in " ".join(capsys.readouterr().err.split())
+    assert "give --noise as well" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "r").exists()
 
 
@@ -200,21 +187,17 @@ def test_pixels_made_noisy_stay_as_they_are(tmp_path, pixels, kept):
     assert [row["key"] for row in rows_of(out)] == list(written.keys)
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["new folder", "over a run that is finished"])
-def test_run_that_is_refused_on_its_way_leaves_nothing_of_itself(arrays, tmp_path, capsys, monkeypatch, before):
+def test_run_that_is_refused_on_its_way_leaves_nothing_of_itself(arrays, tmp_path, capsys, monkeypatch):
     out = tmp_path / "r"
-    if before:
-        assert run(arrays, *QUICK, "--out", out) == 0
-    held = {path.name: path.read_bytes() for path in out.glob("*")}
 
     def diverged(*_: object) -> None:
         assert (out / "noisy.npz").exists()
         raise ProblemError("it diverged.")
 
-    monkeypatch.setattr("bilevel.cli.denoise._run", diverged)
+    monkeypatch.setattr("bilevel.cli.denoise_run._clean", diverged)
     assert run(arrays, "--noise", 0.3, *QUICK, "--out", out) == 1
     assert "it diverged." in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in out.glob("*")} == held
+    assert not list(out.iterdir())
 
 
 def test_house_numbers_are_denoised_with_the_network_of_the_paper_and_not_mirrored(tmp_path, capsys, monkeypatch):
@@ -384,8 +367,8 @@ def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, strai
     assert not (out / "result.json").exists()
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert "--resume goes on" in told
-        for more, words in (([], "--resume goes on from it"), (["--resume", "--seed", "3"], "with --seed 0; got 3")):
+        assert "The same command with --resume continues the run in" in told
+        for more, words in (([], "Continue it by --resume"), (["--resume", "--seed", "3"], "with --seed 0; got 3")):
             refused = ended(arrays, out, *more)
             assert refused.returncode == 2
             assert words in refused.stderr
@@ -449,35 +432,39 @@ def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):
     assert sorted([*rows, *(int(row["index"]) for row in rows_of(tmp_path / "r"))]) == list(range(60))
 
 
-def test_a_finished_run_stays_beside_the_one_that_takes_its_folder(tmp_path, capsys):
-    source, words = written("npz", tmp_path)
-    for seed in (1, 2, 3):
-        assert run(source, *words, *QUICK, "--seed", seed, "--out", tmp_path / "r") == 0
-    kept, told = tmp_path / "r" / "previous", capsys.readouterr().err
-    assert f"the finished run in {tmp_path / 'r'} is now in {kept}.\n" in told
-    assert f"the finished run in {tmp_path / 'r'} is now in {kept}-2.\n" in told
-    for place, seed in ((tmp_path / "r", 3), (kept, 1), (tmp_path / "r" / "previous-2", 2)):
-        assert json.loads((place / "result.json").read_text())["seed"] == seed
-        assert (place / "model.safetensors").exists()
+def test_a_folder_has_one_run_that_is_resumed_or_kept(tmp_path, capsys):
+    folder, asked = RunFolder(tmp_path), {"command": "denoise", "seed": 0}
 
+    def once(work, resume=False, **changes):
+        return run_or_resume(folder, asked | changes, work, resume=resume, files=("a.txt", "result.json"))
 
-def test_a_run_that_is_refused_leaves_those_before_it_where_they_were(tmp_path):
-    folder, asked = Folder(tmp_path), {"command": "denoise", "seed": 0}
+    def stopped(checkpoint):
+        folder.write("a.txt", "part")
+        raise KeyboardInterrupt
 
-    def result(place: Path) -> str:
-        return json.loads((place / "result.json").read_text())["of"]
+    def finished(checkpoint):
+        assert (tmp_path / "a.txt").read_text() == "part"
+        folder.write_json("result.json", {"found": 1})
+        return {"found": 1}
 
-    for run_of in ("first", "second"):
-        checkpoint = begin(folder, asked, resume=False, files=("result.json",))
-        with resumable(checkpoint, files=("result.json",)):
-            folder.write_json("result.json", {"of": run_of})
-        checkpoint.rmdir()
-    checkpoint = begin(folder, asked, resume=False, files=("result.json",))
-    assert [result(tmp_path / name) for name in ("previous", "previous-2")] == ["first", "second"]
-    with pytest.raises(OptionError), resumable(checkpoint, files=("result.json",)):
-        raise OptionError("no")
-    assert [result(place) for place in (tmp_path, tmp_path / "previous")] == ["second", "first"]
-    assert not (tmp_path / "previous-2").exists()
+    def never(checkpoint):
+        raise AssertionError
+
+    with pytest.raises(Stopped, match="with --resume continues the run in"):
+        once(stopped)
+    with pytest.raises(OptionError, match=r"holds a stopped run. Continue it by --resume"):
+        once(never)
+    with pytest.raises(OptionError, match=r"was run with --seed 0; got 1. --resume needs the same."):
+        once(never, resume=True, seed=1)
+    assert once(finished, resume=True) == {"found": 1}
+    assert not (tmp_path / "checkpoint").exists()
+    assert once(never, resume=True) == {"found": 1}
+    assert "finished already" in capsys.readouterr().err
+    with pytest.raises(OptionError, match=r"holds a finished run. Use another --out"):
+        once(never)
+    with pytest.raises(OptionError, match="holds a finished run, with --seed 0; got 1"):
+        once(never, resume=True, seed=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "config.json", "result.json"}
 
 
 def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):

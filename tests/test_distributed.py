@@ -25,7 +25,7 @@ from bilevel import (
     solve,
     weighted_mean,
 )
-from bilevel.batches.rank_shares import Share, Sharing
+from bilevel.batches.rank_shares import BatchShare, RankShares
 from bilevel.batches.sources import Sources
 from bilevel.cli.main import main
 from bilevel.distributed.process_group import _meeting
@@ -171,7 +171,7 @@ def test_an_engine_that_ranks_do_not_have_is_named_in_a_sentence_and_steps_run_a
 
 def test_shares_of_a_batch_are_all_of_it_once():
     for count in (1, 3, 4, 7, 100):
-        parts = [Sharing(r, 4).part(count) for r in range(4)]
+        parts = [RankShares(r, 4).part(count) for r in range(4)]
         named = [i for start, stop, _ in parts for i in range(start, stop)]
         assert named == (list(range(count)) if count >= 4 else list(range(count)) * 4)
         assert sum(weight for *_, weight in parts) == pytest.approx(4)
@@ -194,20 +194,20 @@ def test_a_rank_loads_its_own_examples_alone():
     found = []
     for rank, items in enumerate(sets):
         loader = DataLoader(items, 5, shuffle=True)
-        sources = Sources((loader, [torch.ones(2)]), 3, torch.device("cpu"), Sharing(rank, 2))
+        sources = Sources((loader, [torch.ones(2)]), 3, torch.device("cpu"), RankShares(rank, 2))
         found.append([sources.draw()[0][0] for _ in range(2)])
     assert sorted(sets[0].read + sets[1].read) == list(range(10))
     whole = Sources((DataLoader(Squares(), 5, shuffle=True), [torch.ones(2)]), 3, torch.device("cpu"))
     for k in range(2):
         batch = whole.draw()[0][0]
         shares = [found[r][k] for r in range(2)]
-        assert all(isinstance(share, Share) for share in shares)
+        assert all(isinstance(share, BatchShare) for share in shares)
         for column in range(2):
             assert torch.equal(torch.cat([share.batch[column] for share in shares]), batch[column])
 
 
 def test_batches_without_a_row_an_example_are_refused():
-    sources = Sources(([(torch.ones(4), torch.ones(3))], [torch.ones(4)]), 0, torch.device("cpu"), Sharing(0, 2))
+    sources = Sources(([(torch.ones(4), torch.ones(3))], [torch.ones(4)]), 0, torch.device("cpu"), RankShares(0, 2))
     with pytest.raises(DataError, match=r"a row for each example.*upper data gave shapes"):
         sources.draw()
 

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import bilevel
 from bilevel.applications.tuning import linear_tuning
-from bilevel.cli.main import app
+from bilevel.cli.main import build_app
 from bilevel.sklearn import TunedRidge
 
 denoising = importlib.import_module("bilevel.applications.denoising.denoise")  # functions have these names
@@ -58,7 +58,7 @@ def documents():
 
 def commands():
     """(page, command, the rest of the line) of every command in the documents."""
-    top = get_command(app)
+    top = get_command(build_app())
     for page in documents():
         for line in re.findall(r"(?<![\w/.-])bilevel ([a-z][^\n`#|]*)", page.read_text()):
             command, words = top, line.split()
@@ -86,10 +86,10 @@ SHARED = {"--out", "--device", "--seed", "--resume", "--json", "--steps", "--lab
 @pytest.mark.parametrize("name", PAGES_OF)
 def test_the_page_of_a_command_names_its_options_and_no_others(name):
     text = (ROOT / "docs" / f"{PAGES_OF[name]}.md").read_text()
-    others = "|".join(each for each in get_command(app).commands if each != name)
+    others = "|".join(each for each in get_command(build_app()).commands if each != name)
     own = re.sub(rf"`bilevel ({others}) [^`]*`", "", text)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", own))
-    params = [param for param in get_command(app).commands[name].params if param.param_type_name == "option"]
+    params = [param for param in get_command(build_app()).commands[name].params if param.param_type_name == "option"]
     known = {option for param in params for option in (*param.opts, *param.secondary_opts)}
     assert named <= known, f"{name} has no {', '.join(named - known)}"
     missing = [param.opts for param in params if not {*param.opts, *param.secondary_opts} & (named | SHARED)]
@@ -100,7 +100,7 @@ def test_numbers_that_help_names_are_those_of_the_python_interface():
     """What --help says of defaults that are computed elsewhere."""
     options = {
         (name, param.name): param.help
-        for name, command in get_command(app).commands.items()
+        for name, command in get_command(build_app()).commands.items()
         for param in command.params
         if param.param_type_name == "option"
     }

@@ -30,8 +30,7 @@ from bilevel.applications.few_shot.meta_train import (
     meta_train,
 )
 from bilevel.applications.networks import few_shot_cnn
-from bilevel.data.class_images import ImageClasses
-from bilevel.data.class_sets import load_classes
+from bilevel.data.class_images import ImageClasses, load_classes
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices
 from bilevel.problem.variables import Variable

@@ -14,7 +14,7 @@ CEILINGS = {
     "README.md": 3.6,
     "docs": 19.9,
     "docs/results.md": 5.1,
-    "docs/results": 12.2,
+    "docs/results": 2.0,
 }
 """Hits in 1,000 words, which may only fall. The target is 2, and 0 in README.md and in src/bilevel/cli (help texts)."""
 

@@ -20,7 +20,7 @@ from bilevel.applications.default_classifier import classifier
 from bilevel.applications.poisoning.setting import AttackSetting
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
-from bilevel.report.poison import Point, amplification, pictures
+from bilevel.report.figures import amplification, comparison
 
 auditing = importlib.import_module("bilevel.applications.poisoning.audit")  # the function has its name
 
@@ -49,7 +49,7 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
     names = {"config.json", "history.csv", "poison.npz", "report.html", "result.json"}
     assert {p.name for p in folder.iterdir()} == names
     assert (printed["points"], printed["rows"]) == (40, 400)  # a tenth of the rows that are trained on
-    assert printed["message"].startswith("40 poison points (10.00% of 400 training rows) bring the accuracy from ")
+    assert printed["message"].startswith("Accuracy with 40 poison points (10.00% of the training rows): ")
     assert printed["poisoned_accuracy"] < printed["flipped_accuracy"] - 0.02
     points = np.load(folder / "poison.npz")
     assert points["poisoned"].shape == points["base"].shape == (40, 1, 8, 8)
@@ -69,8 +69,8 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
 
 def test_help_says_what_the_share_is_of(capsys):
     assert main(["poison", "--help"]) == 0
-    told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    assert "left when the test and validation parts are taken out" in told
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a share of the training rows, without those of the test and validation parts" in told
 
 
 def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(
     assert points["linf"].max() > 0.9 * 32 / 255
     assert set(points["y"]) == {"3", "8"}
     assert result["success"] >= result["clean_success"]
-    assert "of class 8 taken for 3" in result["message"]
+    assert result["message"].startswith("Rows of class 8 taken for 3 with 30 poison points")
 
 
 def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, capsys):
@@ -94,15 +94,15 @@ def test_clean_label_attack_keeps_its_labels_and_its_l2_bound(arrays, tmp_path, 
     assert points["l2"].max() <= 2
     assert isinstance(result["success"], bool)
     assert "last layer" in result["notes"][-1]
-    assert result["message"].endswith("with the last layer alone trained anew.")
+    assert ", only the last layer retrained: " in result["message"]
     body = {"optimizer": "adam", "steps": 500, "rate": 1e-3, "batch": 100, "decay": 5e-4, "seed": 0}
     assert result["settings"]["body_recipe"] == body
     assert result["settings"]["recipe"]["optimizer"] == "lbfgs"
     page = (tmp_path / "report.html").read_text()
-    assert "The last layer of the network, trained anew on clean rows" in page
+    assert "Accuracy of the last layer of the network, trained from scratch" in page
     assert "<dt>Layers below trained by</dt><dd>optimizer adam, steps 500" in page
     assert page.count("data:image/png;base64,") == 3 * 4 + 1, "and one of the target"
-    assert 'alt="the target"' in page
+    assert 'alt="target of the attack"' in page
     assert f"<dd>of class {points['y'][0]}</dd>" in page
 
 
@@ -132,7 +132,7 @@ def test_page_and_points_name_columns_and_rows_as_the_table_does(tmp_path):
     assert "in deviations of a column" in page
     points = np.load(tmp_path / "r" / "poison.npz")
     scaled = (size - size.mean()) / size.std()
-    assert np.allclose(points["base"][:, 2], scaled[points["rows"]], atol=1e-4), "rows of the file"
+    assert np.allclose(points["base"][:, 0], scaled[points["rows"]], atol=1e-4), "rows of the file"
 
 
 @pytest.mark.parametrize("audit", [[], ["--audit"]])
@@ -147,7 +147,8 @@ def test_clean_label_target_that_is_wrong_without_poison_is_no_success(arrays, t
     assert run(tmp_path / "wrong.npz", *options, *audit, "--out", tmp_path / "r", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["clean_success"]
-    assert result["message"] == f"Test row 0 is given class {wanted} without poison, too."
+    assert result["message"].startswith(f"Test row 0 taken for class {wanted} with 1 poison point")
+    assert result["message"].endswith("without: yes.")
     page = (tmp_path / "r" / "report.html").read_text()
     assert 'class="outcome good"' in page
     assert ("AUC of 0.500" in page) is bool(audit)
@@ -184,7 +185,7 @@ def test_victim_that_learns_nothing_has_a_note_and_no_green_page(arrays, tmp_pat
     most = np.bincount(np.load(arrays)["y_test"]).max() / 300
     assert result["constant_accuracy"] == pytest.approx(most)
     assert result["clean_accuracy"] <= most
-    assert f"their most frequent class for all of them on {100 * most:.1f}%" in result["notes"][-1]
+    assert f"always giving the most frequent class has {100 * most:.1f}%" in result["notes"][-1]
     assert 'class="outcome bad"' in (tmp_path / "r" / "report.html").read_text()
 
 
@@ -258,7 +259,6 @@ def test_denoiser_is_given_the_whole_network_whose_last_layer_is_attacked(arrays
     first = classifier("mlp", (1, 8, 8), 10, device=torch.device("cpu"), seed=0).network
     assert list(given[0].state_dict()) == list(first.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(given[0].parameters(), first.parameters(), strict=True))
-    assert "as trusted and the whole network to train" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_audit_finds_the_smallest_share_and_whether_the_denoiser_notices(arrays,
     assert audit["least"] is None or enough[audit["least"]]
     assert not any(ok for value, ok in enough.items() if audit["least"] is not None and value < audit["least"])
     assert 0.6 < audit["auc"] <= 1
-    assert "How little it takes" in (tmp_path / "report.html").read_text()
+    assert '<th scope="col">enough</th>' in (tmp_path / "report.html").read_text()
 
 
 def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victim_once(arrays, tmp_path, monkeypatch):
@@ -323,12 +323,12 @@ def test_audit_that_was_stopped_goes_on_with_its_runs_and_trains_the_clean_victi
         (["--target", "3"], "--target is for --attack clean-label; got untargeted."),
         (["--epsilon", "-1"], "--epsilon must be above 0; got -1.0."),
         (["--epsilon", "inf"], "--epsilon must be finite and above 0; got inf."),
-        (["--norm", "linf"], "--norm linf says what --epsilon measures; give --epsilon, too."),
-        (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class has no class 'x'."),
+        (["--norm", "linf"], "--norm linf says what --epsilon bounds; give --epsilon as well."),
+        (["--attack", "targeted", "--as", "3", "--target-class", "x"], "--target-class must be one of 0, 1, 2"),
         (["--attack", "targeted", "--as", "3", "--target-class", "3"], "--target-class and --as must be two classes"),
         (["--attack", "clean-label", "--target", "9999", "--epsilon", "1"], "--target must be a row of the test set"),
         (["--points", "400"], "points must be below the 400 examples of the training set"),
-        (["--model", "lineer"], "--model has no 'lineer'. Did you mean 'linear'?"),
+        (["--model", "lineer"], "got 'lineer'. Did you mean 'linear'?"),
     ],
 )
 def test_wrong_use_is_refused_with_a_sentence_and_writes_nothing(arrays, tmp_path, capsys, options, sentence):
@@ -359,12 +359,13 @@ def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_
 
 def test_differences_are_amplified_so_that_the_largest_fills_the_range():
     base = np.full((4, 4), 100, np.uint8)
-    point = Point("p", (), base=base, poison=base + np.uint8(10))
-    assert amplification([point]) == 10
-    assert amplification([Point("p", (), base=base, poison=base)]) == 1
-    assert [name for name, _ in pictures(point, 10)] == ["base", "poison", "difference"]
+    assert amplification([(base, base + np.uint8(10))]) == 10
+    assert amplification([(base, base)]) == 1
+    assert amplification([]) == 1
+    shown = comparison("<p>", (base, base + np.uint8(10)), 10)
+    assert re.findall('alt="(.*?)"', shown) == [f"{name} of &lt;p&gt;" for name in ("base", "poison", "difference")]
     with pytest.raises(OptionError, match="uint8 of one shape"):
-        pictures(Point("p", (), base=base, poison=base[:2]), 1)
+        comparison("p", (base, base[:2]), 1)
 
 
 def test_one_point_has_a_row_of_every_array(arrays, tmp_path):
@@ -380,5 +381,5 @@ def test_a_run_of_another_command_is_not_written_over(arrays, tmp_path, capsys):
     before = '{"command": "fewshot", "versions": {}}'
     (tmp_path / "r" / "config.json").write_text(before)
     assert run(arrays, "--points", 1, "--steps", 3, "--out", tmp_path / "r") == 2
-    assert "holds a run of `bilevel fewshot`; use another --out." in " ".join(capsys.readouterr().err.split())
+    assert "has a config.json already. Use another --out; nothing is written over." in capsys.readouterr().err
     assert (tmp_path / "r" / "config.json").read_text() == before

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from markupsafe import Markup
 
-from bilevel.report.page import Card, Report, Table, convergence, render, unbroken
+from bilevel.report.figures import convergence
+from bilevel.report.page import Card, Report, Table, render, unbroken
 
 CURVES = [[10.0, 1e-2, 1e-5], [5.0, 1e-3, 1e-6, 1e-9, 0.0]]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bilevel.report.values import cell_text
+from bilevel.report.page import cell_text
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), np.float32("nan"), pandas.NA, pandas.NaT])

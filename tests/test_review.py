@@ -269,8 +269,11 @@ def test_losses_that_are_not_finite_or_few_or_many_are_drawn():
         ({"suspects": [Suspect(0, "a", 0, -1, 0.1, 0.5)]}, "below 3"),
         ({"suspects": [Suspect(0, "a", 0, 1, float("nan"), 0.5)]}, r"in \[0, 1\]"),
         ({"suspects": [Suspect(0, "a", 0, 1, 0.1, 0.5)] * 2}, "different indexes"),
-        ({"pictures": np.zeros((29, 8, 8), dtype=np.uint8)}, "pictures must be of the suspects, 30 in number; got 29"),
-        ({"fields": []}, "fields must be of the suspects, 30 in number; got 0"),
+        (
+            {"pictures": np.zeros((29, 8, 8), dtype=np.uint8)},
+            "pictures must have one entry for each of the 30 suspects",
+        ),
+        ({"fields": []}, "fields must have one entry for each of the 30 suspects; got 0"),
         ({"pictures": np.zeros((30, 8, 8))}, "uint8.*float64"),
         ({"pictures": np.zeros((30, 8, 8, 4), dtype=np.uint8)}, r"uint8.*\(30, 8, 8, 4\)"),
     ],

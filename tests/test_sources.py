@@ -33,10 +33,9 @@ from torch.utils.data import (
 )
 
 from bilevel import Callback, DataError, Penalty, Problem, Status, solve
-from bilevel.batches import readers as loading
-from bilevel.batches.readers import Indexed, Listed, Shelf, Streamed
+from bilevel.batches import readers
+from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, StreamReader
 from bilevel.batches.sources import Source, Sources, _Generators, hash_seed
-from bilevel.methods.penalty.minibatch import Stepwise
 from bilevel.running import checkpoints as store
 
 CPU = torch.device("cpu")
@@ -81,9 +80,6 @@ INDEXED: dict[str, Callable[[], Any]] = {
     "subset": lambda: DataLoader(Subset(tensors(), [5, -1, 5, 0, 13]), 2, shuffle=True),
     "subset of a subset": lambda: DataLoader(Subset(Subset(tensors(), range(3, 19)), [7, 0, 2]), 2, shuffle=True),
     "split": lambda: DataLoader(random_split(tensors(), [7, 15], own())[1], 4, shuffle=True),
-    "list of tensors": lambda: DataLoader(list(rows(3)), 4, shuffle=True),
-    "list of scalars": lambda: DataLoader(list(rows()), 4, shuffle=True),
-    "list of tuples": lambda: DataLoader([(x, x.sum() > 0) for x in rows(3)], 4, shuffle=True),
 }
 
 Point = namedtuple("Point", "x y")
@@ -146,6 +142,9 @@ STREAMED: dict[str, Callable[[], Any]] = {
     "numbers": lambda: DataLoader(range(N), 4, shuffle=True),
     "tensors and numbers": lambda: DataLoader([(x, i) for i, x in enumerate(rows(3))], 4, shuffle=True),
     "two types": lambda: DataLoader([rows()[0], *rows().float()], 4),
+    "list of tensors": lambda: DataLoader(list(rows(3)), 4, shuffle=True),
+    "list of scalars": lambda: DataLoader(list(rows()), 4, shuffle=True),
+    "list of tuples": lambda: DataLoader([(x, x.sum() > 0) for x in rows(3)], 4, shuffle=True),
     "requires grad": lambda: DataLoader(TensorDataset(rows(3).requires_grad_()), 4, shuffle=True),
     "unsigned": lambda: DataLoader(TensorDataset(torch.arange(N).to(torch.uint16)), 4, shuffle=True),
     "range": lambda: range(7),
@@ -173,7 +172,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def source(items: Any, seed: int = 3) -> Source:
-    return Source(items, "lower", seed, Shelf(CPU))
+    return Source(items, "lower", seed, DeviceCopies(CPU))
 
 
 def drawn(items: Any, count: int, seed: int = 3) -> list[Any]:
@@ -211,7 +210,7 @@ def global_state() -> list[Any]:
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_batches_are_those_of_the_iterable_in_three_passes(kind):
-    reader = Indexed if kind in INDEXED else Streamed if kind in STREAMED else Listed
+    reader = IndexReader if kind in INDEXED else StreamReader if kind in STREAMED else ListReader
     items = EVERY[kind]()
     assert type(source(items)._reader) is reader
     expected = iterated(items, 20)
@@ -246,8 +245,8 @@ def test_resumed_source_draws_what_the_straight_one_drew(kind, taken):
 
 def test_resume_of_a_source_read_by_index_fetches_no_batch(monkeypatch):
     selected = []
-    plain = loading._rows
-    monkeypatch.setattr(loading, "_rows", lambda index, tensor: selected.append(index) or plain(index, tensor))
+    plain = readers._rows
+    monkeypatch.setattr(readers, "_rows", lambda columns, index: selected.append(index) or plain(columns, index))
     one = source(DataLoader(TensorDataset(rows(3)), 2, shuffle=True))
     one.seek([5, 9])
     assert same(one.draw(), iterated(one.items, 11 * 6)[5 * 11 + 9])
@@ -277,26 +276,12 @@ def test_generators_are_swapped_once_a_pass_where_indices_are_drawn_at_its_start
     assert not entered
 
 
-def test_longer_pass_than_can_be_drawn_at_once_is_drawn_batch_by_batch(monkeypatch):
-    monkeypatch.setattr(loading, "LONGEST", N - 1)
-    one = source(DataLoader(tensors(), 4, shuffle=True))
-    assert isinstance(one._reader, Streamed)
-
-
-def test_larger_list_than_is_stacked_streams(monkeypatch):
-    monkeypatch.setattr(loading, "STACKED", N * 3 * 8 - 1)
-    one = source(INDEXED["list of tensors"]())
-    assert isinstance(one._reader, Streamed)
-    assert isinstance(source(INDEXED["shuffled"]())._reader, Indexed)  # nothing is stacked
-
-
 @pytest.mark.parametrize(
     "items",
     [
         DataLoader(TensorDataset(rows(2)), 4, sampler=WeightedRandomSampler([0.0] * N + [1.0], 3)),
         DataLoader(Subset(TensorDataset(rows(2)), [0, N]), 4),
         DataLoader(TensorDataset(rows(2)), 4, sampler=SubsetRandomSampler([0, -N - 1])),
-        DataLoader(list(rows(2)), 4, sampler=SubsetRandomSampler([N])),
     ],
 )
 def test_example_that_does_not_exist_is_refused(items):
@@ -318,91 +303,29 @@ def test_one_shot_iterator_is_refused():
         source(iter(DataLoader(tensors(), 4)))
 
 
-# -- data that is changed on the way -----------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tensors", "list"])
-def test_change_in_place_is_seen_from_the_next_pass_on(kind):
-    x = rows(2)
-    one = source(DataLoader(TensorDataset(x) if kind == "tensors" else list(x), N))
-    one.draw()
-    x.mul_(2)
-    batch = one.draw()
-    assert torch.equal(batch[0] if kind == "tensors" else batch, x)
-
-
-def test_copies_on_the_device_are_made_once_and_again_after_a_change():
-    shelf = Shelf(torch.device("meta"))
-    shelf.room = 64
+def test_copies_on_the_device_are_made_once():
+    copies = DeviceCopies(torch.device("meta"))
+    copies.room = 64
     x, y = torch.zeros(4), torch.zeros(8)
-    copy = shelf.copy(x)
+    copy = copies.copy(x)
     assert copy.device.type == "meta"
-    assert shelf.copy(x) is copy
-    x.view(2, 2)[0] = 1.0
-    changed = shelf.copy(x)
-    assert changed is not copy
-    assert shelf.copy(x) is changed
-    changed.add_(1)  # by the user's objective, on its batch
-    assert shelf.copy(x) is not changed
-    assert shelf.room == 48
-    assert shelf.holds([x, y])
-    assert not shelf.holds([x, y, torch.zeros(5)])
-    assert shelf.copy(torch.zeros(13)).device.type == "meta"  # too large to keep
-    assert shelf.room == 48
+    assert copies.copy(x) is copy
+    assert copies.room == 48
+    assert copies.fit([x, y])
+    assert not copies.fit([x, y, torch.zeros(5)])
+    assert not copies.fit([y.requires_grad_()])
 
 
-# -- drawn ahead -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", EVERY)
-def test_drawing_ahead_changes_no_batch_no_position_and_no_generator(kind):
-    plain = Sources((STREAMED["noisy"](), EVERY[kind]()), 0, CPU)
-    early = Sources((STREAMED["noisy"](), EVERY[kind]()), 0, CPU)
-    for i in range(9):
-        if i % 3 != 2:
-            before = global_state()
-            early.ahead(1 + i % 5)
-            assert global_state() == before
-        if i == 5:
-            assert same(early.sample(2), plain.sample(2))
-        draw = Sources.draw if i % 2 else Sources.draw_lower
-        assert same(draw(early, 2), draw(plain, 2))
-        assert early.state_dict() == plain.state_dict()
-    early.ahead(4)
-    resumed = Sources((STREAMED["noisy"](), EVERY[kind]()), 0, CPU)
-    resumed.load_state_dict(early.state_dict())
-    assert same(resumed.draw(7), plain.draw(7))
-    early.load_state_dict(plain.state_dict())
-    assert same(early.draw(), plain.draw())
-
-
-def test_no_more_is_drawn_ahead_than_asked():
-    read = []
-
-    class Watched:
-        def __iter__(self):
-            return (read.append(i) or i for i in range(100))
-
-    sources = Sources(([0], Watched()), 0, CPU)
-    sources.ahead(3)
-    sources.ahead(3)
-    assert read == [0, 1, 2]
-    sources.draw()
-    sources.ahead(3)
-    assert read == [0, 1, 2, 3]
-    sources.ahead(0)
-    assert read == [0, 1, 2, 3]
-    Sources(None, 0, CPU).ahead(3)
-
-
-def test_error_of_the_data_waits_for_its_batch():
+def test_error_of_the_data_comes_with_its_batch():
     class Broken:
         def __iter__(self):
             yield from (1, 2)
             raise OSError("no such file")
 
     sources = Sources(([0], Broken()), 0, CPU)
-    sources.ahead(5)
     assert sources.draw(2) == [(0, 1), (0, 2)]
     with pytest.raises(OSError, match="no such file"):
         sources.draw()
@@ -447,32 +370,15 @@ def test_run_has_the_same_bits_however_its_data_is_read(kind, monkeypatch):
     torch.manual_seed(2)
     before = global_state()
     with monkeypatch.context() as patch:
-        patch.setattr(Indexed, "of", lambda *_: None)
+        patch.setattr(DeviceCopies, "fit", lambda *_: False)
         assert torch.equal(run(PAIRS[kind]())[1], expected)
-    assert torch.equal(run(PAIRS[kind]())[1], expected)
-    plain = Stepwise.step
-
-    def step(self: Stepwise, k: int) -> Tensor:
-        record = plain(self, k)
-        self.setting.sources.ahead(3 + k % 4)
-        return record
-
-    monkeypatch.setattr(Stepwise, "step", step)
     assert torch.equal(run(PAIRS[kind]())[1], expected)
     assert global_state() == before
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_run_that_draws_ahead_resumes_bit_for_bit(kind, tmp_path, monkeypatch):
-    plain = Stepwise.step
-
-    def step(self: Stepwise, k: int) -> Tensor:
-        record = plain(self, k)
-        self.setting.sources.ahead(5)
-        return record
-
+def test_run_that_was_stopped_resumes_bit_for_bit(kind, tmp_path):
     _, expected = run(PAIRS[kind]())
-    monkeypatch.setattr(Stepwise, "step", step)
     half, _ = run(PAIRS[kind](), stop=5, checkpoint=tmp_path)
     assert half.status is Status.STOPPED
     assert torch.equal(run(PAIRS[kind](), checkpoint=tmp_path, resume=True)[1], expected)
@@ -514,7 +420,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def to_cpu(batch: Any) -> Any:
-    return loading.each_tensor(Tensor.cpu, batch)
+    return readers.each_tensor(Tensor.cpu, batch)
 
 
 def on_gpu(items: Any, other: Any = (0,)) -> Sources:
@@ -522,9 +428,8 @@ def on_gpu(items: Any, other: Any = (0,)) -> Sources:
 
 
 @needs_cuda
-@pytest.mark.parametrize("ahead", [0, 4])
 @pytest.mark.parametrize("kind", EVERY)
-def test_batches_on_the_gpu_are_those_of_the_cpu_and_drawing_them_waits_for_nothing(kind, ahead):
+def test_batches_on_the_gpu_are_those_of_the_cpu_and_drawing_them_waits_for_nothing(kind):
     sources, expected = on_gpu(EVERY[kind]()), drawn(EVERY[kind](), 20)
     sources.draw()
     found = []
@@ -533,13 +438,12 @@ def test_batches_on_the_gpu_are_those_of_the_cpu_and_drawing_them_waits_for_noth
         torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(19):
-            sources.ahead(ahead)
             found += sources.draw()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for (_, batch), other in zip(found, expected[1:], strict=True):
         devices: list[str] = []
-        loading.each_tensor(lambda t, devices=devices: devices.append(t.device.type) or t, batch)
+        readers.each_tensor(lambda t, devices=devices: devices.append(t.device.type) or t, batch)
         assert set(devices) <= {"cuda"}
         assert same(to_cpu(batch), other)
 
@@ -563,31 +467,14 @@ def test_batches_of_a_list_are_copied_once():
 @needs_cuda
 @pytest.mark.parametrize("kind", [*INDEXED, *LISTED])
 def test_data_that_does_not_fit_streams(kind, monkeypatch):
-    monkeypatch.setattr(loading, "ROOM", 0.0)
+    monkeypatch.setattr(readers, "ROOM", 0.0)
     sources = on_gpu(EVERY[kind]())
-    assert isinstance(sources.pair[1]._reader, Streamed)
+    assert isinstance(sources.pair[1]._reader, StreamReader)
     assert all(same(to_cpu(b), a) for (_, b), a in zip(sources.draw(12), drawn(EVERY[kind](), 12), strict=True))
 
 
 @needs_cuda
-@pytest.mark.parametrize("kind", ["tensors", "list of examples", "list of batches"])
-def test_change_in_place_reaches_the_gpu_with_the_next_pass(kind):
-    x = rows(2)
-    items = {
-        "tensors": lambda: DataLoader(TensorDataset(x), N),
-        "list of examples": lambda: DataLoader([(row,) for row in x], N),
-        "list of batches": lambda: [[x]],
-    }
-    sources = on_gpu(items[kind]())
-    sources.draw()
-    x.mul_(2)
-    ((_, batch),) = sources.draw()
-    assert torch.equal(batch[0].cpu(), x)
-
-
-@needs_cuda
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_streamed_batches_survive_the_reuse_of_memory(ahead):
+def test_streamed_batches_survive_the_reuse_of_memory():
     """Large batches, used late on a busy stream, while their memory would be free for the next copies."""
     big = [torch.full((2**20,), float(i)) for i in range(12)]
     sources = on_gpu(islice_of(big))
@@ -598,7 +485,6 @@ def test_streamed_batches_survive_the_reuse_of_memory(ahead):
         work = torch.nn.functional.normalize(work @ work)
         totals.append(batch.sum() / 2**20)
         del batch
-        sources.ahead(ahead)
     assert torch.stack(totals).tolist() == [float(i % 12) for i in range(48)]
 
 
@@ -619,7 +505,6 @@ def test_data_drawn_on_the_gpu_has_a_generator_of_its_own():
     torch.cuda.manual_seed(7)
     state = torch.cuda.get_rng_state()
     sources = on_gpu(Drawn())
-    sources.ahead(3)
     straight = sources.draw(12)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     resumed = on_gpu(Drawn())
@@ -644,22 +529,15 @@ def test_time_that_the_gpu_is_busy_is_not_waiting():
             if sources is busy:
                 for _ in range(100):
                     work @ work
-            sources.ahead(1)
-            torch.cuda.synchronize()
             sources.draw()
+            torch.cuda.synchronize()
     assert idle.waited > 5 * 0.02
     assert busy.waited < idle.waited / 2
 
 
 @needs_cuda
 @pytest.mark.parametrize("kind", PAIRS)
-def test_run_on_the_gpu_draws_ahead_and_resumes_bit_for_bit(kind, tmp_path, monkeypatch):
+def test_run_on_the_gpu_resumes_bit_for_bit(kind, tmp_path):
     expected = run(PAIRS[kind](), device="cuda")[1]
-    monkeypatch.setattr(Stepwise, "draws", 6, raising=False)
-    ahead = []
-    plain = Source.ahead
-    monkeypatch.setattr(Source, "ahead", lambda self: ahead.append(self) or plain(self))
-    assert torch.equal(run(PAIRS[kind](), device="cuda")[1], expected)
-    assert ahead
     run(PAIRS[kind](), stop=5, device="cuda", checkpoint=tmp_path)
     assert torch.equal(run(PAIRS[kind](), device="cuda", checkpoint=tmp_path, resume=True)[1], expected)

@@ -123,7 +123,7 @@ def test_starts_that_take_long_are_set_aside_and_the_best_of_them_is_run_to_its_
 
 
 class Forgetful:
-    """An `Aside` that keeps nothing: what was set aside begins anew."""
+    """A `PausedRun` that keeps nothing: a paused run starts from scratch."""
 
     state = property(lambda self: None, lambda self, state: None)
 
@@ -145,7 +145,7 @@ def test_start_that_was_set_aside_goes_on_from_there_with_the_bits_of_one_that_b
         assert solution.status is Status.CONVERGED
         assert solution.steps == len(solution.history) > first
         ends.append((u.item(), v.item(), solution.steps, solution.history["upper"]))
-        monkeypatch.setattr("bilevel.running.multistart.Aside", Forgetful)
+        monkeypatch.setattr("bilevel.running.multistart.PausedRun", Forgetful)
     assert ends[0] == ends[1]
 
 

@@ -11,7 +11,7 @@ import pytest
 from common import chromium
 
 from bilevel.cli.main import main
-from bilevel.report.tuning_figures import bars
+from bilevel.report.figures import bars
 
 FEATURES = 9
 TITLES = ("The penalties, sorted", "The path of the validation loss", "What a grid would have given")

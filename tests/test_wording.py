@@ -33,6 +33,8 @@ def test_one_row_of_the_test_set_among_the_training_rows_is_told_in_the_singular
 def test_one_embedded_image_is_told_in_the_singular(tmp_path):
     Image.new("L", (16, 16)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no image")
-    found = write_embeddings(few_shot_cnn(), image_files(tmp_path), (1, 16, 16), False, tmp_path / "embeddings.npz")
+    found = write_embeddings(
+        few_shot_cnn(), tmp_path, image_files(tmp_path), (1, 16, 16), False, tmp_path / "embeddings.npz"
+    )
     assert found["message"] == "Embedded 1 image, 64 features each."
     assert found["notes"] == ["Left out 1 image that does not decode, such as b.png."]

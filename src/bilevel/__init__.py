@@ -1,38 +1,42 @@
 """Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
 
-from bilevel.cli import starting as _starting  # noqa: F401  (before what takes long to import)
+from __future__ import annotations
 
-# isort: split
-from bilevel.distributed.weighted_mean import weighted_mean
-from bilevel.errors import (
-    BilevelError,
-    BilevelWarning,
-    CheckpointError,
-    DataError,
-    OptionError,
-    ProblemError,
-    RankError,
-    RunError,
-    VariableError,
-    WriteError,
-)
-from bilevel.measures.problem_check import Check, check
-from bilevel.methods.alternating import Alternating
-from bilevel.methods.approx_grad import ApproxGrad
-from bilevel.methods.forward_mode import ForwardMode
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.methods.value_function import ValueFunction
-from bilevel.methods.value_gap import ValueGap
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Ball, Box, Simplex
-from bilevel.problem.rows import Rows
-from bilevel.results import Certificate, History, Solution, Status
-from bilevel.running.callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
-from bilevel.running.run_many import run_many
-from bilevel.running.solve import solve
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from bilevel.distributed.weighted_mean import weighted_mean
+    from bilevel.errors import (
+        BilevelError,
+        BilevelWarning,
+        CheckpointError,
+        DataError,
+        MissingPackageError,
+        OptionError,
+        ProblemError,
+        RankError,
+        RunError,
+        VariableError,
+        WriteError,
+    )
+    from bilevel.measures.problem_check import Check, check
+    from bilevel.methods.alternating import Alternating
+    from bilevel.methods.approx_grad import ApproxGrad
+    from bilevel.methods.forward_mode import ForwardMode
+    from bilevel.methods.penalty import Penalty
+    from bilevel.methods.reverse_mode import ReverseMode
+    from bilevel.methods.value_function import ValueFunction
+    from bilevel.methods.value_gap import ValueGap
+    from bilevel.problem.problem import Problem
+    from bilevel.problem.projections import Ball, Box, Simplex
+    from bilevel.problem.rows import Rows
+    from bilevel.results import Certificate, History, Solution, Status
+    from bilevel.running.callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
+    from bilevel.running.run_many import run_many
+    from bilevel.running.solve import solve
+
+    __version__: str
 
 __all__ = [
     "Alternating",
@@ -50,6 +54,7 @@ __all__ = [
     "EarlyStopping",
     "ForwardMode",
     "History",
+    "MissingPackageError",
     "OptionError",
     "Penalty",
     "Problem",
@@ -74,3 +79,49 @@ __all__ = [
     "solve",
     "weighted_mean",
 ]
+
+_MODULES = {
+    "distributed.weighted_mean": ["weighted_mean"],
+    "errors": [name for name in __all__ if name.endswith(("Error", "Warning"))],
+    "measures.problem_check": ["Check", "check"],
+    "methods.alternating": ["Alternating"],
+    "methods.approx_grad": ["ApproxGrad"],
+    "methods.forward_mode": ["ForwardMode"],
+    "methods.penalty": ["Penalty"],
+    "methods.reverse_mode": ["ReverseMode"],
+    "methods.value_function": ["ValueFunction"],
+    "methods.value_gap": ["ValueGap"],
+    "problem.problem": ["Problem"],
+    "problem.projections": ["Ball", "Box", "Simplex"],
+    "problem.rows": ["Rows"],
+    "results": ["Certificate", "History", "Solution", "Status"],
+    "running.callbacks": ["CSVHistory", "Callback", "EarlyStopping", "Progress", "Run", "TensorBoard"],
+    "running.run_many": ["run_many"],
+    "running.solve": ["solve"],
+}
+_MODULE_OF = {name: f"bilevel.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used (PEP 562): `import bilevel` alone does not import torch."""
+    if name == "__version__":
+        found: object = _version()
+    elif name in _MODULE_OF:
+        found = getattr(import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'bilevel' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("bilevel")
+    except PackageNotFoundError:
+        return "not installed"

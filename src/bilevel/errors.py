@@ -52,5 +52,9 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
 
 
+class MissingPackageError(BilevelError, ImportError):
+    """An optional package is needed and is not installed."""
+
+
 class BilevelWarning(UserWarning):
     """Something the user should know, and that does not stop the run."""

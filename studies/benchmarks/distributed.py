@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from bilevel import Penalty, Problem, Rows, weighted_mean
 from bilevel.applications import networks as models
-from bilevel.batches.rank_shares import Sharing
+from bilevel.batches.rank_shares import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables
@@ -79,12 +79,12 @@ def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
         for _ in range(4)
     ]
     first, second = variables(Problem(upper, lower), u, v)
-    sharing = None if ranks is None else Sharing(ranks.rank, ranks.size)
+    shares = None if ranks is None else RankShares(ranks.rank, ranks.size)
     setting = Setting(
         Problem(upper, lower),
         first,
         second,
-        Sources((batches, batches), 0, second.device, sharing),
+        Sources((batches, batches), 0, second.device, shares),
         10**6,
         None,
         1,

@@ -16,7 +16,7 @@ import torch
 from bilevel_studies.quadratics import quadratic
 
 from bilevel import Penalty, solve
-from bilevel._util.parallel_map import Where, each
+from bilevel._util.parallel_map import Where, parallel_map
 
 STEPS = 3000
 
@@ -53,7 +53,7 @@ def main() -> None:
     for seed in options.seeds:
         began = time.perf_counter()
         cases = [(seed, i) for i in range(options.count)]
-        found = [end for _, end in sorted(each(run, cases, Where(options.processes)), key=lambda one: one[0])]
+        found = [end for _, end in sorted(parallel_map(run, cases, Where(options.processes)), key=lambda one: one[0])]
         errors, steps, evaluations, endings = zip(*found, strict=True)
         ends = ", ".join(f"{name.lower()} {n}" for name, n in Counter(endings).most_common())
         lines.append(

@@ -27,7 +27,7 @@ from bilevel_studies.filed import FiledStore  # noqa: E402
 
 from bilevel._util.atomic_files import write_whole  # noqa: E402
 from bilevel._util.parallel_map import ONCE  # noqa: E402
-from bilevel.running.run_many import Cell, Found, Settings, run_cells  # noqa: E402
+from bilevel.running.run_many import Found, RunItem, Settings, run_items  # noqa: E402
 
 READERS = {
     "npz": ".npz files",
@@ -54,7 +54,7 @@ WORDS = {
 }
 
 
-def cells(soak: float) -> list[Cell]:
+def cells(soak: float) -> list[RunItem]:
     """Every fault at its full count; the quick ones first."""
     some = [
         ("pages", 0, 0),
@@ -66,9 +66,11 @@ def cells(soak: float) -> list[Cell]:
         ("values", 300, 1),
         ("kills of a rank", 50, 1),
     ]
-    found = [Cell({"fault": name, "count": count, "seed": seed}, 100 - i) for i, (name, count, seed) in enumerate(some)]
-    found += [Cell({"fault": f"fuzz {name}", "count": 10_000, "seed": 1}, 50 - i) for i, name in enumerate(READERS)]
-    return [*found, Cell({"fault": "soak", "count": soak, "seed": 0}, 0)] if soak else found
+    found = [
+        RunItem({"fault": name, "count": count, "seed": seed}, 100 - i) for i, (name, count, seed) in enumerate(some)
+    ]
+    found += [RunItem({"fault": f"fuzz {name}", "count": 10_000, "seed": 1}, 50 - i) for i, name in enumerate(READERS)]
+    return [*found, RunItem({"fault": "soak", "count": soak, "seed": 0}, 0)] if soak else found
 
 
 def run(settings: Settings) -> Found:
@@ -192,12 +194,12 @@ def main() -> None:
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     began = time.monotonic()
 
-    def tell(cell: Cell) -> None:
+    def tell(cell: RunItem) -> None:
         print(f"{cell.name}: {time.monotonic() - began:.0f} s, {store.get(cell)}", file=sys.stderr, flush=True)
         store.write()
         write_whole(options.page, page(store.all()))
 
-    complete = run_cells(some, store, run, where=ONCE, deadline=deadline, tell=tell)
+    complete = run_items(some, store, run, where=ONCE, deadline=deadline, tell=tell)
     write_whole(options.page, page(store.all()))
     sys.exit(0 if complete else 1)
 

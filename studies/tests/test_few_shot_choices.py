@@ -22,14 +22,13 @@ from torch import nn
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot import evaluation as few_shot_evaluation
 from bilevel.applications.few_shot.meta_train import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
-from bilevel.cli import fewshot, fewshot_asked
-from bilevel.cli.fewshot_output import Images, write_embeddings
+from bilevel.cli import fewshot_run
+from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main
-from bilevel.data import class_sets
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import ink, load_classes
+from bilevel.data import class_images
+from bilevel.data.class_images import ClassSplits, ImageClasses, ink, load_classes
 from bilevel.errors import DataError
-from bilevel.report.few_shot_figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
+from bilevel.report.figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.results import History
 from bilevel.running.callbacks import Run
 
@@ -54,12 +53,12 @@ def test_networks_by_name_have_the_papers_numbers_of_weights():
 
 
 def test_omniglot_has_turned_classes_in_the_command_and_in_the_study(monkeypatch):
-    monkeypatch.setattr(fewshot_asked, "load_classes", lambda *a, **b: splits())
+    monkeypatch.setattr(fewshot_run, "load_classes", lambda *a, **b: splits())
     monkeypatch.setattr(few_shot_runs, "load_classes", lambda *a, **b: splits())
-    asked = {"data": "omniglot", "lists": None, "seed": 0, "rotations": None}
-    assert len(fewshot_asked.load(asked).test.names) == 20
-    assert len(fewshot_asked.load({**asked, "rotations": False}).test.names) == 5
-    assert len(fewshot_asked.load({**asked, "data": "cifar-fs"}).test.names) == 5
+    asked = {"data": "omniglot", "seed": 0, "rotations": None}
+    assert len(fewshot_run.load(asked).test.names) == 20
+    assert len(fewshot_run.load({**asked, "rotations": False}).test.names) == 5
+    assert len(fewshot_run.load({**asked, "data": "cifar-fs"}).test.names) == 5
     few_shot_runs.loaded.cache_clear()
     assert len(few_shot_runs.loaded("omniglot", study.TABLE).test.names) == 20
     assert len(few_shot_runs.loaded("cifar-fs", study.TABLE).test.names) == 5
@@ -67,12 +66,11 @@ def test_omniglot_has_turned_classes_in_the_command_and_in_the_study(monkeypatch
 
 
 def test_meta_validation_is_on_its_own_classes():
-    asked = {"ways": 2, "shots": 1, "queries": 1, "train_ways": 3, "train_shots": 2, "meta_batch": 2}
-    train, valid, test = fewshot_asked.samplers_of(splits(), asked)
+    asked = {"ways": 2, "shots": 1, "queries": 1, "train_ways": 3, "meta_batch": 2}
+    train, valid, test = fewshot_run.samplers_of(splits(), asked)
     assert [s.classes.names[0] for s in (train, valid, test)] == ["train0", "held0", "test0"]
     assert (train.ways, valid.ways, test.ways) == (3, 2, 2)
-    assert (train.shots, valid.shots, test.shots) == (2, 1, 1)
-    assert fewshot_asked.samplers_of(splits(), {**asked, "train_shots": None})[0].shots == 1
+    assert (train.shots, valid.shots, test.shots) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(("part", "tried"), [(study.CHOICES, "held"), (study.TABLE, "test")])
@@ -121,9 +119,9 @@ def test_images_in_colour_are_moved_in_the_study_and_in_the_command(monkeypatch,
         given.update(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fewshot, "meta_train", spy)
+    monkeypatch.setattr(fewshot_run, "meta_train", spy)
     for shape, wanted in (((3, 16, 16), crop_and_flip), ((1, 16, 16), None)):
-        monkeypatch.setattr(fewshot, "load", lambda asked, shape=shape: splits(shape))
+        monkeypatch.setattr(fewshot_run, "load", lambda asked, shape=shape: splits(shape))
         arguments = ["fewshot", "omniglot", "--ways", "2", "--queries", "2", "--decay", "0.25", "--device", "cpu"]
         assert main([*arguments, "--out", str(tmp_path / str(shape[0]))]) == 130
         assert given["augment"] is wanted
@@ -143,9 +141,9 @@ def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_pat
     made = {"decay": plan.decay, "erased": plan.erase, "upper_rate": plan.rate, "scale": plan.scale}
     assert made == study.RESNET_VARIED[study.CHOSEN["resnet", "penalty"]]
     assert few_shot_runs.augmentation({"dataset": "cifar-fs", "erased": True}) is crop_flip_and_erase
-    monkeypatch.setattr(fewshot, "load", lambda asked: splits((3, 16, 16)))
-    monkeypatch.setattr(fewshot, "meta_train", spy)
-    monkeypatch.setattr(fewshot, "_Shown", lambda *args, **options: evaluated.update(options))
+    monkeypatch.setattr(fewshot_run, "load", lambda asked: splits((3, 16, 16)))
+    monkeypatch.setattr(fewshot_run, "meta_train", spy)
+    monkeypatch.setattr(fewshot_run, "Validation", lambda *args, **options: evaluated.update(options))
     arguments = ["fewshot", "cifar-fs", "--ways", "2", "--queries", "2", "--backbone", "resnet", "--device", "cpu"]
     for more, decay in ((), plan.decay), (("--decay", "0"), 0.0):
         assert main([*arguments, *more, "--out", str(tmp_path / str(decay))]) == 130
@@ -252,21 +250,24 @@ def test_start_and_augment_change_what_a_meta_batch_is():
 
 
 def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
-    watch = fewshot._Shown(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
-    assert watch.last == ""
+    watch = few_shot.Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
+    bar, run = fewshot_run._Bar(watch), Run("stochastic", 10, 1, History(), seconds=1.0)
+    bar.log(run)
+    assert bar.label == "learning"
     watch.rows.append({"step": 1, "seconds": 1.0, "accuracy": 0.756})
-    assert watch.last == ", validation 75.6%"
+    bar.log(run)
+    assert bar.label == "learning, validation 75.6%"
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(30.0, True), (1.0, False)])
 def test_a_run_that_takes_many_hours_says_so_once_and_what_takes_less(seconds, said, capsys):
-    bar = fewshot._Bar(None)
+    bar = fewshot_run._Bar(None)
     for step in (3, 4):
         bar.log(Run("stochastic", 10_000, step, History(), seconds=seconds * step))
     err = capsys.readouterr().err
     assert err.count("10,000 such steps take about 83 hours here. A smaller --meta-batch") == said
-    assert bar.told == said
-    fewshot._Bar(None).log(Run("stochastic", 300, 2, History(), seconds=seconds * 1.2))
+    assert bar.said == said
+    fewshot_run._Bar(None).log(Run("stochastic", 300, 2, History(), seconds=seconds * 1.2))
     assert ("300 such steps take about 90 minutes here." in capsys.readouterr().err) == said
 
 
@@ -298,8 +299,7 @@ def test_characters_are_embedded_as_they_were_learnt_from(tmp_path):
     Image.fromarray(drawn).convert("1").save(tmp_path / "a.png")
     network = nn.Flatten()
     network.register_parameter("none", nn.Parameter(torch.zeros(())))
-    images = Images(tmp_path, [tmp_path / "a.png"])
-    write_embeddings(network, images, (1, 28, 28), True, tmp_path / "out.npz")
+    write_embeddings(network, tmp_path, [tmp_path / "a.png"], (1, 28, 28), True, tmp_path / "out.npz")
     with np.load(tmp_path / "out.npz") as kept:
         pixels = kept["features"].reshape(28, 28)
     learnt = ink(tmp_path / "a.png")
@@ -312,9 +312,10 @@ def test_images_of_other_sizes_are_brought_to_that_of_training_with_a_note(tmp_p
         Image.new("L", (side, side), 90).save(tmp_path / f"{name}.png")
     network = nn.Flatten()
     network.register_parameter("none", nn.Parameter(torch.zeros(())))
-    images = Images(tmp_path, sorted(tmp_path.glob("*.png")))
-    found = write_embeddings(network, images, (1, 16, 16), False, tmp_path / "out.npz")
-    assert found["notes"] == ["1 image was brought to 16x16 pixels, as in training."]
+    found = write_embeddings(
+        network, tmp_path, sorted(tmp_path.glob("*.png")), (1, 16, 16), False, tmp_path / "out.npz"
+    )
+    assert found["notes"] == ["1 image was resized to 16x16 pixels, as in training."]
 
 
 @pytest.mark.parametrize("name", ["omniglot", "cifar-fs"])
@@ -343,5 +344,5 @@ def test_the_command_learns_on_mini_imagenets_form_and_embeds(tmp_path, monkeypa
 
 
 def test_the_split_of_omniglot_is_the_one_that_the_results_are_of():
-    order = np.random.default_rng(class_sets.OMNIGLOT_SEED).permutation(1623)
+    order = np.random.default_rng(class_images.OMNIGLOT_SEED).permutation(1623)
     assert order[:5].tolist() == [1229, 854, 493, 864, 898], "of the characters in the order of their names"

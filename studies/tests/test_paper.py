@@ -25,7 +25,7 @@ from test_models import NETWORKS
 from bilevel._util.parallel_map import Where
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.cli.main import main
-from bilevel.running.run_many import Cell, Store, run_cells
+from bilevel.running.run_many import ResultFolder, RunItem, run_items
 
 TINY = replace(
     synthetic.QUICK,
@@ -45,7 +45,7 @@ def study(tmp_path_factory):
     """The whole synthetic study, as small as it can be: (results, store)."""
     folder = tmp_path_factory.mktemp("study")
     store = FiledStore(folder / "cells", folder / "synthetic.json")
-    assert run_cells(synthetic.cells(TINY), store, run)
+    assert run_items(synthetic.cells(TINY), store, run)
     return Results(TINY, store.all()), store
 
 
@@ -104,17 +104,19 @@ def doubled(settings):
 
 
 def test_finished_cells_are_not_run_again_and_others_are(tmp_path):
-    cells, store = [Cell({"x": x}, weight=x) for x in range(3)], Store(tmp_path)
+    cells, store = [RunItem({"x": x}, weight=x) for x in range(3)], ResultFolder(tmp_path)
     asked = []
 
     def counted(settings):
         asked.append(settings["x"])
         return doubled(settings)
 
-    assert run_cells(cells, store, counted)
+    assert run_items(cells, store, counted)
     assert asked == [2, 1, 0]
     told = []
-    assert run_cells([*cells, Cell({"x": 5}, weight=1)], Store(tmp_path), counted, tell=lambda c: told.append(c.name))
+    assert run_items(
+        [*cells, RunItem({"x": 5}, weight=1)], ResultFolder(tmp_path), counted, tell=lambda c: told.append(c.name)
+    )
     assert asked == [2, 1, 0, 5]
     assert len(told) == 4
     assert store.get(cells[2]) == {"value": 4}
@@ -125,27 +127,27 @@ def test_finished_cells_are_not_run_again_and_others_are(tmp_path):
 
 
 def test_long_settings_get_short_file_names_of_their_own(tmp_path):
-    cells = [Cell({"path": "a/very/long/path" * 40 + end}, weight=1) for end in "ab"]
+    cells = [RunItem({"path": "a/very/long/path" * 40 + end}, weight=1) for end in "ab"]
     assert len(cells[0].name) < 200
     assert cells[0].name != cells[1].name
-    store = Store(tmp_path)
+    store = ResultFolder(tmp_path)
     store.put(cells[0], {"value": 1})
     assert (store.get(cells[0]), store.get(cells[1])) == ({"value": 1}, None)
 
 
 def test_a_cell_that_was_stopped_is_not_kept(tmp_path):
-    cells, store = [Cell({"x": x}, weight=-x) for x in (1, 10, 2)], Store(tmp_path)
-    assert not run_cells(cells, store, doubled)
+    cells, store = [RunItem({"x": x}, weight=-x) for x in (1, 10, 2)], ResultFolder(tmp_path)
+    assert not run_items(cells, store, doubled)
     assert store.get(cells[0]) == {"value": 2}
     assert store.get(cells[1]) is None
 
 
 def test_two_processes_find_what_one_finds(tmp_path):
     cells = [synthetic.protocol(TINY, "plain", name, 1) for name in ("GD", "Penalty")]
-    assert run_cells(cells, Store(tmp_path / "a"), run, where=Where(2))
-    assert run_cells(cells, Store(tmp_path / "b"), run)
+    assert run_items(cells, ResultFolder(tmp_path / "a"), run, where=Where(2))
+    assert run_items(cells, ResultFolder(tmp_path / "b"), run)
     for cell in cells:
-        assert Store(tmp_path / "a").get(cell)["errors"] == Store(tmp_path / "b").get(cell)["errors"]
+        assert ResultFolder(tmp_path / "a").get(cell)["errors"] == ResultFolder(tmp_path / "b").get(cell)["errors"]
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ def test_reproduce_complexity_writes_the_tables_and_continues_from_finished_cell
 def test_reproduce_synthetic_continues_and_writes_every_table_and_figure(study, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(synthetic, "QUICK", TINY)
     monkeypatch.setattr(tables, "QUICK", TINY)
-    store = Store(tmp_path / "cells")
+    store = ResultFolder(tmp_path / "cells")
     for cell in synthetic.cells(TINY)[1:]:  # all but one are finished
         store.put(cell, study[1].get(cell))
     assert main(["reproduce", "synthetic", "--quick", "--out", str(tmp_path), "--json"]) == 0
@@ -378,7 +380,7 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
     kept = sorted(path.name for path in Path(tmp_path / "cells").iterdir())
     assert kept
     assert all(json.loads((tmp_path / "cells" / name).read_text())["result"] for name in kept)
-    left = [cell for cell in complexity.cells(complexity.QUICK) if Store(tmp_path / "cells").get(cell) is None]
+    left = [cell for cell in complexity.cells(complexity.QUICK) if ResultFolder(tmp_path / "cells").get(cell) is None]
     assert 0 < len(left) == len(complexity.cells(complexity.QUICK)) - len(kept)
 
 

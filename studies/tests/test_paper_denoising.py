@@ -21,7 +21,7 @@ from bilevel.applications.training import Trainer, accuracy, probabilities
 from bilevel.data import Labelled, corrupt, load, split_trusted
 from bilevel.errors import DataError
 from bilevel.methods.penalty import Penalty
-from bilevel.running.run_many import Cell, run_cells
+from bilevel.running.run_many import RunItem, run_items
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_the_size_of_a_test_set_is_that_of_its_data(dataset, tests):
 
 
 def test_a_fresh_folder_goes_on_from_the_file_beside_the_page(tmp_path):
-    cell, other = Cell(digits("ours"), 1), Cell(digits("oracle"), 0)
+    cell, other = RunItem(digits("ours"), 1), RunItem(digits("oracle"), 0)
     first = FiledStore(tmp_path / "a", tmp_path / "page.json")
     first.put(cell, {"accuracy": 0.5})
     first.write()
@@ -106,7 +106,7 @@ def test_a_fresh_folder_goes_on_from_the_file_beside_the_page(tmp_path):
 
 
 def test_a_partial_result_is_shown_gone_on_with_and_not_replaced_by_a_shorter_one(tmp_path):
-    cell = Cell(digits("ours"), 1)
+    cell = RunItem(digits("ours"), 1)
     store = FiledStore(tmp_path, tmp_path / "page.json")
     store.put(cell, {"partial": True, "steps": 5})
     assert store.get(cell) is None
@@ -118,7 +118,7 @@ def test_a_partial_result_is_shown_gone_on_with_and_not_replaced_by_a_shorter_on
 
 
 def test_cells_run_in_their_rank_and_none_begins_after_the_deadline(tmp_path):
-    cells = [Cell(digits("ours", seed=seed), weight) for seed, weight in enumerate((1.0, 3.0, 2.0))]
+    cells = [RunItem(digits("ours", seed=seed), weight) for seed, weight in enumerate((1.0, 3.0, 2.0))]
     ran = []
 
     def run(settings):
@@ -126,11 +126,11 @@ def test_cells_run_in_their_rank_and_none_begins_after_the_deadline(tmp_path):
         return {"accuracy": 1.0}
 
     store = FiledStore(tmp_path, tmp_path / "page.json")
-    assert run_cells(cells, store, run, deadline=time.monotonic() - 1)
+    assert run_items(cells, store, run, deadline=time.monotonic() - 1)
     assert ran == []
-    assert run_cells(cells, store, run)
+    assert run_items(cells, store, run)
     assert ran == [1, 2, 0]
-    assert not run_cells([Cell(digits("plain"), 0)], store, lambda settings: None)
+    assert not run_items([RunItem(digits("plain"), 0)], store, lambda settings: None)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from PIL import Image
 
 from bilevel.applications.few_shot.meta_train import PROXIMITY, default_method
 from bilevel.cli.main import main
-from bilevel.data.class_sets import load_classes
+from bilevel.data.class_images import load_classes
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from common import needs
 
 from bilevel._util.parallel_map import Where
 from bilevel.cli.main import main
-from bilevel.running.run_many import Cell, Store, run_cells
+from bilevel.running.run_many import ResultFolder, RunItem, run_items
 
 needs_mnist = needs("mnist")
 
@@ -235,9 +235,9 @@ def echo(settings):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_cell_is_begun_after_the_deadline_however_many_run_side_by_side(tmp_path, workers):
-    cells = [Cell({"k": k}, 0.0) for k in range(5)]
-    store = Store(tmp_path)
-    assert run_cells(cells, store, echo, where=Where(workers), deadline=time.monotonic() - 1)
+    cells = [RunItem({"k": k}, 0.0) for k in range(5)]
+    store = ResultFolder(tmp_path)
+    assert run_items(cells, store, echo, where=Where(workers), deadline=time.monotonic() - 1)
     assert store.session.ran == 0
-    assert run_cells(cells, store, echo, where=Where(workers), deadline=time.monotonic() + 600)
+    assert run_items(cells, store, echo, where=Where(workers), deadline=time.monotonic() + 600)
     assert [store.get(cell)["value"] for cell in cells] == list(range(5))

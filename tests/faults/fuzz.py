@@ -27,8 +27,7 @@ from safetensors.torch import save
 from tally import Tally
 
 from bilevel import BilevelError
-from bilevel.cli.folder import Folder
-from bilevel.cli.run_state import begin, finished
+from bilevel.cli.run_folder import RunFolder, open_run
 from bilevel.data import apply_decisions, load
 from bilevel.data.regression import load_numbers
 from bilevel.running import checkpoints as store
@@ -175,13 +174,15 @@ def read_state(folder: Path, content: bytes) -> None:
 
 
 def read_config(folder: Path, content: bytes) -> None:
-    run = Folder(folder / "run")
-    for name in ("config.json", "result.json"):
-        (run.path / name).write_bytes(content)
-    finished(run, {"command": "denoise", "steps": 3})
-    (run.path / "checkpoint").mkdir(exist_ok=True)
+    run, asked = RunFolder(folder / "run"), {"command": "denoise", "steps": 3}
     with contextlib.redirect_stderr(io.StringIO()):
-        begin(run, {"command": "denoise", "steps": 3}, True, ())
+        for names in (("config.json",), ("config.json", "result.json")):
+            for name in ("config.json", "result.json"):
+                (run.path / name).unlink(missing_ok=True)
+            for name in names:
+                (run.path / name).write_bytes(content)
+            (run.path / "checkpoint").mkdir(exist_ok=True)
+            open_run(run, asked, True, ())
 
 
 def readers(folder: Path) -> dict[str, tuple[Reader, bytes]]:

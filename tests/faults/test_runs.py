@@ -18,7 +18,7 @@ from ranks import free_port
 
 from bilevel._util.parallel_map import Where
 from bilevel.errors import DataError, OptionError, RunError
-from bilevel.running.run_many import Cell, Store, run_cells, run_many
+from bilevel.running.run_many import ResultFolder, RunItem, run_items, run_many
 
 NO_RAY = "Ray is not installed: pip install 'bilevel[ray]'"
 
@@ -100,11 +100,32 @@ def test_results_come_in_the_order_of_the_items_and_are_not_computed_twice(items
 
 
 def test_run_whose_process_is_killed_is_run_again_in_another(items, tmp_path):
-    store, cells = Store(tmp_path / "out"), [Cell(item, 0) for item in items]
-    assert run_cells(cells, store, dies_once, where=Where(2))
+    store, cells = ResultFolder(tmp_path / "out"), [RunItem(item, 0) for item in items]
+    assert run_items(cells, store, dies_once, where=Where(2))
     assert [(store.get(cell) or {})["value"] for cell in cells] == [0, 1, 4, 9]
-    assert {name: len(found) for name, found in begun(tmp_path / "log").items()} == {"0": 1, "1": 2, "2": 1, "3": 1}
+    runs = {name: len(found) for name, found in begun(tmp_path / "log").items()}
+    assert runs.pop("1") == 2
+    assert sorted(runs.values()) in ([1, 1, 1], [1, 1, 2])  # one at most was running next to it, and ended with it
     assert (store.session.workers, store.session.ran) == (2, 4)
+
+
+def always_dies(settings):
+    if settings["x"] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(settings)
+
+
+def test_run_that_kills_its_process_each_time_is_named_and_takes_no_other_with_it(items, tmp_path):
+    with pytest.raises(RunError, match=r"1 of 4 runs failed, each tried 1 times: 1-.*its process ended"):
+        run_many(always_dies, items, tmp_path / "out", workers=2, retries=0)
+    assert len(list((tmp_path / "out").glob("*.json"))) == 3
+
+
+def test_several_workers_without_joblib_say_what_to_install(items, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    monkeypatch.setitem(sys.modules, "joblib.externals.loky", None)
+    with pytest.raises(OptionError, match=r"pip install 'bilevel\[apps\]'"):
+        run_many(square, items, tmp_path / "out", workers=2)
 
 
 def test_process_of_a_run_that_failed_gets_no_other(items, tmp_path):
@@ -130,8 +151,8 @@ def test_error_of_the_library_is_raised_at_once(items, tmp_path, workers):
 
 
 def test_no_run_is_begun_after_the_deadline(items, tmp_path):
-    cells = [Cell(item, item["x"]) for item in items]
-    assert run_cells(cells, Store(tmp_path / "out"), square, deadline=time.monotonic())
+    cells = [RunItem(item, item["x"]) for item in items]
+    assert run_items(cells, ResultFolder(tmp_path / "out"), square, deadline=time.monotonic())
     assert begun(tmp_path / "log") == {}
 
 

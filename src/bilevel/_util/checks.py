@@ -1,14 +1,21 @@
-"""Checks of options, whose errors name the option, the rule and the value."""
+"""Checks of options, whose errors name the option, the rule and the value; warnings that point at the user's line."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
-from bilevel.errors import OptionError
+from bilevel.errors import BilevelWarning, OptionError
+
+OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
+"""Where the code lies that a warning does not point at: this package, torch and context managers."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -56,3 +63,11 @@ def factory(name: str, value: object) -> None:
         raise OptionError(
             f"{name} must be a factory such as partial(torch.optim.Adam, lr=1e-3), not an optimizer; got {value!r}."
         )
+
+
+def warn_user(message: str) -> None:
+    """Warn with a `BilevelWarning` that points at the first line outside this package, torch and context managers."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, BilevelWarning, stacklevel=level)

@@ -1,31 +1,27 @@
-"""One function on many inputs, side by side: here, in processes of this machine, or by the workers of a Ray cluster.
+"""One function on many items: in this process, in several processes (joblib's loky), or on a Ray cluster.
 
-An input whose run fails, or whose process dies, is tried again. `bilevel.running.run_many` keeps what comes back.
+An item that fails, or whose process dies, is run again. `bilevel.running.run_many` keeps what comes back.
 """
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import signal
 import socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
 from bilevel.errors import BilevelError, OptionError, reason
 
-Found = Generator[tuple[int, Any], None, None]
-"""Places of items with their results."""
-Queue = deque[tuple[int, int]]
-"""Places of the items that wait, each with the number of its next try."""
+Function = Callable[[Any], Any]
+Submit = Callable[..., Future[Any]]
 REACH = 10.0
 """Seconds in which the address of a cluster has to answer."""
 
@@ -37,6 +33,8 @@ class Failed:
     why: str
     trace: str = ""
     """Where it happened."""
+    died: bool = False
+    """Whether its process is gone."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +45,56 @@ class Where:
     address: str | None = None
     gpus: float = 0.0
     retries: int = 2
-    """How often a run that failed is tried again. An error of this library is of the input, and is not."""
+    """How often a run that failed is tried again. An error of this library is the caller's, and is not."""
     one_thread: bool = True
-    """Whether a run in this process has one thread of torch, as those in processes of their own have."""
+    """Whether torch has one thread for a run in this process, as in worker processes."""
 
 
 ONCE = Where(retries=0, one_thread=False)
 """In this process as it is, and not tried again."""
 
 
-def each(
-    function: Callable[[Any], Any], items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
-) -> Found:
-    """(place, result) as they come, the result `Failed` after the last try; none is begun once it is `late`.
+def parallel_map(
+    function: Function, items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
+) -> Generator[tuple[int, Any], None, None]:
+    """Yield (position, result) as results come; the result is `Failed` after the last try.
 
-    An error of this library is raised at once. KeyboardInterrupt ends what runs. `function` is one of a module, except
-    with one worker here.
+    No run is started once `late()` is true. An error of this library is raised at once. KeyboardInterrupt, and closing
+    the generator, end the runs that are under way.
     """
-    left = deque((place, 1) for place in range(len(items)))
-    if where.address is not None:
-        yield from _on_ray(function, items, left, where, late)
-    elif where.workers <= 1 or len(items) <= 1:
-        yield from _here(function, items, left, where, late)
-    else:
-        yield from _in_processes(function, items, left, where, late)
+    local = _processes if where.workers > 1 and len(items) > 1 else _here
+    tries = dict.fromkeys(range(len(items)), 0)
+    # It is not known which of several runs has killed its process: all that were lost with it run one at a time.
+    suspects: list[int] = []
+    while tries and not late():
+        waiting, lost, busy = deque(suspects or tries), list[int](), dict[Future[Any], int]()
+        # A pool ends after a failure: an error of a GPU spoils its process for later runs.
+        with (local if where.address is None else _cluster)(where) as (submit, workers):
+            healthy, most = True, 1 if suspects else workers
+            while busy or (waiting and healthy and not late()):
+                while waiting and healthy and len(busy) < most and not late():
+                    try:
+                        busy[submit(attempted, function, items[waiting[0]])] = waiting[0]
+                        waiting.popleft()
+                    except BrokenExecutor:  # a process has just died
+                        healthy = False
+                for done in wait(busy, return_when=FIRST_COMPLETED).done:
+                    position, result = busy.pop(done), _outcome(done)
+                    if isinstance(result, BilevelError):
+                        raise result
+                    healthy = healthy and not isinstance(result, Failed)
+                    if isinstance(result, Failed) and result.died and not suspects:
+                        lost.append(position)
+                        continue
+                    tries[position] += 1
+                    if not isinstance(result, Failed) or tries[position] > where.retries:
+                        del tries[position]
+                        yield position, result
+        suspects = lost or [position for position in suspects if position in tries]
 
 
-def _judged(left: Queue, place: int, attempt: int, found: Any, where: Where) -> Found:
-    """A result passes; a failure goes back to the queue while tries are left."""
-    if isinstance(found, BilevelError):
-        raise found
-    if isinstance(found, Failed) and attempt <= where.retries:
-        left.append((place, attempt + 1))
-    else:
-        yield place, found
-
-
-def attempted(function: Callable[[Any], Any], item: Any) -> Any:
-    """The function's result, or its error as a value that any process can send."""
+def attempted(function: Function, item: Any) -> Any:
+    """Return the function's result, or its error as a value that any process can send."""
     try:
         return function(item)
     except BilevelError as error:
@@ -93,73 +103,9 @@ def attempted(function: Callable[[Any], Any], item: Any) -> Any:
         return Failed(f"{type(error).__name__}: {reason(error)}", traceback.format_exc())
 
 
-def _here(
-    function: Callable[[Any], Any], items: Sequence[Any], left: Queue, where: Where, late: Callable[[], bool]
-) -> Found:
-    with one_thread() if where.one_thread else nullcontext():
-        while left and not late():
-            place, attempt = left.popleft()
-            yield from _judged(left, place, attempt, attempted(function, items[place]), where)
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def _in_processes(
-    function: Callable[[Any], Any], items: Sequence[Any], left: Queue, where: Where, late: Callable[[], bool]
-) -> Found:
-    busy: dict[Connection, tuple[BaseProcess, int, int]] = {}
-    free: list[tuple[BaseProcess, Connection]] = []
-    try:
-        while busy or (left and not late()):
-            while left and len(busy) < where.workers and not late():
-                process, pipe = free.pop() if free else _begun(function)
-                busy[pipe] = process, *left.popleft()
-                with suppress(OSError):  # of a process that died: its pipe ends, which is heard below
-                    pipe.send(items[busy[pipe][1]])
-            heard = set(map(id, wait(list(busy))))
-            for ready in [pipe for pipe in busy if id(pipe) in heard]:
-                process, place, attempt = busy.pop(ready)
-                try:
-                    found = ready.recv()
-                except (EOFError, OSError):
-                    process.join()
-                    found = Failed(f"its process ended with code {process.exitcode}")
-                if isinstance(found, Failed):  # an error of a GPU spoils every later run of a process
-                    ready.close()
-                    process.terminate()
-                    process.join()
-                else:
-                    free.append((process, ready))
-                yield from _judged(left, place, attempt, found, where)
-    finally:
-        for process, pipe in [*free, *((process, pipe) for pipe, (process, *_) in busy.items())]:
-            pipe.close()
-            process.terminate()
-            process.join()
-
-
-def _begun(function: Callable[[Any], Any]) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(function, theirs))
-    process.start()
-    theirs.close()
-    return process, mine
-
-
-def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
-    """In a process of its own: run what comes until the pipe ends, as it does where the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to hear, except in `solve`
-    torch.set_num_threads(1)
-    with suppress(EOFError, OSError):
-        while True:
-            pipe.send(attempted(function, pipe.recv()))
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread of torch inside: small tensors gain nothing from more."""
+    """Give torch one thread inside: small tensors gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -168,19 +114,62 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- Ray ---------------------------------------------------------------------------------------------------------------
+def _outcome(done: Future[Any]) -> Any:
+    """The result of a run; `Failed` if its process died or its result cannot be sent."""
+    try:
+        return done.result()
+    except Exception as error:  # several libraries raise here
+        return Failed(f"its process ended ({type(error).__name__}: {reason(error)})", died=True)
 
 
-def _reach(address: str) -> None:
-    """Raise OSError where nothing listens at `host:port`: Ray would wait for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+@contextmanager
+def _here(where: Where) -> Iterator[tuple[Submit, int]]:
+    """Run in this process, at once."""
+
+    def submit(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*arguments))
+        return done
+
+    with one_thread() if where.one_thread else nullcontext():
+        yield submit, 1
 
 
-def _on_ray(
-    function: Callable[[Any], Any], items: Sequence[Any], left: Queue, where: Where, late: Callable[[], bool]
-) -> Found:
+@contextmanager
+def _processes(where: Where) -> Iterator[tuple[Submit, int]]:
+    """Run in processes of this machine."""
+    try:
+        loky = importlib.import_module("joblib.externals.loky")
+    except ImportError:
+        raise OptionError("workers=2 or more needs joblib: pip install 'bilevel[apps]'.") from None
+    pool = loky.ProcessPoolExecutor(where.workers, initializer=_begin_worker)
+    try:
+        yield lambda _, *arguments: pool.submit(_attempted_in_worker, *arguments), where.workers
+    finally:
+        pool.shutdown(wait=True, kill_workers=True)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, except in `solve`
+    torch.set_num_threads(1)
+
+
+_spoilt = False
+
+
+def _attempted_in_worker(function: Function, item: Any) -> Any:
+    """In a worker: run no other item after one that failed."""
+    global _spoilt
+    if _spoilt:
+        return Failed("a run before it failed in its process", died=True)
+    result = attempted(function, item)
+    _spoilt = isinstance(result, Failed)
+    return result
+
+
+@contextmanager
+def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
+    """Run on a Ray cluster. (joblib's backend for Ray cannot return results as they come.)"""
     try:
         ray = importlib.import_module("ray")
     except ImportError:
@@ -195,23 +184,24 @@ def _on_ray(
         except Exception as error:  # Ray raises several, and none is a base of the others
             raise OptionError(f"there is no Ray cluster at {where.address} ({reason(error)}).") from None
     remote = ray.remote(num_cpus=1, num_gpus=where.gpus, max_retries=0)(attempted)
-    shared = ray.put(function)
-    slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    busy: dict[Any, tuple[int, int]] = {}
+    references: list[Any] = []
+
+    def submit(_: Any, *arguments: Any) -> Future[Any]:
+        references.append(remote.remote(*arguments))
+        future: Future[Any] = references[-1].future()
+        return future
+
     try:
-        while busy or (left and not late()):
-            while left and len(busy) < slots and not late():
-                place, attempt = left.popleft()
-                busy[remote.remote(shared, items[place])] = place, attempt
-            for ready in ray.wait(list(busy))[0]:
-                place, attempt = busy.pop(ready)
-                try:
-                    found = ray.get(ready)
-                except ray.exceptions.RayError as error:  # its worker or its machine is gone
-                    found = Failed(f"{type(error).__name__}: {reason(error)}")
-                yield from _judged(left, place, attempt, found, where)
+        yield submit, max(1, int(ray.cluster_resources().get("CPU", 1)))
     finally:
-        for reference in busy:
+        for reference in references:
             ray.cancel(reference, force=True)
         if mine:
             ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise OSError if nothing listens at `host:port`: Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH).close()

@@ -1,14 +1,15 @@
-"""What a rank is given of each batch: neighbouring examples, as many as the other ranks have, or one more.
+"""The part of each batch that a rank gets: neighbouring examples, as many as the other ranks have, or one more.
 
-Every rank draws the same batches from the same seed, and takes its share of each. Where shares are of different sizes,
-an objective that is a mean over examples is multiplied by the share's `weight`, ranks times its part of the examples,
-so that the mean over ranks is the mean over the batch. A batch of fewer examples than ranks is given to all of them.
+Every rank draws the same batches from the same seed, and takes its share of each. If shares have different sizes,
+an objective that is a mean over examples is multiplied by the share's `weight`, the number of ranks times the share's
+part of the examples, so that the mean over ranks is the mean over the batch. A batch with fewer examples than ranks is
+given to all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,44 +20,48 @@ from bilevel._util.nested import each_tensor
 from bilevel.errors import DataError
 
 
-class Share(NamedTuple):
-    """A rank's part of a batch, where it is not as large as the others'."""
+class BatchShare(NamedTuple):
+    """A rank's part of a batch, if it is larger or smaller than the others'."""
 
     batch: Any
     weight: float
 
 
-class Sharing:
+class RankShares:
     """How batches are divided among `size` ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def part(self, count: int) -> tuple[int, int, float]:
-        """Which of `count` examples are this rank's, and their weight."""
+        """Return which of `count` examples are this rank's, and their weight."""
         if count < self.size:
             return 0, count, 1.0
         start, stop = count * self.rank // self.size, count * (self.rank + 1) // self.size
         return start, stop, (stop - start) * self.size / count
 
-    def share(self, batch: Any, name: str) -> Any:
-        """This rank's part of a whole batch."""
-        tensors: list[Tensor] = []
-        each_tensor(lambda t: tensors.append(t) or t, batch)  # type: ignore[func-returns-value]
-        if not tensors:
+    def chosen(self, index: Any, select: Callable[[Any], Any]) -> Any:
+        """Return this rank's share of the batch that `select` makes of an index."""
+        start, stop, weight = self.part(len(index))
+        return weighted(select(index[start:stop]), weight)
+
+    def divide(self, batch: Any, name: str) -> Any:
+        """Return this rank's share of a whole batch."""
+        leaves = _leaves(batch)
+        shapes = [tuple(t.shape) for t in leaves if isinstance(t, Tensor)]
+        arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves)
+        if not shapes:
             return batch
-        shapes = [tuple(t.shape) for t in tensors]
-        if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1 or _arrays(batch):
+        if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1 or arrays:
             raise DataError(
                 f"under torchrun every tensor of a batch must have a row for each example, so that ranks can share it; "
-                f"the {name} data gave {'numpy arrays' if _arrays(batch) else f'shapes {shapes}'}. Give tensors of one "
-                "length, or each rank batches of its own: an iterable with per_rank = True."
+                f"the {name} data gave {'numpy arrays' if arrays else f'shapes {shapes}'}. Give tensors of one length, "
+                "or each rank batches of its own: an iterable with per_rank = True."
             )
-        start, stop, weight = self.part(shapes[0][0])
-        return weighted(each_tensor(lambda t: t[start:stop], batch), weight)
+        return self.chosen(range(shapes[0][0]), lambda rows: each_tensor(lambda t: t[rows.start : rows.stop], batch))
 
     def divided(self, items: Any, name: str) -> bool:
-        """Whether the source gives each rank batches of its own already."""
+        """Return whether the source gives each rank batches of its own already."""
         samplers = [getattr(items, "sampler", None), getattr(getattr(items, "batch_sampler", None), "sampler", None)]
         for sampler in samplers:
             if isinstance(sampler, DistributedSampler):
@@ -70,24 +75,27 @@ class Sharing:
 
 
 def weighted(batch: Any, weight: float) -> Any:
-    return batch if weight == 1.0 else Share(batch, weight)
+    """Return the batch, with its weight if that is not one."""
+    return batch if weight == 1.0 else BatchShare(batch, weight)
 
 
-def _arrays(batch: Any) -> bool:
-    """Whether a batch holds numpy arrays, which are not divided."""
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dicts."""
+    return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _leaves(batch: Any) -> list[Any]:
+    """Everything in tuples, lists and dicts."""
     if isinstance(batch, dict):
-        return any(_arrays(item) for item in batch.values())
-    if isinstance(batch, (tuple, list)):
-        return any(_arrays(item) for item in batch)
-    return isinstance(batch, np.ndarray)
+        batch = list(batch.values())
+    return [leaf for item in batch for leaf in _leaves(item)] if isinstance(batch, (tuple, list)) else [batch]
 
 
 class SharedLoader:
-    """A DataLoader of which a rank loads its own examples alone, with the weights of its batches."""
+    """A DataLoader from which a rank loads its own examples only, with the weights of its batches."""
 
-    def __init__(self, loader: DataLoader[Any], sharing: Sharing) -> None:
+    def __init__(self, loader: DataLoader[Any], shares: RankShares) -> None:
         self._weights: deque[float] = deque()
-        batches = _Shared(loader.batch_sampler, sharing, self._weights)  # type: ignore[arg-type]
         workers: dict[str, Any] = {}
         if loader.num_workers:
             workers = {
@@ -99,7 +107,7 @@ class SharedLoader:
             }
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
-            batch_sampler=batches,
+            batch_sampler=_SharedSampler(loader.batch_sampler, shares, self._weights),  # type: ignore[arg-type]
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -113,19 +121,15 @@ class SharedLoader:
             yield weighted(batch, self._weights.popleft())
 
 
-class _Shared(BatchSampler):
+class _SharedSampler(BatchSampler):
     """The indices of this rank's examples, batch by batch."""
 
-    def __init__(self, batches: BatchSampler, sharing: Sharing, weights: deque[float]) -> None:
-        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
-        self._batches, self._sharing, self._weights = batches, sharing, weights
+    def __init__(self, batches: BatchSampler, shares: RankShares, weights: deque[float]) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self._batches, self._shares, self._weights = batches, shares, weights
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            indices: Sequence[int] = batch
-            start, stop, weight = self._sharing.part(len(indices))
+            start, stop, weight = self._shares.part(len(batch))
             self._weights.append(weight)
-            yield list(indices[start:stop])
-
-    def __len__(self) -> int:
-        return len(self._batches)
+            yield batch[start:stop]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel.batches.rank_shares import Sharing
-from bilevel.batches.readers import Divided, Indexed, Listed, Reader, Ready, Shelf, reader, receive, shared_reader
+from bilevel.batches.rank_shares import RankShares
+from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, reader
 from bilevel.errors import DataError
 
 
@@ -60,22 +59,23 @@ class _Generators:
             torch.cuda.set_rng_state(state[3], self._cuda)
 
 
+END = object()
+
+
 class Source:
-    """One iterable, cycled; `position` is (pass, batches handed out in it)."""
+    """One iterable, cycled; `position` is (pass, batches drawn in it)."""
 
     position: list[int]
-    _drawn: list[int]  # the position with the batches drawn ahead
-    _waiting: deque[tuple[Ready, list[int]] | Exception]
-    _batches: Iterator[Ready] | None
+    _batches: Iterator[Any] | None
     _generators: AbstractContextManager[None]
 
     def __init__(
-        self, items: Iterable[Any], name: str, seed: int, shelf: Shelf, sharing: Sharing | None = None
+        self, items: Iterable[Any], name: str, seed: int, copies: DeviceCopies, shares: RankShares | None = None
     ) -> None:
         if isinstance(items, Iterator):
             raise DataError(
                 f"the {name} data is a one-shot iterator ({type(items).__name__}), which cannot be cycled or resumed. "
-                "Pass the list, the DataLoader or an object whose __iter__ starts anew."
+                "Pass the list, the DataLoader or an object whose __iter__ starts again."
             )
         if not isinstance(items, Iterable):
             raise DataError(f"the {name} data must be an iterable of batches; got {type(items).__name__}.")
@@ -84,11 +84,8 @@ class Source:
                 f"the {name} data must be an iterable of batches; got a tensor. Wrap it in a list for one full batch, "
                 "or in a DataLoader."
             )
-        self.items, self.name, self.device = items, name, shelf.device
-        self._seed = seed
-        self._reader: Reader = reader(items, name, shelf)
-        if sharing is not None:
-            self._reader = shared_reader(items, self._reader, name, shelf.device, sharing)
+        self.items, self.name, self.device, self._seed = items, name, copies.device, seed
+        self._reader = reader(items, name, copies, shares)
         self.seek([0, 0])
 
     def _own_generators(self) -> list[torch.Generator]:
@@ -100,9 +97,9 @@ class Source:
         batches = getattr(self.items, "batch_sampler", None)
         return [getattr(self.items, "sampler", None), batches, getattr(batches, "sampler", None)]
 
-    def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Ready], AbstractContextManager[None]]:
+    def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Any], AbstractContextManager[None]]:
         """Start a pass at its batch `first`: the batches, and the generators to draw each of them under."""
-        if isinstance(_undivided(self._reader), Listed):  # draws nothing at random
+        if isinstance(self._reader, ListReader):  # draws nothing at random
             return self._reader.begin(first), nullcontext()
         seed = hash_seed(self._seed, self.name, epoch)
         for generator in self._own_generators():
@@ -113,46 +110,25 @@ class Source:
         generators = _Generators(seed, self.device)
         with generators:
             batches = self._reader.begin(first)
-        return batches, nullcontext() if isinstance(self._reader, Indexed) else generators
+        return batches, nullcontext() if isinstance(self._reader, IndexReader) else generators
 
-    def _next(self) -> tuple[Ready, list[int]]:
-        """The batch after those drawn so far, and the position after it."""
+    def draw(self) -> Any:
+        """Return the next batch."""
         while True:
-            epoch, taken = self._drawn
+            epoch, taken = self.position
             if self._batches is None:
                 self._batches, self._generators = self._open(epoch, taken)
             with self._generators:
-                ready = next(self._batches, None)
-            if ready is not None:
-                self._drawn = [epoch, taken + 1]
-                return ready, self._drawn
+                batch = next(self._batches, END)
+            if batch is not END:
+                self.position = [epoch, taken + 1]
+                return batch
             if taken == 0:
                 raise self._empty()
-            self._drawn, self._batches = [epoch + 1, 0], None
+            self.position, self._batches = [epoch + 1, 0], None
 
     def _empty(self) -> DataError:
         return DataError(f"the {self.name} data is empty: it gave no batch. Pass at least one.")
-
-    def ahead(self) -> None:
-        """Draw a batch before it is asked for. What goes wrong is raised where it is asked for."""
-        if self._waiting and isinstance(self._waiting[-1], Exception):
-            return
-        try:
-            self._waiting.append(self._next())
-        except Exception as error:
-            self._waiting.append(error)
-
-    @property
-    def held(self) -> int:
-        """How many batches are drawn and not yet handed out."""
-        return len(self._waiting)
-
-    def draw(self) -> Any:
-        found = self._waiting.popleft() if self._waiting else self._next()
-        if isinstance(found, Exception):
-            raise found
-        ready, self.position = found
-        return receive(ready, self.device)
 
     def peek(self, most: int) -> tuple[list[Any], bool]:
         """The first batches of pass 0, at most `most`, and whether these were all. The position is not moved."""
@@ -162,10 +138,10 @@ class Source:
         try:
             found, generators = self._open(0)
             with generators:
-                for ready in found:
+                for batch in found:
                     if len(batches) == most:
                         return batches, False
-                    batches.append(receive(ready, self.device))
+                    batches.append(batch)
         finally:
             for generator, state in held:
                 generator.set_state(state)
@@ -180,14 +156,14 @@ class Source:
 
     def seek(self, position: list[int]) -> None:
         """Go to a position. The next draw starts its pass."""
-        self.position = self._drawn = list(position)
-        self._waiting, self._batches, self._generators = deque(), None, nullcontext()
+        self.position = list(position)
+        self._batches, self._generators = None, nullcontext()
 
 
 class Sources:
     """The pair of sources, or none."""
 
-    def __init__(self, data: object, seed: int, device: torch.device, sharing: Sharing | None = None) -> None:
+    def __init__(self, data: object, seed: int, device: torch.device, shares: RankShares | None = None) -> None:
         self.pair: tuple[Source, Source] | None = None
         self.device = device
         self.waited = 0.0
@@ -199,11 +175,8 @@ class Sources:
                 "data must be None or a pair (upper, lower) of iterables of batches; "
                 f"got {type(data).__name__}{f' of {len(data)}' if isinstance(data, (tuple, list)) else ''}."
             )
-        shelf = Shelf(device)
-        self.pair = (
-            Source(data[0], "upper", seed, shelf, sharing),
-            Source(data[1], "lower", seed, shelf, sharing),
-        )
+        copies = DeviceCopies(device)
+        self.pair = Source(data[0], "upper", seed, copies, shares), Source(data[1], "lower", seed, copies, shares)
 
     def __bool__(self) -> bool:
         return self.pair is not None
@@ -225,20 +198,9 @@ class Sources:
         with self._timed():
             return source.draw()
 
-    def ahead(self, count: int) -> None:
-        """Draw the next `count` pairs, and send them to the device, while it is busy with what was launched.
-
-        They are the batches that would be drawn anyway; the position stays that of the batches handed out.
-        """
-        for i in range(count):
-            for source in self.pair or ():
-                if source.held <= i:
-                    with self._timed():
-                        source.ahead()
-
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count the time inside as waiting; on CUDA only where the device is by its end out of work."""
+        """Count the time inside as waiting; on CUDA only if the device has run out of work by its end."""
         work = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         started = time.perf_counter()
         yield
@@ -258,10 +220,6 @@ class Sources:
     def load_state_dict(self, state: list[list[int]]) -> None:
         for source, position in zip(self.pair or (), state, strict=True):
             source.seek(position)
-
-
-def _undivided(found: Reader) -> Reader:
-    return found.whole if isinstance(found, Divided) else found
 
 
 def hash_seed(seed: int, name: str, epoch: int) -> int:

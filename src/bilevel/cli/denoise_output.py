@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_model
 from torch import Tensor
 
-from bilevel import __version__
+import bilevel
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing
 from bilevel.applications.default_classifier import Classifier
@@ -29,32 +27,34 @@ from bilevel.applications.denoising.clean_dataset import (
     is_bytes,
     thumbnails,
 )
-from bilevel.cli.folder import Folder
+from bilevel.cli.progress import show_table
+from bilevel.cli.run_folder import RESULT, RunFolder
 from bilevel.data import Labelled
 from bilevel.data.arrays import array_keys
 from bilevel.report.page import Table as ReportTable
+from bilevel.report.page import cell_text
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
-from bilevel.report.values import cell_text
 
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 NOISY = "noisy.npz"
-"""The data with the wrong labels that `--noise` makes: what decisions are applied to."""
+"""The data with the wrong labels that `--noise` makes, to which decisions are applied."""
 SHOWN_FIELDS = 40
-"""Most columns of a row that the page shows."""
+"""The most columns of a row that the page shows."""
 ROWS = {
     "denoised": "on the cleaned data",
     "labels as they are": "on the labels as they are",
-    "trusted set alone": "on the trusted set alone",
+    "trusted set alone": "on only the trusted set",
     "right labels": "on the right labels",
 }
-"""What was trained, as the tables say it."""
+"""The training sets, as the tables call them."""
+HEADS = ("Trained", "Accuracy")
 RIVALS = ("labels as they are", "trusted set alone")
-"""What a user could train on instead."""
+"""The other sets that a user could train on."""
 
 
-def write_noisy(folder: Folder, data: Labelled) -> Labelled:
-    """Write the data as it is cleaned, so that decisions can be applied to it; its rows are named by their number."""
+def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
+    """Write the data with the labels that `--noise` made, for decisions to be applied to; rows are named by number."""
     names = np.array(data.classes)
     arrays: dict[str, np.ndarray] = {}
     given = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
@@ -71,7 +71,7 @@ def write_noisy(folder: Folder, data: Labelled) -> Labelled:
 
 
 def apply_command(source: str, label: str | None) -> str:
-    """What turns decisions on this source into cleaned data."""
+    """Return the command that applies decisions to this source."""
     path = Path(source)
     suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
     words = ["bilevel", "denoise", source, "--apply", "decisions.csv", *(["--label", label] if label else [])]
@@ -90,12 +90,9 @@ def summary(
     suspects = int(found.suspect.sum())
     verb = agreeing(suspects, "is", "are")
     message = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%) {verb} probably wrong."
-    if (ours := cleaned.accuracies.get("denoised")) is not None:
-        part = "the held-out part of the trusted set" if prepared.held_out else "the test set"
-        message += f" The classifier trained on the cleaned data is right on {100 * ours:.1f}% of {part}"
-        rivals = {name: cleaned.accuracies[name] for name in RIVALS if name in cleaned.accuracies}
-        best = max(rivals, key=rivals.__getitem__, default=None)
-        message += "." if best is None else f"; trained {ROWS[best]}, on {100 * rivals[best]:.1f}%."
+    if "denoised" in cleaned.accuracies:
+        shares = [f"{ROWS[name]}: {100 * cleaned.accuracies[name]:.1f}%" for name in ROWS if name in cleaned.accuracies]
+        message += f" Accuracy on {_part(prepared.held_out)} after training {', '.join(shares)}."
     measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
     if found.solution.ranks > 1:
         measured |= {"ranks": found.solution.ranks, "bytes_per_step": found.solution.bytes_per_step}
@@ -113,7 +110,7 @@ def summary(
         "trusted": len(prepared.trusted[1]),
         "classes": list(data.classes),
         "trusted_rows": list(prepared.drawn),
-        "test_accuracy": ours,
+        "test_accuracy": cleaned.accuracies.get("denoised"),
         "accuracies": cleaned.accuracies,
         "held_out": prepared.held_out,
         **measured,
@@ -125,23 +122,17 @@ def summary(
     }
 
 
+def _part(held_out: bool) -> str:
+    return "the held-out part of the trusted set" if held_out else "the test set"
+
+
 def write(
-    folder: Folder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], command: str
+    folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifier, result: Mapping[str, Any], command: str
 ) -> Path:
-    """Write all files, result.json last; returns the path of the page."""
-    data, found = prepared.data, cleaned.denoised
-    names = data.classes
-    columns = zip(
-        data.positions.tolist(),
-        data.y.tolist(),
-        found.importance.tolist(),
-        found.suspect.tolist(),
-        found.suggested.tolist(),
-        found.confidence.tolist(),
-        found.quality.tolist(),
-        data.keys,
-        strict=True,
-    )
+    """Write all files, result.json last; return the path of the page."""
+    data, found, names = prepared.data, cleaned.denoised, prepared.data.classes
+    learned = (found.importance, found.suspect, found.suggested, found.confidence, found.quality)
+    columns = (data.positions, data.y, *learned)
     rows = (
         {
             "index": i,
@@ -153,27 +144,20 @@ def write(
             "quality": f"{q:.6f}",
             "key": key,
         }
-        for i, y, w, s, c, p, q, key in columns
+        for i, y, w, s, c, p, q, key in zip(*(column.tolist() for column in columns), data.keys, strict=True)
     )
     folder.write_csv("importance.csv", COLUMNS, rows)
-    history = found.solution.history
-    history.to_csv(folder.path / "history.csv")
+    found.solution.history.to_csv(folder.path / "history.csv")
     about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
     with whole(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
         save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
     page = folder.write("report.html", render_review(_review(prepared, cleaned, result, command)))
-    folder.write_json("result.json", result)  # last: where it is, the run is finished
+    folder.write_json(RESULT, result)  # last: a folder that has it holds a finished run
     return page
 
 
-def _good(cleaned: Cleaned) -> bool:
-    """Whether nothing that a user could train on instead does better."""
-    found = cleaned.accuracies
-    return all(found[name] <= found["denoised"] for name in RIVALS if name in found)
-
-
 def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:
-    data, found = prepared.data, cleaned.denoised
+    data, found, accuracies = prepared.data, cleaned.denoised, cleaned.accuracies
     rows = torch.nonzero(found.suspect).squeeze(1)
     suspects = [
         Suspect(
@@ -189,10 +173,10 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
     ]
     history = found.solution.history
     return Review(
-        run=_name(result, found.importance),
+        run=_browser_key(result, found.importance),
         title=f"Labels of {data.name}",
         outcome=result["message"],
-        good=_good(cleaned),
+        good=all(accuracies[name] <= accuracies["denoised"] for name in RIVALS if name in accuracies),
         accuracy=_accuracy_table(result),
         classes=data.classes,
         history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
@@ -209,15 +193,15 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
             ("Seed", str(result["seed"])),
             ("Steps", f"{result['settings']['steps']:,}, then twice {result['settings']['final_steps']:,}"),
             ("Seconds", f"{result['seconds']:.1f}"),
-            ("bilevel", __version__),
+            ("bilevel", bilevel.__version__),
             ("torch", torch.__version__),
         ],
         notes=result["notes"],
     )
 
 
-def _name(result: Mapping[str, Any], importance: Tensor) -> str:
-    """What the browser keeps decisions under: the same importances of the same data, the same name."""
+def _browser_key(result: Mapping[str, Any], importance: Tensor) -> str:
+    """Return the key of the decisions in the browser: the same for the same importances of the same data."""
     digest = hashlib.sha256(importance.numpy().tobytes()).hexdigest()[:16]
     return f"{result['rows']}-{result['suspects']}-{digest}"
 
@@ -237,18 +221,13 @@ def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _accuracy_table(result: Mapping[str, Any]) -> ReportTable | None:
     rows = _accuracy_rows(result)
-    part = "the held-out part of the trusted set" if result["held_out"] else "the test set"
-    caption = f"The same network, trained for as many steps, right on {part}."
-    return ReportTable(caption, ("Trained", "Accuracy"), rows) if rows else None
+    caption = f"Accuracy of the same network, trained for as many steps, on {_part(result['held_out'])}."
+    return ReportTable(caption, HEADS, rows) if rows else None
 
 
 def show(result: Mapping[str, Any]) -> None:
-    console = Console()
-    if rows := _accuracy_rows(result):
-        table = Table("Trained", "Accuracy")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    """Print the accuracies and the message."""
+    lines = [result["message"]]
     if result.get("auc") is not None:
-        console.print(f"Of the labels made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
-    console.print(result["message"], soft_wrap=True)
+        lines.insert(0, f"Of the labels that were made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
+    show_table(HEADS, _accuracy_rows(result), *lines)

@@ -1,85 +1,123 @@
-"""`bilevel doctor`: what is here, the first thing to paste in a bug report."""
+"""`bilevel doctor`: what is installed and what works here, the first thing to paste into a bug report."""
 
 from __future__ import annotations
 
-import json as text
+import importlib.metadata
+import os
+import shutil
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bilevel._util.text import counted
-from bilevel.cli.progress import waiting
+PACKAGES = {"bilevel", "torch", "numpy", "safetensors", "typer", "scikit-learn", "scipy", "joblib", "pillow", "pooch"}
+PACKAGES |= {"matplotlib", "jinja2", "pandas", "pyarrow", "tensorboard", "ray"}
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
-    """Show versions, devices, whether compiling and graph capture work here, data found, and free disk.
+    """Show versions, devices, whether compiling and graph capture work here, data found, and free disk space.
 
-    Paste it in a bug report. It holds paths of this machine, and nothing of your data.
+    Paste it into a bug report. It has paths of this machine, and nothing of your data.
     """
-    from bilevel.cli.diagnosis import parts
+    from torch.utils.collect_env import get_env_info, pretty_str
 
-    found = {}
-    for name, part in parts(_trying):
-        found[name] = part
+    from bilevel.cli.progress import waiting
+    from bilevel.cli.run_folder import to_json
+
+    with waiting("collecting versions"):
+        environment = get_env_info()  # type: ignore[no-untyped-call]
+        found = {
+            "versions": versions(),
+            "environment": environment._asdict(),
+            "data": data_sets(),
+            "disk_free": shutil.disk_usage(Path.cwd()).free,
+        }
+    if not json:
+        print(pretty_str(environment), *lines(found), sep="\n", flush=True)  # type: ignore[no-untyped-call]
+    engines = {}
+    for name, trial in (("CUDA graph capture", _graph), ("torch.compile", _compile)):
+        with waiting(f"trying {name}"):
+            engines[name] = try_engine(trial)
         if not json:
-            typer.echo("\n".join(lines({name: part})))
+            print(f"{name} works: {'yes' if engines[name]['works'] else 'no'}, {engines[name]['note']}", flush=True)
     if json:
-        typer.echo(text.dumps(found, indent=2))
+        print(to_json({**found, "engines": engines}))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this library and of the installed packages that it uses."""
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    return {name: installed[name] for name in sorted(PACKAGES & installed.keys())}
+
+
+def data_sets() -> dict[str, str | None]:
+    """Return where each set that is read by name is; None if it is not here."""
+    try:
+        from bilevel.data import class_images, named_sets
+    except ImportError as error:
+        return {f"no set can be read ({error})": None}
+    found = {name: named_sets.found_in(name) for name in named_sets.SETS}
+    found |= {name: class_images.found_in(name) for name in class_images.NAMES}
+    return {"digits": "comes with scikit-learn"} | {n: None if path is None else str(path) for n, path in found.items()}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The findings for people."""
-    return [line for name, part in found.items() for line in SECTIONS[name](part)]
+    """Return the parts that are not torch's as text."""
+    missing = f"not here; $BILEVEL_DATA is {os.environ.get('BILEVEL_DATA', 'not set')}"
+    data = [f"  {name}: {place or missing}" for name, place in found["data"].items()]
+    versions = [f"  {name} {version}" for name, version in found["versions"].items()]
+    free = f"{found['disk_free'] / 2**30:.1f} GiB free in this folder"
+    return ["", "Packages:", *versions, "", "Data (docs/few-shot.md has the files of each set):", *data, "", free]
 
 
-def _trying(engine: str) -> AbstractContextManager[object]:
-    return waiting(f"trying {ENGINES[engine]}{', which takes seconds' if engine == 'compile' else ''}")
+def try_engine(trial: Callable[[], str]) -> dict[str, Any]:
+    """Return whether something works here, and where, or why not."""
+    from bilevel.errors import reason
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, which are no reason
+            return {"works": True, "note": trial()}
+    except Exception as error:  # compilers and drivers raise anything
+        return {"works": False, "note": reason(error)}
 
 
-def _versions(found: dict[str, str | None]) -> list[str]:
-    absent = [name for name, version in found.items() if version is None]
-    present = [f"  {name} {version}" for name, version in found.items() if version is not None]
-    return ["versions", *present, *([f"  not installed: {', '.join(absent)}"] if absent else [])]
+def _compile() -> str:
+    """Compile a gradient by inductor, as `engine="compile"` does, but without the CPU's vector instructions.
+
+    Inductor tries those one by one the first time, which takes half a minute.
+    """
+    import torch
+    from torch._inductor import compile as compile_graph
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.linspace(-1, 1, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    slope = torch.func.grad(lambda x: (torch.sin(x) * x).sum())
+    try:
+        found = compile_graph(make_fx(slope)(x), [x], options={"cpp.vec_isa_ok": False})(x)
+    finally:
+        valid_vec_isa_list.cache_clear()  # later compilations of this process try them again
+    if not torch.allclose(found, slope(x), atol=1e-5):
+        raise RuntimeError("the compiled gradient differs from the eager one")
+    return f"on {x.device.type}"
 
 
-def _system(found: dict[str, Any]) -> list[str]:
-    cores = "an unknown number of cores" if found["cores"] is None else counted(found["cores"], "core")
-    shown = ["system", f"  {found['platform']}, {cores}, torch uses {counted(found['threads'], 'thread')}"]
-    return shown if found["memory_free"] is None else [*shown, f"  {_size(found['memory_free'])} of memory free"]
+def _graph() -> str:
+    """Replay a step as a CUDA graph, as `engine="graph"` does."""
+    import torch
 
-
-def _devices(found: list[dict[str, Any]]) -> list[str]:
-    shown = ["devices"]
-    for device in found:
-        memory = f", {_size(device['memory'])}, CUDA {device['cuda']}" if "memory" in device else ""
-        shown.append(f"  {device['name']}: {device['model']}{memory}")
-    return shown
-
-
-def _engines(found: dict[str, dict[str, Any]]) -> list[str]:
-    shown = [f"  {ENGINES[key]}: {'yes' if one['works'] else 'no'}, {one['note']}" for key, one in found.items()]
-    return ["what works here", *shown]
-
-
-def _data(found: dict[str, str | None]) -> list[str]:
-    from bilevel.cli.diagnosis import how_to_get
-
-    return ["data", *(f"  {name}: {place or f'not here; {how_to_get(name)}'}" for name, place in found.items())]
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-ENGINES = {"compile": "torch.compile", "graph": "CUDA graph capture", "double_backward": "double backward"}
-SECTIONS: dict[str, Callable[[Any], list[str]]] = {
-    "versions": _versions,
-    "system": _system,
-    "devices": _devices,
-    "data": _data,
-    "environment": lambda found: ["environment", *(f"  {name}={value}" for name, value in found.items())],
-    "disk_free": lambda found: ["disk", *(f"  {path}: {_size(free)} free" for path, free in found.items())],
-    "engines": _engines,
-}
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA GPU")
+    x = torch.ones(8, device="cuda")
+    x * x  # loads what the capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * x
+    x.fill_(2)
+    graph.replay()
+    if not torch.allclose(y, x * x):
+        raise RuntimeError("the replayed value differs from the eager one")
+    return f"on {torch.cuda.get_device_name()}"

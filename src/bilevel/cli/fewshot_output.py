@@ -10,35 +10,52 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bilevel import __version__
+import bilevel
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
-from bilevel.cli.folder import Folder
-from bilevel.data.class_images import ImageClasses
-from bilevel.data.class_sets import read_like
+from bilevel.cli.run_folder import RESULT, RunFolder
+from bilevel.data.class_images import ClassSplits, ImageClasses, read_like
 from bilevel.data.image_folders import SUFFIXES
-from bilevel.errors import DataError, OptionError
-from bilevel.report.few_shot_figures import FIELD, accuracies, plane, task_picture
-from bilevel.report.figures import losses
+from bilevel.errors import DataError, OptionError, reason
+from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.results import Solution
+from bilevel.results import Solution, Status
 
 WEIGHTS = "representation.safetensors"
 EMBEDDINGS = "embeddings.npz"
-FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", "result.json", "report.html")
+FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", RESULT, "report.html")
 SHOWN_TASKS, SHOWN_CLASSES, SHOWN_IMAGES = 3, 10, 15
-
-
 UNSEEN = "on classes that were not seen"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, as its files and its page show it."""
+
+    network: nn.Module
+    splits: ClassSplits
+    train: TaskSampler
+    test: TaskSampler
+    solution: Solution
+    rows: Sequence[Mapping[str, float]]
+    """Accuracies on meta-validation classes."""
+    best: tuple[int, float] | None
+    """The step whose weights are kept and its accuracy on meta-validation classes; None: the last step."""
+    found: Evaluation
+    means: Evaluation
+    """The evaluation of class means, without trained classifiers."""
+    seconds: float
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
 def summary(asked: Mapping[str, Any], found: Evaluation, on: str = UNSEEN, **more: Any) -> dict[str, Any]:
-    """The result of an evaluation `on` some classes as it is written and printed."""
+    """Return the result of an evaluation `on` some classes."""
     message = (
         f"{asked['ways']}-way {asked['shots']}-shot {on}: "
         f"{100 * found.accuracy:.2f}% ± {100 * found.interval:.2f} (95% interval, {len(found.accuracies):,} tasks)."
@@ -59,84 +76,99 @@ def summary(asked: Mapping[str, Any], found: Evaluation, on: str = UNSEEN, **mor
 
 
 def same_classes(test: TaskSampler) -> list[str]:
-    """What is to be said of an interval over tasks where all have the same classes."""
+    """Return a note on the interval if all tasks have the same classes."""
     if test.ways < len(test.classes.names):
         return []
-    return [
-        f"All tasks are of the same {test.ways} classes, for there are no more: the interval is that of their images."
-    ]
+    return [f"All tasks have the same {test.ways} classes, as there are no more: the interval is for their images."]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A run that has ended, as its files and its page show it."""
+def _result(run: Trained, asked: Mapping[str, Any]) -> dict[str, Any]:
+    splits, solution, best = run.splits, run.solution, run.best
+    held = 0 if splits.validation is None else len(splits.validation.names)
+    notes = list(splits.notes)
+    if not run.rows:
+        notes.append(
+            f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The last step "
+            "is kept."
+        )
+    notes += same_classes(run.test)
+    if solution.status is Status.DIVERGED:
+        notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
+    return summary(
+        asked,
+        run.found,
+        method="penalty",
+        accuracy_of_means=run.means.accuracy,
+        data=splits.name,
+        steps=solution.steps,
+        kept_step=best[0] if best else solution.steps,
+        meta_batch=asked["meta_batch"],
+        shape=list(splits.train.shape),
+        engine=solution.engine,
+        seconds=run.seconds,
+        validation_accuracy=best[1] if best else None,
+        weights=sum(p.numel() for p in run.network.parameters()),
+        classes=[len(splits.train.names), held, len(splits.test.names)],
+        notes=notes,
+    )
 
-    network: nn.Module
-    solution: Solution
-    rows: Sequence[Mapping[str, float]]
-    """Accuracies on meta-validation classes"""
-    found: Evaluation
-    test: TaskSampler
-    result: Mapping[str, Any]
-    settings: Sequence[tuple[str, str]]
 
-
-def write(folder: Folder, run: Trained) -> None:
-    """Write all files, the result last."""
+def write(folder: RunFolder, run: Trained, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Write all files, the result last, and return it."""
+    result = _result(run, asked)
     history = run.solution.history
     folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
     folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), run.rows)
-    save_weights(run.network, folder.path / WEIGHTS, run.result)
-    folder.write("report.html", render(_report(run)))
-    folder.write_json("result.json", run.result)
-
-
-def save_weights(network: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    with whole(path) as temporary:
-        save_file(state, str(temporary), metadata={"message": about["message"]})
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in run.network.state_dict().items()}
+    with whole(folder.path / WEIGHTS) as temporary:
+        save_file(state, str(temporary), metadata={"message": result["message"]})
+    folder.write("report.html", render(_report(run, result, asked)))
+    folder.write_json(RESULT, result)
+    return result
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Put the representation of a run into the network."""
+    """Load the representation of a run into the network."""
     try:
         network.load_state_dict(load_file(str(path)))
     except FileNotFoundError:
         raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
     except Exception as error:  # safetensors and torch raise several
-        why = (str(error).strip().splitlines() or [""])[-1].strip()
         raise DataError(
-            f"{path} does not fit the network: the file is damaged, or the network is not what it was ({why})."
+            f"{path} does not fit the network: the file is damaged, or the network has changed ({reason(error)})."
         ) from None
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images below a folder."""
-
-    folder: Path
-    files: list[Path]
+def show(result: Mapping[str, Any]) -> None:
+    """Print the message."""
+    print(result["message"])
 
 
-def image_files(folder: Path) -> Images:
-    """The images to embed; refuses a folder without any."""
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the images below a folder; refuse a folder without any."""
     if not folder.is_dir():
-        raise OptionError(f"--embed must name a folder with images; {folder} is none.")
+        raise OptionError(f"--embed must name a folder with images; {folder} is not a folder.")
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
         raise DataError(f"{folder} has no image ({', '.join(SUFFIXES)}).")
-    return Images(folder, files)
+    return files
 
 
 def write_embeddings(
-    network: nn.Module, images: Images, shape: Sequence[int], omniglot: bool, out: Path
+    network: nn.Module, folder: Path, files: Sequence[Path], shape: Sequence[int], omniglot: bool, out: Path
 ) -> dict[str, Any]:
-    """Embed images; writes an .npz file with `features` and `files`. Characters are made as the set's were."""
+    """Embed the images of a folder; write an .npz file with `features` and `files`.
+
+    `omniglot`: the images are characters, to be read as those of the set were.
+    """
     channels, height, width = shape
     read = read_like(shape, characters=omniglot)
     found, names, broken, fitted = [], [], [], 0
-    for file in images.files:
-        name = file.relative_to(images.folder).as_posix()
+    for file in files:
+        name = file.relative_to(folder).as_posix()
         try:
             pixels, changed = read(file)
         except Exception:  # decoders raise anything on a broken file
@@ -146,23 +178,24 @@ def write_embeddings(
         names.append(name)
         fitted += changed
     if not found:
-        raise DataError(f"{images.folder}: none of {counted(len(images.files), 'image')} can be decoded.")
+        raise DataError(f"{folder}: none of {counted(len(files), 'image')} can be decoded.")
     stack = torch.from_numpy(np.stack(found))
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
-    Folder(out.parent)
+    RunFolder(out.parent)
     with whole(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
-    left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
-    notes = [f"Left out {left}, such as {broken[0]}."] if broken else []
+    notes = []
+    if broken:
+        left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
+        notes.append(f"Left out {left}, such as {broken[0]}.")
     if fitted:
-        was = agreeing(fitted, "was", "were")
-        notes.append(f"{counted(fitted, 'image')} {was} brought to {width}x{height} pixels, as in training.")
-    message = f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each."
+        resized = f"{counted(fitted, 'image')} {agreeing(fitted, 'was', 'were')} resized"
+        notes.append(f"{resized} to {width}x{height} pixels, as in training.")
     return {
         "embeddings": str(out),
         "images": len(names),
         "features": features.shape[1],
-        "message": message,
+        "message": f"Embedded {counted(len(names), 'image')}, {counted(features.shape[1], 'feature')} each.",
         "notes": notes,
     }
 
@@ -170,84 +203,101 @@ def write_embeddings(
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _report(run: Trained) -> Report:
-    found, result, history = run.found, run.result, run.solution.history
-    tasks = result["meta_batch"]
+def _report(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any]) -> Report:
+    history, tasks = run.solution.history, result["meta_batch"]
     curves = {"queries": [x / tasks for x in history["upper"]], "support": [x / tasks for x in history["lower"]]}
     cards = []
     if run.rows:
         figure = accuracies("accuracy", run.rows, label="Accuracy against step.")
         cards.append(Card("Accuracy on meta-validation classes", figure))
     cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
-    order = torch.argsort(found.accuracies, stable=True).tolist()
-    shown = {order[len(order) // 2]: "A task in the middle"}
-    for task in order[: SHOWN_TASKS - 1]:
-        shown.setdefault(task, "One of the worst tasks")
-    for task, which in shown.items():
-        title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
-        names = ", ".join(run.test.classes.name_of(int(image)) for image in found.index[task][:, 0])
-        note = (
-            "Left: what a query is. Top: what it was taken for. Green fields are right, red ones wrong; a field shows "
-            f"{FIELD**2} queries at most. In order: {names}."
-        )
-        cards.append(Card(title, _task(found, run.test, task, title), note=note))
-    cards.append(_plane(run.network, run.test.classes))
-    reference = 1 / result["ways"]
+    cards += [*_task_cards(run.found, run.test), _plane(run.network, run.test.classes)]
+    accuracy, interval, guess = result["accuracy"], result["interval"], 1 / result["ways"]
     table = Table(
         "Accuracy on classes that were not seen in training.",
         ("", "Accuracy", "95% interval"),
         [
-            (
-                "representation with trained classifiers",
-                f"{100 * result['accuracy']:.2f}%",
-                f"± {100 * result['interval']:.2f}",
-            ),
-            ("the same, class means alone", f"{100 * result['accuracy_of_means']:.2f}%", ""),
-            ("guessing", f"{100 * reference:.2f}%", ""),
+            ("representation with trained classifiers", f"{100 * accuracy:.2f}%", f"± {100 * interval:.2f}"),
+            ("the same, only class means", f"{100 * result['accuracy_of_means']:.2f}%", ""),
+            ("guessing", f"{100 * guess:.2f}%", ""),
         ],
     )
     return Report(
         title=f"Few-shot learning on {result['data']}",
         outcome=result["message"],
-        good=result["accuracy"] > reference,
+        good=accuracy > guess,
         table=table,
         cards=cards,
-        heading="What was learnt",
-        settings=[*run.settings, ("bilevel", __version__), ("torch", torch.__version__)],
+        heading="What was learned",
+        settings=_settings(run, result, asked),
         notes=result["notes"],
     )
 
 
+def _settings(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, str]]:
+    changed = "as they are"
+    if run.train.classes.shape[0] == 3:
+        changed = f"shifted, mirrored{', a square erased' if asked['erase'] else ''}"
+    kept = "the last step" if run.best is None else f"step {run.best[0]:,}, the best on meta-validation classes"
+    return [
+        ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
+        ("Ways in training", str(run.train.ways)),
+        ("Classes for training / validation / test", " / ".join(f"{count:,}" for count in result["classes"])),
+        ("Representation", Path(asked["backbone"]).name),
+        ("Weights", f"{result['weights']:,}"),
+        ("Tasks of a step", str(asked["meta_batch"])),
+        ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
+        ("Images in training", changed),
+        ("Steps", f"{result['steps']:,}"),
+        ("Kept", kept),
+        ("Seed", str(asked["seed"])),
+        ("Seconds", f"{result['seconds']:.1f}"),
+        ("bilevel", bilevel.__version__),
+        ("torch", torch.__version__),
+    ]
+
+
+def _task_cards(found: Evaluation, test: TaskSampler) -> list[Card]:
+    """Return pictures of a task in the middle and of the worst ones."""
+    order = torch.argsort(found.accuracies, stable=True).tolist()
+    shown = {order[len(order) // 2]: "A task in the middle"}
+    for task in order[: SHOWN_TASKS - 1]:
+        shown.setdefault(task, "One of the worst tasks")
+    cards = []
+    for task, which in shown.items():
+        title = f"{which}: {100 * float(found.accuracies[task]):.0f}% right"
+        index = found.index[task]
+        names = ", ".join(test.classes.name_of(int(image)) for image in index[:, 0])
+        note = (
+            "Rows: the class of a query. Columns: the class that it was given. Green fields are right, red ones wrong; "
+            f"a field shows {FIELD**2} queries at most. In order: {names}."
+        )
+        pictures = _pictures(test.classes.images[index])
+        predicted = found.predictions[task].reshape(test.ways, test.queries).numpy()
+        figure = task_picture(pictures[:, 0], pictures[:, test.shots :], predicted, label=title)
+        cards.append(Card(title, figure, note=note))
+    return cards
+
+
 def _pictures(images: Tensor) -> NDArray[np.uint8]:
-    """(..., channels, height, width) as (..., height, width[, 3])."""
+    """Reorder (..., channels, height, width) to (..., height, width[, 3])."""
     array = images.movedim(-3, -1).numpy()
     return array[..., 0] if array.shape[-1] == 1 else array
 
 
-def _task(found: Evaluation, test: TaskSampler, task: int, label: str) -> Any:
-    index = found.index[task]
-    pictures = _pictures(test.classes.images[index])
-    said = found.predictions[task].reshape(test.ways, test.queries).numpy()
-    return task_picture(pictures[:, 0], pictures[:, test.shots :], said, label=label)
-
-
 def _plane(network: nn.Module, classes: ImageClasses) -> Card:
-    """The first classes of the test on the two main directions of their features."""
-    from sklearn.decomposition import PCA  # it takes a second, which every command would wait for
+    """Draw the first classes of the test on the two main directions of their features."""
+    from sklearn.decomposition import PCA
 
     some = classes.select(range(min(SHOWN_CLASSES, len(classes.names))))
     rows, names = [], []
     for first, count, name in zip(some.firsts, some.counts, some.names, strict=True):
-        kept = min(count, SHOWN_IMAGES)
-        rows += list(range(first, first + kept))
-        names += [name] * kept
+        shown = min(count, SHOWN_IMAGES)
+        rows += list(range(first, first + shown))
+        names += [name] * shown
     z = torch.nn.functional.normalize(embed(network, some.images[rows]), dim=1).cpu().double().numpy()
     points = PCA(min(2, *z.shape)).fit_transform(z)
     if points.shape[1] < 2:
         points = np.column_stack([points, np.zeros(len(points))])
-    note = "Directions of the features, on their two main axes; classes of the test, which training has not seen."
+    note = "Features on their two main axes. The classes are of the test, and training has not seen them."
     return Card("Unseen classes", plane("plane", points, names, label="Unseen classes in two dimensions."), note=note)
-
-
-def show(result: Mapping[str, Any]) -> None:
-    Console().print(result["message"], soft_wrap=True)

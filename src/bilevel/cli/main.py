@@ -1,103 +1,137 @@
-"""The `bilevel` command. Exit codes: 0 done, 1 ended badly, 2 wrong use, 130 Ctrl-C; messages go to standard error."""
+"""The `bilevel` command. Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C. Messages go to standard error.
+
+Importing this module does not import torch: each command imports what it needs when it is called.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.metadata import entry_points
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from bilevel import __version__
+import bilevel
+from bilevel._util.optional import EXTRAS, how_to_install
 from bilevel.cli import compare, denoise, doctor, fewshot, poison, tune
-from bilevel.cli.command import Command, Group
-from bilevel.cli.progress import LINES
-from bilevel.cli.starting import over
-from bilevel.cli.stopped import BY_CTRL_C, INTERRUPTED, Stopped
-from bilevel.distributed.process_group import first_rank, world
+from bilevel.cli.run_folder import INTERRUPTED, STOPPED, Stopped
 from bilevel.errors import BilevelError, BilevelWarning, OptionError
 
-app = typer.Typer(
-    cls=Group,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("denoise", cls=Command)(denoise.command)
-app.command("poison", cls=Command)(poison.command)
-app.command("tune", cls=Command)(tune.command)
-app.command("fewshot", cls=Command)(fewshot.command)
-app.command("compare", cls=Command)(compare.command)
-app.command("doctor", cls=Command)(doctor.command)
-for entry in entry_points(group="bilevel.commands"):
-    found = entry.load()
-    if isinstance(found, typer.Typer):
-        app.add_typer(found, name=entry.name)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "denoise": denoise.command,
+    "poison": poison.command,
+    "tune": tune.command,
+    "fewshot": fewshot.command,
+    "compare": compare.command,
+    "doctor": doctor.command,
+}
+PLUGINS = "bilevel.commands"
+"""The group of entry points by which other distributions add commands."""
+
+
+def build_app(words: Sequence[str] | None = None) -> typer.Typer:
+    """Return the command line. Commands of other distributions are loaded if `words` has their name, or by default."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+    for entry in entry_points(group=PLUGINS):
+        _add_plugin(app, entry, load=words is None or entry.name in words)
+    return app
+
+
+def _add_plugin(app: typer.Typer, entry: EntryPoint, *, load: bool) -> None:
+    """Add a command of another distribution; if it is not loaded, only its name and what it belongs to."""
+    if not load:
+        about = entry.dist.metadata if entry.dist is not None else {"Name": entry.value, "Summary": ""}
+        app.command(entry.name, help=f"{about['Name']}: {about['Summary']}")(lambda: None)
+        return
+    command = entry.load()
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=entry.name)
     else:
-        app.command(entry.name, cls=Command)(found)
+        app.command(entry.name)(command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"bilevel {__version__}")
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bilevel {bilevel.__version__}")
         raise typer.Exit
 
 
-@app.callback()
-def options(
+def _options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Solve bilevel optimization problems by the penalty method."""
-    if world() > 1 and context.invoked_subcommand != "denoise":
-        error = OptionError(f"torchrun is for denoise alone; got {context.invoked_subcommand}. Run it in one process.")
-        error.told = not first_rank()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand != "denoise":
+        error = OptionError(f"torchrun is only for denoise; run {context.invoked_subcommand} in one process.")
+        error.told = os.environ.get("RANK", "0") != "0"
         raise error
 
 
-def _say(error: Exception) -> None:
-    """Print an error, once where all ranks have the same."""
-    if not getattr(error, "told", False):
-        print(f"bilevel: {error}", file=sys.stderr)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (that of the process by default) and return its exit code."""
-    LINES.begin()
+    """Run the command line, by default the one of this process, and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        over()
         with warnings.catch_warnings():
-            warnings.showwarning = _note
-            app(args=None if arguments is None else list(arguments), prog_name="bilevel")
+            warnings.showwarning = _show_warning
+            build_app(words)(args=words, prog_name="bilevel")
+    except KeyboardInterrupt:
+        return _end(STOPPED, INTERRUPTED)
     except SystemExit as end:
-        if end.code != INTERRUPTED:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
-        print(f"bilevel: {BY_CTRL_C}", file=sys.stderr)
-        return INTERRUPTED
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return _end(STOPPED, code) if code == INTERRUPTED else code
     except Stopped as end:
-        if str(end):
-            print(f"bilevel: {end}", file=sys.stderr)
-        return INTERRUPTED
+        return _end(str(end), INTERRUPTED)
     except OptionError as error:
-        _say(error)
-        return 2
-    except (BilevelError, OSError) as error:
-        _say(error)
-        return 1
+        return _end("" if error.told else _name_option(str(error), words), 2)
+    except BilevelError as error:
+        return _end("" if error.told else str(error), 1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        return _end(how_to_install(error.name or ""), 1)
+    except OSError as error:
+        return _end(str(error), 1)
     except MemoryError:
-        print("bilevel: There is not enough memory for this.", file=sys.stderr)
-        return 1
+        return _end("There is not enough memory for this.", 1)
     return 0
 
 
-def _note(
+def _end(message: str, code: int) -> int:
+    if message:
+        print(f"bilevel: {message}", file=sys.stderr)
+    return code
+
+
+def _name_option(message: str, words: Sequence[str]) -> str:
+    """Return the message of an error; if it begins with an argument, `label` or `model='cnn'`, as the option."""
+    commands: dict[str, Any] = getattr(get_command(build_app(words)), "commands", {})
+    command = next((commands[word] for word in words if word in commands), None)
+    found = re.match(r"(\w+)(?:='?([^' ]+)'?)?(?= )", message)
+    option = "" if found is None else "--" + found[1].replace("_", "-")
+    if found is None or command is None or not any(option in param.opts for param in command.params):
+        return message
+    return " ".join(filter(None, (option, found[2]))) + message[found.end() :]
+
+
+def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
 ) -> None:
-    """A warning of this library as a sentence; any other as Python writes it."""
+    """Print a warning of this library as a sentence, and any other as Python does."""
     own = issubclass(category, BilevelWarning)
     print(f"note: {message}" if own else warnings.formatwarning(message, category, filename, lineno), file=sys.stderr)

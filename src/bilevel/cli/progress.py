@@ -1,10 +1,10 @@
-"""How far a command is, on standard error: a bar where that is a terminal, elsewhere a line now and then."""
+"""Progress on standard error (a bar on a terminal, elsewhere a line every ten seconds), and tables of results."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,26 +16,27 @@ from bilevel.running import callbacks
 from bilevel.running.callbacks import Run
 
 EVERY = 10.0
-"""Seconds from one line to the next, and to the first: a short command says nothing."""
+"""Seconds between two lines, and before the first: a short command prints none."""
 
 
 def waiting(label: str) -> AbstractContextManager[object]:
-    """What is being waited for, and that it goes on, where standard error is a terminal; it is gone afterwards."""
+    """Show a spinner while waiting, if standard error is a terminal."""
     console = Console(stderr=True)
     return console.status(label) if console.is_terminal and first_rank() else nullcontext()
 
 
 class Lines:
-    """Lines on standard error, of the first rank alone, where some time has passed since the one before."""
+    """Prints lines to standard error, on the first rank, at most one every `EVERY` seconds."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Have the first line come some time from now."""
+        """Start the clock again."""
         self._last = time.monotonic()
 
     def say(self, label: str, done: float, total: float | None, of: str = "") -> None:
+        """Print how many of what are done, if it is time."""
         if time.monotonic() - self._last >= EVERY and first_rank():
             self._last = time.monotonic()
             count = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
@@ -43,26 +44,20 @@ class Lines:
 
 
 LINES = Lines()
-"""Those of all bars of a command: together they come no more often."""
+"""Shared by all bars of a command."""
 
 
 class Bar(Progress):
-    """The bar of what is counted, in the plural, as `of`."""
+    """A progress bar. `of` says in the plural what is counted."""
 
     def __init__(self, of: str = "") -> None:
         console, self.of = Console(stderr=True), of
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(of),
-            TimeElapsedColumn(),
-        )
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeElapsedColumn())
         off = not console.is_terminal or not first_rank()
         super().__init__(*columns, console=console, transient=True, disable=off)
 
-    def update(self, task_id: TaskID, **given: Any) -> None:
-        super().update(task_id, **given)
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
         self._say(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
@@ -77,40 +72,45 @@ class Bar(Progress):
 
 @contextmanager
 def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `tell(done, total)`, which shows how much of a stage is done.
-
-    `of` is what is counted, in the plural.
-    """
+    """Show one stage; yields `on_progress(done, total)`."""
     with Bar(of) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class StageBar:
-    """One bar for all stages of a command, each under its own name."""
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show several stages in one bar; yields `on_progress(stage, done, total)`."""
+    bar = Bar()
+    task = bar.add_task("", total=None)
 
-    def __init__(self) -> None:
-        self.bar, self.stage = Bar(), ""
-        self.task: TaskID | None = None
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        if self.task is None:
-            self.task = self.bar.add_task(stage, total=total)
-        if stage != self.stage:
-            self.stage = stage
-            self.bar.start()
-            self.bar.reset(self.task, total=total, description=stage)
+    def on_progress(stage: str, done: int, total: int) -> None:
+        if stage != bar.tasks[0].description:
+            bar.start()
+            bar.reset(task, total=total, description=stage)
         if done % max(1, total // 100) == 0 or done == total:
-            self.bar.update(self.task, completed=done)
-        if done == total:  # what comes next may show a bar of its own
-            self.bar.stop()
+            bar.update(task, completed=done)
+        if done == total:  # the next stage can show a bar of its own
+            bar.stop()
 
-    def stop(self) -> None:
-        self.bar.stop()
+    try:
+        yield on_progress
+    finally:
+        bar.stop()
+
+
+def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
+    """Print rows of text under their heads, if there are any, and lines below them."""
+    table = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table if len(table) > 1 else ():
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in lines:
+        print(line)
 
 
 class RunBar(callbacks.Progress):
-    """The bar of a run of `solve`, under the present label."""
+    """The bar of a run of `solve`, under a label that can change."""
 
     def log(self, run: Run) -> bool | None:
         stop = super().log(run)

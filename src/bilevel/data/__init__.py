@@ -1,12 +1,11 @@
-"""Labelled examples: named sets, user files (.npz, .csv, .parquet, image folders), splits, wrong labels on purpose."""
+"""Labelled examples: named sets, user files (.npz, .csv, .parquet, image folders), splits, label noise, decisions."""
 
 from bilevel.data.decisions import Applied, apply_decisions
 from bilevel.data.labelled import Kind, Labelled, Pair
 from bilevel.data.load import load
-from bilevel.data.named import NAMES
-from bilevel.data.noise import corrupt
+from bilevel.data.named_sets import NAMES
 from bilevel.data.regression import load_numbers
-from bilevel.data.splits import split_test, split_trusted
+from bilevel.data.splits import corrupt, split_test, split_trusted
 
 __all__ = [
     "NAMES",

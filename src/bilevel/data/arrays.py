@@ -1,40 +1,50 @@
-"""Arrays in an .npz file: `x` and `y`, and where there are such `x_trusted`, `y_trusted`, `x_test`, `y_test`.
+"""Arrays in an .npz file: `x` and `y`, and if there are any `x_trusted`, `y_trusted`, `x_test`, `y_test`.
 
 x of shape (n, height, width), or with 1, 3 or 4 channels last or first, holds images. Whole numbers from 0 to 255 are
-divided by 255; fractions in [0, 1] stay; any other range is brought to [0, 1] by the least and the largest value of the
-main part. x of shape (n,) or (n, columns) is scaled column by column (see `scale`). Labels may be numbers or text.
+divided by 255; fractions in [0, 1] stay; any other range is brought to [0, 1] by the smallest and the largest value of
+the main part. x of shape (n,) or (n, columns) is scaled column by column, as numbers of tables are. Labels are numbers
+or text.
 """
 
 from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair, row_keys
-from bilevel.data.labels import classes_of, indices, names_of
-from bilevel.data.scale import Scale
-from bilevel.data.size import COPIES, refuse_larger
-from bilevel.errors import DataError, OptionError, reason
+from bilevel.data.labelled import Labelled, Pair, reading, row_keys
+from bilevel.data.labels import ClassLabels
+from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
+COPIES = 4
+"""Memory that reading a file takes, as a multiple of the size of its numbers."""
+LIMIT = 10.0
+"""The largest scaled value, in deviations, so that one wild number does not decide a step."""
+LARGEST = 1e100
+"""Larger numbers are cut off, so that no variance overflows."""
 Arrays = dict[str, np.ndarray]
-Transform = Callable[[np.ndarray], Tensor]
 
 
-def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
-    """The file as `Labelled`; `further` names files with the arrays x and y of the trusted and the test part."""
+def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+    """Return the file as `Labelled`.
+
+    `further` has the files, with arrays x and y, of the parts `trusted` and `test`. `labels` reads the labels.
+    """
     found = read_npz(path)
-    x, names = _part(found, "", path)
-    classes = classes_of(names, f"{path}, y")
-    transform, notes = (_images if x.ndim > 2 else _columns)(x, f"{path}, x")
+    x, values = _part(found, "", path)
+    y = labels.main(values, f"{path}, y")
+    images = x.ndim > 2
+    transformer, notes = (_images if images else _columns)(x, f"{path}, x")
     parts: dict[str, Pair] = {}
     for part in PARTS:
         inside = f"x_{part}" in found or f"y_{part}" in found
@@ -45,53 +55,61 @@ def load_npz(path: Path, further: dict[str, Path]) -> Labelled:
         if not inside and part not in further:
             continue
         file, suffix = (path, f"_{part}") if inside else (further[part], "")
-        x_part, names_part = _part(found if inside else read_npz(file), suffix, file)
+        x_part, values_part = _part(found if inside else read_npz(file), suffix, file)
         where = f"{file}, x{suffix}"
         if x_part.shape[1:] != x.shape[1:]:
             raise DataError(f"{where} must have rows of shape {x.shape[1:]}, as x has; got {x_part.shape[1:]}.")
-        if x.ndim > 2 and (x_part.dtype.kind == "f") != (x.dtype.kind == "f"):
+        if images and (x_part.dtype.kind == "f") != (x.dtype.kind == "f"):
             raise DataError(f"{where} must have whole numbers or fractions as x has, {x.dtype}; got {x_part.dtype}.")
-        parts[part] = transform(x_part), indices(names_part, classes, f"{file}, y{suffix}")
+        parts[part] = torch.from_numpy(transformer.transform(x_part)), labels.part(values_part, f"{file}, y{suffix}")
     return Labelled(
-        features=() if x.ndim > 2 else feature_names(x),
         name=path.stem,
-        kind="images" if x.ndim > 2 else "arrays",
-        x=transform(x),
-        y=indices(names, classes, f"{path}, y"),
-        classes=classes,
-        keys=array_keys(x, names),
+        kind="images" if images else "arrays",
+        x=torch.from_numpy(transformer.transform(x)),
+        y=y,
+        classes=labels.classes,
+        keys=array_keys(x, [labels.classes[c] for c in y] if labels.classes else list(map(str, y.tolist()))),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
+        features=() if isinstance(transformer, PixelScale) else transformer.features,
+        transformer=transformer,
     )
 
 
 def array_keys(x: np.ndarray, names: Sequence[str]) -> list[str]:
-    """The keys of rows of an .npz file, which hold a checksum of the row and of its label."""
+    """Return the keys of rows of an .npz file, with a checksum of the row and the name of its label."""
     return row_keys(row.tobytes() + name.encode("utf-8", "surrogatepass") for row, name in zip(x, names, strict=True))
 
 
+def standard_scaler() -> Any:
+    """Return a scikit-learn pipeline that brings columns to mean 0 and deviation 1, cut off at 10 deviations.
+
+    Constant columns become 0. Its inputs are float64 without NaN or infinite values.
+    """
+    preprocessing = require("sklearn.preprocessing", "apps")
+    bounds = [
+        preprocessing.FunctionTransformer(
+            np.clip, kw_args={"a_min": -most, "a_max": most}, feature_names_out="one-to-one"
+        )
+        for most in (LARGEST, LIMIT)
+    ]
+    return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
+
+
 def read_npz(path: Path) -> Arrays:
-    """The arrays that the names above ask for. Nothing is unpickled."""
+    """Return the arrays with the names above. Nothing is unpickled."""
     wanted = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
-    try:
+    with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
         _refuse_claims(path, wanted)
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
             found = {name: file[name] for name in wanted if name in held}
-    except DataError:
-        raise
-    except Exception as error:  # a broken archive raises anything: zipfile's, zlib's, numpy's, a memory error
-        if "allow_pickle" in str(error):
-            raise DataError(
-                f"{path} holds Python objects, which are not read. Save numbers and text as arrays."
-            ) from None
-        raise DataError(f"{path} cannot be read as an .npz file ({reason(error)}).") from None
     for name, array in found.items():
-        if not isinstance(array, np.ndarray):  # a member that is no .npy file comes as its bytes
-            raise DataError(f"{path} must hold {name!r} as an array; what it holds is none.")
+        if not isinstance(array, np.ndarray):  # numpy returns a member that is not an .npy file as bytes
+            raise DataError(f"{path} must hold {name!r} as an array; it holds something else.")
     for name in ("x", "y"):
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
@@ -104,27 +122,50 @@ def _refuse_claims(path: Path, wanted: tuple[str, ...]) -> None:
         members = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in wanted]
         for member in members:
             with archive.open(member) as file:
-                try:
-                    version = np.lib.format.read_magic(file)
-                except ValueError:  # no array: refused by its name
+                if (header := array_header(file)) is None:  # refused by its name
                     continue
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
+                shape, dtype = header
                 held = member.file_size - file.tell()
-            if not dtype.hasobject and math.prod(shape) * dtype.itemsize != held:
+            if dtype.hasobject:
+                raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
+            if math.prod(shape) * dtype.itemsize != held:
                 raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
         total = sum(member.file_size for member in members)
     refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
 
 
-def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, list[str]]:
-    """Checked inputs, (n,) made (n, 1), and the names of their labels."""
-    x, y = checked_part(arrays, suffix, path)
-    return x, names_of(y.tolist(), f"{path}, y{suffix}")
+def array_header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    """Read the header of an .npy file: its shape and type; None if it is not such a file."""
+    try:
+        version = np.lib.format.read_magic(file)
+    except ValueError:
+        return None
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
 
 
-def checked_part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Checked inputs, (n,) made (n, 1), and their labels as they are."""
+def free_memory() -> int | None:
+    """Return the free memory in bytes, or None if the system does not report it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def refuse_larger(path: Path, needed: int, claim: str) -> None:
+    """Raise DataError if `needed` bytes are more than the free memory; `claim` says what the file claims to hold."""
+    free = free_memory()
+    if free is not None and needed > free:
+        raise DataError(
+            f"{path} claims to hold {claim}: {needed / 2**30:,.0f} GiB would be needed, and {free / 2**30:,.1f} GiB "
+            "are free. Use a part of the rows, or a larger machine."
+        )
+
+
+def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the checked inputs of a part, (n,) as (n, 1), and its labels."""
     for name in (f"x{suffix}", f"y{suffix}"):
         if name not in arrays:
             raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is not there.")
@@ -140,7 +181,7 @@ def checked_part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, n
     if y.ndim != 1:
         raise DataError(f"{path}, y{suffix} must be a vector of labels; its shape is {y.shape}.")
     if len(x) != len(y):
-        raise DataError(f"{path}: x{suffix} has {len(x)} rows and y{suffix} has {len(y)}; they must be as many.")
+        raise DataError(f"{path}: x{suffix} has {len(x)} rows and y{suffix} has {len(y)}; the numbers must be equal.")
     if x.dtype.kind == "f" and (bad := int((~np.isfinite(x)).sum())):
         rows = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
         raise DataError(
@@ -150,53 +191,67 @@ def checked_part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, n
     return x[:, None] if x.ndim == 1 else x, y
 
 
-def feature_names(x: np.ndarray) -> tuple[str, ...]:
-    """The numbers of the columns that vary: constant ones are left out of the inputs."""
-    return tuple(f"column {j}" for j in np.flatnonzero(Scale.of(x.astype(np.float64)).varies))
+@dataclass(frozen=True)
+class ColumnScale:
+    """Scales the columns of (n, columns) that vary, and leaves out the others."""
+
+    varies: np.ndarray
+    scaler: Any
+    """A fitted `standard_scaler`."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the columns that are used."""
+        return tuple(f"column {j}" for j in np.flatnonzero(self.varies))
+
+    def transform(self, X: np.ndarray, /) -> np.ndarray:
+        """Return the scaled columns as float32."""
+        return np.asarray(self.scaler.transform(X[:, self.varies].astype(np.float64)), dtype=np.float32)
 
 
-def _columns(x: np.ndarray, where: str) -> tuple[Transform, tuple[str, ...]]:
-    scale = Scale.of(x.astype(np.float64))
-    constant = int((~scale.varies).sum())
-    if constant == x.shape[1]:
-        raise DataError(f"{where} has no column that varies.")
-    left = agreeing(constant, "is constant and was left out", "are constant and were left out")
-    notes = (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
-    return lambda part: torch.from_numpy(scale(part.astype(np.float64))), notes
+@dataclass(frozen=True)
+class PixelScale:
+    """Brings images to channels first, and their values from `low` to `high` to [0, 1]."""
 
+    axes: tuple[int, int, int, int]
+    low: float
+    high: float
 
-def _images(x: np.ndarray, where: str) -> tuple[Transform, tuple[str, ...]]:
-    order = _order(x.shape, where)
-    low, high = float(x.min()), float(x.max())
-    notes: tuple[str, ...] = ()
-    if x.dtype.kind in "ui" and low >= 0 and high <= 255:
-        low, high = 0.0, 255.0
-    elif low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    else:
-        notes = (f"Pixel values from {low:g} to {high:g} were brought to [0, 1].",)
-
-    def transform(part: np.ndarray) -> Tensor:
-        pixels = torch.from_numpy(np.ascontiguousarray(np.transpose(_four(part), order)))
-        if low == 0 and high in (1, 255):
-            return pixels.float().div_(high).clamp_(0, 1)
+    def transform(self, X: np.ndarray, /) -> np.ndarray:
+        """Return the images as float32 (n, channels, height, width)."""
+        four = X[..., None] if X.ndim == 3 else X
+        four = four if four.dtype in (np.uint8, np.float32) else four.astype(np.float64)
+        pixels = torch.from_numpy(np.ascontiguousarray(np.transpose(four, self.axes)))
+        if self.low == 0 and self.high in (1, 255):
+            return pixels.float().div_(self.high).clamp_(0, 1).numpy()
         # Halves, so that the distance of two large numbers does not overflow.
-        return ((pixels.double() / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)).clamp_(0, 1).float()
-
-    return transform, notes
-
-
-def _four(x: np.ndarray) -> np.ndarray:
-    x = x[..., None] if x.ndim == 3 else x
-    return x if x.dtype in (np.uint8, np.float32) else x.astype(np.float64)
+        low, high = self.low / 2, self.high / 2
+        return ((pixels.double() / 2 - low) / ((high - low) or 1.0)).clamp_(0, 1).float().numpy()
 
 
-def _order(shape: tuple[int, ...], where: str) -> tuple[int, int, int, int]:
-    """The axes that put channels first. Channels last win where both could be."""
-    if len(shape) == 3 or shape[3] in CHANNELS:
-        return 0, 3, 1, 2
-    if shape[1] in CHANNELS:
-        return 0, 1, 2, 3
-    raise DataError(
-        f"{where} has shape {shape}; images must have 1, 3 or 4 channels, as their last or their second dimension."
-    )
+def _columns(x: np.ndarray, where: str) -> tuple[ColumnScale, tuple[str, ...]]:
+    varies = x.min(axis=0) < x.max(axis=0)
+    if not varies.any():
+        raise DataError(f"{where} has no column that varies.")
+    scale = ColumnScale(varies, standard_scaler().fit(x[:, varies].astype(np.float64)))
+    constant = int((~varies).sum())
+    left = agreeing(constant, "is constant and was left out", "are constant and were left out")
+    return scale, (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
+
+
+def _images(x: np.ndarray, where: str) -> tuple[PixelScale, tuple[str, ...]]:
+    shape = x.shape
+    if len(shape) == 3 or shape[3] in CHANNELS:  # if both ends could be channels, the last axis is
+        axes = (0, 3, 1, 2)
+    elif shape[1] in CHANNELS:
+        axes = (0, 1, 2, 3)
+    else:
+        raise DataError(
+            f"{where} has shape {shape}; images must have 1, 3 or 4 channels, as their last or their second dimension."
+        )
+    low, high = float(x.min()), float(x.max())
+    if x.dtype.kind in "ui" and low >= 0 and high <= 255:
+        return PixelScale(axes, 0.0, 255.0), ()
+    if low >= 0 and high <= 1:
+        return PixelScale(axes, 0.0, 1.0), ()
+    return PixelScale(axes, low, high), (f"Pixel values from {low:g} to {high:g} were brought to [0, 1].",)

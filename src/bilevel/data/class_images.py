@@ -1,28 +1,59 @@
-"""Images by class, for few-shot learning: bytes in memory, classes in three disjoint parts."""
+"""Images by class, for few-shot learning: bytes in memory, with the classes in three disjoint parts.
+
+`load_classes` reads `omniglot`, `cifar-fs`, `mini-imagenet` or a folder. Named sets are looked for in `$BILEVEL_DATA`,
+each in the folder of its name; `cifar-fs` in the folder `cifar100`.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import os
+import warnings
+import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import did_you_mean, in_range
+from bilevel._util.optional import require
+from bilevel.data.image_folders import Reader, load_folder, read_pixels
+from bilevel.data.labelled import reading
+from bilevel.data.named_sets import sheet
 from bilevel.errors import DataError, OptionError
 
 ROTATIONS = (0, 90, 180, 270)
 SHARES = 0.64, 0.16
-"""Of the classes, for meta-training and meta-validation, where nothing says which; the others are for the test."""
+"""The shares of the classes for meta-training and meta-validation if the data do not say; the others are the test."""
+OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
+OMNIGLOT_SIDE, OMNIGLOT_TRAIN, OMNIGLOT_SEED = 28, 1200, 0
+"""The size of the images; how many of the 1,623 characters are not for the test, in an order drawn by this seed."""
+SHEETS = tuple(f"train_{i}.webp" for i in range(3))
+CIFAR_LABELS, CIFAR_CLASSES = "labels.npz", "classes_and_splits.json"
+MINI_SIDE = 84
+LISTS = ("train.csv", "val.csv", "test.csv")
+ARCHIVE = "ravi_larochelle_splits.zip"
+FOLDERS = {"omniglot": ("omniglot",), "cifar-fs": ("cifar100",), "mini-imagenet": ("mini-imagenet", "mini_imagenet")}
+"""The folders of `$BILEVEL_DATA` in which a named set is looked for."""
+NAMES = tuple(FOLDERS)
+PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+"""The names that the folders of the three parts can have."""
 
 
 @dataclass(frozen=True)
 class ImageClasses:
-    """Images of one size as bytes, (n, channels, height, width), those of a class one after another."""
+    """Images of one size as bytes, (n, channels, height, width), class after class."""
 
     images: Tensor
     counts: tuple[int, ...]
-    """How many images each class has."""
+    """The number of images of each class."""
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -39,7 +70,7 @@ class ImageClasses:
 
     @classmethod
     def of(cls, images: Tensor, labels: Tensor, names: Sequence[str]) -> ImageClasses:
-        """Images in any order with the index of their class; classes without an image are left out."""
+        """Sort images in any order by the index of their class; classes without images are left out."""
         order = torch.argsort(labels, stable=True)
         counts = torch.bincount(labels, minlength=len(names)).tolist()
         kept = [(name, count) for name, count in zip(names, counts, strict=True) if count]
@@ -53,31 +84,33 @@ class ImageClasses:
 
     @property
     def firsts(self) -> list[int]:
-        """Where each class begins."""
-        return np.concatenate([[0], np.cumsum(self.counts)[:-1]]).tolist() if self.counts else []
+        """The index of the first image of each class."""
+        firsts: list[int] = (np.cumsum(self.counts) - self.counts).tolist()
+        return firsts
 
     def name_of(self, image: int) -> str:
-        """The name of the class that the image of this number is of."""
+        """Return the name of the class of an image."""
         return self.names[int(np.searchsorted(np.cumsum(self.counts), image, side="right"))]
 
     def select(self, classes: Sequence[int]) -> ImageClasses:
-        """These classes, in this order."""
+        """Return these classes, in this order."""
         firsts = self.firsts
-        rows = [torch.arange(firsts[c], firsts[c] + self.counts[c]) for c in classes]
-        at = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        rows = [i for c in classes for i in range(firsts[c], firsts[c] + self.counts[c])]
         return ImageClasses(
-            self.images[at], tuple(self.counts[c] for c in classes), tuple(self.names[c] for c in classes)
+            self.images[torch.tensor(rows, dtype=torch.int64)],
+            tuple(self.counts[c] for c in classes),
+            tuple(self.names[c] for c in classes),
         )
 
     def named(self, names: Sequence[str]) -> ImageClasses:
-        """The classes of these names; refuses one that is not there."""
+        """Return the classes of these names; raise DataError if one is not there."""
         known = {name: i for i, name in enumerate(self.names)}
         if lost := [name for name in names if name not in known]:
             raise DataError(f"the class {lost[0]!r} of the lists has no images; {len(lost)} of {len(names)} have none.")
         return self.select([known[name] for name in names])
 
     def rotated(self) -> ImageClasses:
-        """Each class turned by 0, 90, 180 and 270 degrees, as classes of their own (Santoro et al. 2016)."""
+        """Return each class turned by 0, 90, 180 and 270 degrees, as four classes (Santoro et al. 2016)."""
         _, height, width = self.shape
         if height != width:
             raise OptionError(f"rotations need square images; these are {width}x{height}.")
@@ -88,7 +121,7 @@ class ImageClasses:
 
 @dataclass(frozen=True)
 class ClassSplits:
-    """Classes for meta-training, meta-validation and meta-test: none is in two of them."""
+    """Classes for meta-training, meta-validation and meta-test; no class is in two of them."""
 
     name: str
     train: ImageClasses
@@ -96,36 +129,35 @@ class ClassSplits:
     test: ImageClasses
     notes: tuple[str, ...] = ()
     drawn: bool = False
-    """Whether a seed says which class is in which part, and not whoever made the data."""
+    """Whether a seed divided the classes; False if the data say which class is in which part."""
 
     def __post_init__(self) -> None:
-        parts = {"train": self.train, "validation": self.validation, "test": self.test}
         seen: dict[str, str] = {}
-        for part, classes in parts.items():
+        for part, classes in (("train", self.train), ("validation", self.validation), ("test", self.test)):
             for name in () if classes is None else classes.names:
                 if name in seen:
-                    raise DataError(f"the class {name!r} is in two parts, {seen[name]} and {part}; it may be in one.")
+                    raise DataError(f"the class {name!r} is in two parts, {seen[name]} and {part}; it must be in one.")
                 seen[name] = part
-        shapes = {part.shape for part in parts.values() if part is not None}
+        shapes = {part.shape for part in self._parts()}
         if len(shapes) > 1:
             raise DataError(
                 "the images of all parts must have one shape (channels, height, width); got "
                 f"{', '.join(map(str, sorted(shapes)))}. Bring them to one size, all grey or all in colour."
             )
 
+    def _parts(self) -> list[ImageClasses]:
+        return [part for part in (self.train, self.validation, self.test) if part is not None]
+
     def rotated(self) -> ClassSplits:
-        """All parts with rotations as further classes."""
+        """Return all parts with rotations as more classes."""
         validation = None if self.validation is None else self.validation.rotated()
-        return ClassSplits(self.name, self.train.rotated(), validation, self.test.rotated(), self.notes, self.drawn)
+        return replace(self, train=self.train.rotated(), validation=validation, test=self.test.rotated())
 
     def joined(self) -> ImageClasses:
-        """The classes of all parts."""
-        parts = [part for part in (self.train, self.validation, self.test) if part is not None]
-        return ImageClasses(
-            torch.cat([part.images for part in parts]),
-            sum((part.counts for part in parts), ()),
-            sum((part.names for part in parts), ()),
-        )
+        """Return the classes of all parts together."""
+        parts = self._parts()
+        counts, names = sum((part.counts for part in parts), ()), sum((part.names for part in parts), ())
+        return ImageClasses(torch.cat([part.images for part in parts]), counts, names)
 
 
 def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[str, ...] = ()) -> ClassSplits:
@@ -134,13 +166,209 @@ def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[
     if count < 3:
         raise DataError(f"{name}: at least 3 classes are needed, one for each part; there are {count}.")
     train = min(max(1, round(SHARES[0] * count)), count - 2)
-    validation = min(max(1, round(SHARES[1] * count)), count - train - 1)
+    end = train + min(max(1, round(SHARES[1] * count)), count - train - 1)
     order = np.random.default_rng(seed).permutation(count).tolist()
-    return ClassSplits(
-        name,
-        classes.select(sorted(order[:train])),
-        classes.select(sorted(order[train : train + validation])),
-        classes.select(sorted(order[train + validation :])),
-        notes,
-        drawn=True,
+    first, held, last = (classes.select(sorted(some)) for some in (order[:train], order[train:end], order[end:]))
+    return ClassSplits(name, first, held, last, notes, drawn=True)
+
+
+def load_classes(
+    source: str | Path,
+    *,
+    lists: str | Path | None = None,
+    validation: int = 100,
+    seed: int = 0,
+    read: Reader | None = None,
+) -> ClassSplits:
+    """Read images by class, split by class.
+
+    `source` is `omniglot` (1,200 characters of 1,623 to learn from, `validation` of them for meta-validation),
+    `cifar-fs`, `mini-imagenet`, a folder in the form of mini-ImageNet, or a folder of class folders. The last is split
+    by `seed`, unless it has the folders train, val and test, or `lists` names a folder or zip file with train.csv,
+    val.csv and test.csv, whose column `label` has the classes. `read` reads an image of a class folder, for example
+    `read_like(...)`; by default all images are brought to one size.
+    """
+    in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
+    if lists is not None and source in ("omniglot", "cifar-fs"):
+        raise DataError(f"{source} has a split of its own; leave the lists (--lists) out.")
+    if source == "omniglot":
+        return _omniglot(_folder(source), validation)
+    if source == "cifar-fs":
+        return _cifar_fs(_folder(source))
+    root = _folder(source) if source == "mini-imagenet" else Path(source)
+    if not root.is_dir():
+        hint = did_you_mean(str(source).lower(), NAMES)
+        raise DataError(
+            f"{str(source)!r} is neither a folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+        )
+    if source == "mini-imagenet" or all((root / name).is_file() for name in LISTS):
+        return _mini_imagenet(root, lists)
+    return _class_folders(root, lists, seed, read)
+
+
+def read_like(shape: Sequence[int], *, characters: bool) -> Reader:
+    """Return a reader of images that brings them to this shape (channels, height, width).
+
+    If `characters` is true, it prepares them as Omniglot's.
+    """
+    channels, height, width = shape
+    if characters:
+        return lambda file: (ink(file), False)
+    return partial(read_pixels, size=(width, height), mode="L" if channels == 1 else "RGB")
+
+
+def found_in(name: str) -> Path | None:
+    """Return the folder with the files of a named set, or None if one is missing. Of images it looks for one only."""
+    try:
+        folder = _folder(name)
+        if name == "mini-imagenet":
+            file, label = _read_lists(folder)["train"][0]
+            return folder if any(path.is_file() for path in _places(folder, file, label)) else None
+    except DataError:
+        return None
+    files = OMNIGLOT if name == "omniglot" else (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES)
+    return folder if all((folder / file).is_file() for file in files) else None
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of a named set."""
+    given = os.environ.get("BILEVEL_DATA")
+    for word in FOLDERS[name]:
+        if given and (Path(given) / word).is_dir():
+            return Path(given) / word
+    now = f"it is {given}" if given else "it is not set"
+    raise DataError(
+        f"{name} is not here: put it into a folder {FOLDERS[name][0]}, and name the folder above it in the environment "
+        f"variable BILEVEL_DATA ({now}). docs/few-shot.md lists its files."
     )
+
+
+def _by_class(pixels: Tensor, labels: Sequence[str]) -> ImageClasses:
+    """Return images with the names of their classes, the classes sorted by name."""
+    names, places = np.unique(np.array(labels), return_inverse=True)
+    return ImageClasses.of(pixels, torch.from_numpy(places), names.tolist())
+
+
+def _omniglot(folder: Path, validation: int) -> ClassSplits:
+    pixels, names = [], []
+    for file in OMNIGLOT:
+        with reading(folder / file), zipfile.ZipFile(folder / file) as archive:
+            for member in sorted(name for name in archive.namelist() if name.endswith(".png")):
+                with archive.open(member) as png:
+                    pixels.append(ink(png))
+                names.append("/".join(member.split("/")[-3:-1]))
+    classes = _by_class(torch.from_numpy(np.stack(pixels))[:, None], names)
+    known = len(classes.names)
+    count = min(OMNIGLOT_TRAIN, known * OMNIGLOT_TRAIN // 1623)
+    order = np.random.default_rng(OMNIGLOT_SEED).permutation(known).tolist()
+    train = count - min(validation, count - 1)
+    held = classes.select(order[train:count]) if validation else None
+    return ClassSplits("omniglot", classes.select(order[:train]), held, classes.select(order[count:]))
+
+
+def ink(file: str | Path | IO[bytes]) -> np.ndarray:
+    """Return a character as 28x28 bytes, in which ink is 255."""
+    pillow = require("PIL.Image", "apps")
+    with pillow.open(file) as image:
+        small = image.convert("L").resize((OMNIGLOT_SIDE, OMNIGLOT_SIDE), pillow.Resampling.BOX)
+    return 255 - np.asarray(small)
+
+
+def _cifar_fs(folder: Path) -> ClassSplits:
+    with reading(folder):
+        images = torch.from_numpy(np.concatenate([sheet(folder / name) for name in SHEETS]))
+        with np.load(folder / CIFAR_LABELS, allow_pickle=False) as labels:
+            y = torch.from_numpy(labels["fine"].astype(np.int64))
+        known = json.loads((folder / CIFAR_CLASSES).read_text(encoding="utf-8"))
+    classes = ImageClasses.of(images, y, known["fine_label_names"])
+    train, held, test = (classes.named(known["cifar_fs"][part]) for part in ("train", "val", "test"))
+    note = f"CIFAR-FS here has {classes.counts[0]} images a class; the published set has 600."
+    return ClassSplits("cifar-fs", train, held, test, (note,))
+
+
+def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
+    """Read images in `images/`, in the folder or in class folders, with the lists of Ravi and Larochelle."""
+    parts = []
+    for pairs in _read_lists(Path(lists) if lists is not None else folder).values():
+        pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
+        parts.append(_by_class(pixels.permute(0, 3, 1, 2).contiguous(), [label for _, label in pairs]))
+    train, held, test = parts
+    return ClassSplits("mini-imagenet", train, held, test)
+
+
+def _places(folder: Path, file: str, label: str) -> tuple[Path, ...]:
+    """Return the places where an image of the lists can be."""
+    return folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file
+
+
+def _photo(folder: Path, file: str, label: str) -> np.ndarray:
+    path = next((path for path in _places(folder, file, label) if path.is_file()), None)
+    if path is None:
+        raise DataError(
+            f"{folder} must hold the images of the lists; there is no images/{file}, {file} or {label}/{file}. Its "
+            "images come from ImageNet and are not part of the lists."
+        )
+    pillow, fit = require("PIL.Image", "apps"), require("PIL.ImageOps", "apps").fit
+    with reading(path), warnings.catch_warnings(action="ignore"), pillow.open(path) as image:
+        return np.asarray(fit(image.convert("RGB"), (MINI_SIDE,) * 2, pillow.Resampling.BILINEAR))
+
+
+def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
+    """Return (file, class) of each row of train.csv, val.csv and test.csv, in a folder or in a zip file there."""
+    archive = place if place.suffix == ".zip" else place / ARCHIVE
+    if not place.exists():
+        raise DataError(f"the lists are looked for in {place}, which is not there.")
+    found = {}
+    for name in LISTS:
+        try:
+            if archive.is_file() and not (place / name).is_file():
+                with zipfile.ZipFile(archive) as opened:
+                    text = opened.read(name).decode()
+            else:
+                text = (place / name).read_text(encoding="utf-8")
+        except (OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
+            raise DataError(
+                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not there, or cannot be read."
+            ) from None
+        rows = csv.DictReader(io.StringIO(text))
+        if "label" not in (rows.fieldnames or ()):
+            raise DataError(f"{place / name} must have the column `label` (filename,label); it has {rows.fieldnames}.")
+        part = name.removesuffix(".csv")
+        found[part] = [(row.get("filename") or "", row["label"]) for row in rows]
+        if not found[part]:
+            raise DataError(f"{place / name} has no row.")
+    return found
+
+
+def _class_folders(root: Path, lists: str | Path | None, seed: int, read: Reader | None) -> ClassSplits:
+    given = {part: next((root / n for n in names if _holds_folders(root / n)), None) for part, names in PARTS.items()}
+    there = {part: folder for part, folder in given.items() if folder is not None}
+    name = root.resolve().name
+    if "train" in there and "test" in there:
+        if lists is not None:
+            raise OptionError(f"lists must be left out: {root} already has folders for the parts.")
+        found = {part: _classes_of(folder, read) for part, folder in there.items()}
+        held = found["validation"][0] if "validation" in found else None
+        notes = tuple(note for part in found.values() for note in part[1])
+        return ClassSplits(name, found["train"][0], held, found["test"][0], notes)
+    if there:
+        missing = " and ".join(part for part in ("train", "test") if part not in there)
+        raise DataError(
+            f"{root} has class folders in {' and '.join(f.name for f in there.values())}, and none in {missing}. Give "
+            "both, or class folders only, which are split by --seed."
+        )
+    classes, notes = _classes_of(root, read)
+    if lists is None:
+        return split_classes(name, classes, seed, notes)
+    pairs = _read_lists(Path(lists)).values()
+    train, held, test = (classes.named(sorted({label for _, label in part})) for part in pairs)
+    return ClassSplits(name, train, held, test, notes)
+
+
+def _holds_folders(folder: Path) -> bool:
+    return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+
+
+def _classes_of(folder: Path, read: Reader | None) -> tuple[ImageClasses, tuple[str, ...]]:
+    data = load_folder(folder, {}, read)
+    return ImageClasses.of((data.x * 255).round().to(torch.uint8), data.y, data.classes), data.notes

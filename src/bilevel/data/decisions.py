@@ -1,31 +1,32 @@
 """Decisions made on the review page, applied to the data they were made for.
 
-A CSV file of decisions has the columns `index`, `key`, `decision` and `label`: the row's place in x as `load` gives it,
-its key, one of keep, drop and relabel, and the class after that. Rows that it does not name stay as they are. The new
-data has the form of the source, and everything but dropped rows and new labels is as it was there.
+A CSV file of decisions has the columns `index`, `key`, `decision` and `label`: the row's place in x as `load` returns
+it, its key, one of keep, drop and relabel, and its class afterwards. Rows without a decision stay as they are. The new
+data has the form of the source; only the dropped rows and the new labels differ. In a .csv file every cell keeps its
+text, and only quotation marks that are not needed can go.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bilevel._util.optional import require
 from bilevel._util.text import first_of
-from bilevel.data.labelled import Labelled
+from bilevel.data.arrays import array_header
+from bilevel.data.image_folders import files_of, listings
+from bilevel.data.labelled import Labelled, reading
 from bilevel.data.load import form_of, load
-from bilevel.data.rewriting import (
-    Change,
-    new_file_or_folder,
-    rewrite_csv,
-    rewrite_folder,
-    rewrite_npz,
-    rewrite_parquet,
-    write_named,
-)
+from bilevel.data.tables import delimiter_of
 from bilevel.errors import DataError, OptionError
 
 COLUMNS = ("index", "key", "decision", "label")
@@ -34,15 +35,33 @@ DECISIONS = ("keep", "drop", "relabel")
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply_decisions` did."""
+    """The result of `apply_decisions`."""
 
     out: Path
     rows: int
-    """Rows of the source; dropped + relabelled + unchanged."""
+    """Rows of the source: dropped + relabelled + unchanged."""
     dropped: int
     relabelled: int
     unchanged: int
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Which rows stay, and the class of each row before and after."""
+
+    kept: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+
+    @property
+    def like(self) -> np.ndarray:
+        """For each row, a row of the source that has its new label: itself, or the first row of its new class."""
+        classes, first = np.unique(self.old, return_index=True)
+        same = self.old == self.new
+        return np.where(
+            same, np.arange(len(self.old)), first[np.searchsorted(classes, self.new).clip(0, len(first) - 1)]
+        )
 
 
 def apply_decisions(
@@ -50,8 +69,8 @@ def apply_decisions(
 ) -> Applied:
     """Write the source without the dropped rows and with the new labels to `out`, a new file or folder.
 
-    An .npz, .csv or .parquet file becomes one of that form, a folder of images a folder, a named set an .npz file.
-    `label` is the column of the labels in a table. `out` is written whole or not at all; the source stays.
+    An .npz, .csv or .parquet file becomes a file of the same form, a folder of images a folder, a named set an .npz
+    file. `label` is the column of the labels in a table. `out` is written whole or not at all; the source stays.
     """
     form, target = form_of(source), Path(out)
     suffix = {"named": ".npz", "folder": ""}.get(form, Path(source).suffix.lower())
@@ -64,55 +83,46 @@ def apply_decisions(
     notes: tuple[str, ...] = ()
     with new_file_or_folder(target) as temporary:
         if form == "npz":
-            notes = rewrite_npz(Path(source), temporary, change)
+            notes = _rewrite_npz(Path(source), temporary, change)
         elif form == "folder":
             rewrite_folder(Path(source), temporary, change, data)
         elif form == "named":
-            write_named(data, temporary, change)
-        elif suffix == ".parquet":
-            rewrite_parquet(Path(source), temporary, change, str(label))
+            _write_named(data, temporary, change)
         else:
-            rewrite_csv(Path(source), temporary, change, str(label))
+            (_rewrite_parquet if suffix == ".parquet" else _rewrite_csv)(Path(source), temporary, change, str(label))
     dropped = int((~change.kept).sum())
     relabelled = int((change.kept & (change.new != change.old)).sum())
     return Applied(target, data.count, dropped, relabelled, data.count - dropped - relabelled, notes)
 
 
 def read_decisions(path: Path, data: Labelled) -> Change:
-    """The decisions, checked line by line against the data they must belong to."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            names = next(reader, [])
-            absent = [name for name in COLUMNS if name not in names]
-            if absent:
-                raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is not there.")
-            at = [names.index(name) for name in COLUMNS]
-            lines = [(reader.line_num, _cells(row, at, path, reader.line_num)) for row in reader if row]
-    except FileNotFoundError:
-        raise DataError(f"There is no file {path}.") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a .csv file ({error}).") from None
+    """Read the decisions, and check line by line that they belong to the data."""
+    if not path.exists():
+        raise DataError(f"There is no file {path}.")
+    with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file)
+        names = next(rows, [])
+        absent = [name for name in COLUMNS if name not in names]
+        if absent:
+            raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is not there.")
+        at = [names.index(name) for name in COLUMNS]
+        lines = [(rows.line_num, row) for row in rows if row]
     old = data.y.numpy()
     change = Change(np.ones(data.count, bool), old, old.copy())
-    first: dict[int, int] = {}
-    for line, (index, key, decision, name) in lines:
+    decided: dict[int, int] = {}
+    for line, cells in lines:
         where = f"{path}, line {line}"
+        if len(cells) <= max(at):
+            raise DataError(f"{where} has {len(cells)} cells, too few for the columns {', '.join(COLUMNS)}.")
+        index, key, decision, name = (cells[i] for i in at)
         row = _row(index, key, data, where)
-        if row in first:
-            raise DataError(f"{where}: index {row} was decided in line {first[row]} already.")
-        first[row] = line
+        if row in decided:
+            raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
+        decided[row] = line
         _decide(change, row, decision, name, data, where)
     if not change.kept.any():
         raise DataError(f"{path} drops all {data.count} rows of {data.name}; nothing would be left.")
     return change
-
-
-def _cells(row: Sequence[str], at: Sequence[int], path: Path, line: int) -> tuple[str, str, str, str]:
-    if len(row) <= max(at):
-        raise DataError(f"{path}, line {line} has {len(row)} cells, too few for the columns {', '.join(COLUMNS)}.")
-    index, key, decision, label = (row[i] for i in at)
-    return index, key, decision, label
 
 
 def _row(index: str, key: str, data: Labelled, where: str) -> int:
@@ -134,8 +144,7 @@ def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, 
         change.kept[row] = False
         return
     if name not in data.classes and not (decision == "keep" and name == ""):
-        shown = first_of(data.classes, 20)
-        raise DataError(f"{where}: label must be one of the classes {shown}; got {name!r}.")
+        raise DataError(f"{where}: label must be one of the classes {first_of(data.classes, 20)}; got {name!r}.")
     if decision == "relabel":
         change.new[row] = data.classes.index(name)
     elif name and data.classes[change.old[row]] != name:
@@ -143,3 +152,118 @@ def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, 
             f"{where}: row {row} is kept with the label {name!r}, but has {data.classes[change.old[row]]!r} in "
             f"{data.name}; the decisions were made for other labels."
         )
+
+
+@contextmanager
+def new_file_or_folder(out: Path) -> Iterator[Path]:
+    """Give a temporary name for a file or folder, which becomes `out` at the end, or is deleted after an exception.
+
+    Nothing is overwritten: if `out` exists, it must be empty.
+    """
+    if out.exists() and (any(out.iterdir()) if out.is_dir() else out.stat().st_size):
+        raise OptionError(f"out must be new; {out} is there and has content.")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if out.is_dir():
+            out.rmdir()
+        os.replace(temporary, out)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # gone, or below something that is not a folder
+            temporary.unlink()
+
+
+def _rewrite_npz(source: Path, out: Path, change: Change) -> tuple[str, ...]:
+    """Write x and y without the dropped rows, and copy the other arrays; notes name those with as many rows as x."""
+    with np.load(source, allow_pickle=False) as arrays:
+        new = {"x.npy": arrays["x"][change.kept], "y.npy": arrays["y"][change.like][change.kept]}
+    notes = []
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", allowZip64=True) as file:
+        for member in old.infolist():
+            entry = zipfile.ZipInfo(member.filename, member.date_time)
+            entry.compress_type = member.compress_type
+            with file.open(entry, "w", force_zip64=True) as to, old.open(member) as found:
+                if member.filename in new:
+                    np.lib.format.write_array(to, new[member.filename], allow_pickle=False)
+                else:
+                    shutil.copyfileobj(found, to)
+            with old.open(member) as found:
+                shape = () if (known := array_header(found)) is None else known[0]
+            meant = re.fullmatch(r"[xy](_trusted|_test)?\.npy", member.filename)
+            if not (change.kept.all() or meant) and shape[:1] == change.kept.shape:
+                notes.append(f"{Path(member.filename).stem} has a value for each row of x and was not cut.")
+    return tuple(notes)
+
+
+def _write_named(data: Labelled, out: Path, change: Change) -> None:
+    """Write a named set as an .npz file: pixels as bytes, except for digits, and labels as the names of classes."""
+    names = np.array(data.classes)
+
+    def pixels(x: np.ndarray) -> np.ndarray:
+        return x if data.name == "digits" else np.round(x * 255).astype(np.uint8)  # digits are sixteenths
+
+    arrays = {"x": pixels(data.x.numpy()[change.kept]), "y": names[change.new][change.kept]}
+    if data.test is not None:
+        arrays |= {"x_test": pixels(data.test[0].numpy()), "y_test": names[data.test[1].numpy()]}
+    with open(out, "wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> None:
+    """Write all columns with their types, and with the file's own compression."""
+    parquet = require("pyarrow.parquet", "tables")
+    with parquet.ParquetFile(source) as file:
+        table = file.read().unify_dictionaries()
+        groups = file.metadata.num_row_groups
+        compression = file.metadata.row_group(0).column(0).compression if groups else "SNAPPY"
+    at = table.schema.get_field_index(label)
+    table = table.set_column(at, table.schema.field(at), table.column(at).take(change.like)).filter(change.kept)
+    parquet.write_table(table, out, compression="NONE" if compression == "UNCOMPRESSED" else compression)
+
+
+def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
+    """Write every cell with its text; a new label is written as in the first row of its class."""
+    delimiter = delimiter_of(source, label)
+    text = source.read_bytes()
+    encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
+    # The parser and the encoding of `read_table`, so that the rows are the same.
+    read_csv = require("pandas", "tables").read_csv
+    table = read_csv(
+        source, sep=delimiter, encoding="utf-8-sig", index_col=False, header=None, dtype=str, na_filter=False
+    )
+    names, rows = table.to_numpy(object)[0], table.to_numpy(object)[1:]
+    at = names.tolist().index(label)
+    rows[:, at] = rows[change.like, at]
+    with open(out, "w", encoding=encoding, newline="") as file:
+        # With a line end that has "\r", the writer quotes cells that have it.
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n" if b"\r" in text else "\n")
+        writer.writerows([names, *rows[change.kept]])
+
+
+def rewrite_folder(source: Path, out: Path, change: Change, data: Labelled) -> None:
+    """Copy the images into the folders of their classes; if a name is taken, the new name tells the old class."""
+    rows = {key: i for i, key in enumerate(data.keys)}
+    moved: list[tuple[Path, Path]] = []
+    for file in [file for listing in listings(source).values() for file in files_of(listing)]:
+        place = file.relative_to(source)
+        i = rows.get(place.as_posix())
+        if i is None or (change.kept[i] and change.new[i] == change.old[i]):
+            _copy(file, out / place)
+        elif change.kept[i]:
+            moved.append((file, out / place.parent.with_name(data.classes[change.new[i]]) / place.name))
+    for file, wanted in moved:
+        target, number = wanted, 1
+        while target.exists():
+            extra = f"-{number}" if number > 1 else ""
+            target = wanted.with_name(f"{wanted.stem}-from-{file.parent.name}{extra}{wanted.suffix}")
+            number += 1
+        _copy(file, target)
+
+
+def _copy(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(file, target)

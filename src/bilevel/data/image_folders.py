@@ -1,85 +1,83 @@
 """Images in class folders: `folder/<class>/<any name>.png`, and optionally `train`, `test` and `trusted` above them.
 
-A folder of the name `train`, `test` or `trusted` that holds folders and no images is that part; without `train` the
-other folders are the classes. Hidden files are passed over, and classes and files are in the order of their names. All
-images get one size and one number of channels, as the main part has it: images of one size of at most 64 pixels keep
-it; else the shorter side becomes 64 and the middle is cut out. They are grey if all of the main part are, else RGB;
-what is transparent becomes white, and of an animation the first frame is taken. An image that does not decode, or has
-more than 64 million pixels, is left out, with a note that names it.
+A folder named `train`, `test` or `trusted` that holds folders and no images is that part; without `train` the other
+folders are the classes. Hidden files are skipped, and classes and files are sorted by name. All images are brought to
+one size and one number of channels, which the main part decides. If its images have one size of at most 64 pixels, they
+keep it; else the shorter side becomes 64 pixels and the middle is cut out. They are grey if all of the main part are,
+else RGB. Transparent parts become white, and the first frame of an animation is used. An image that does not decode, or
+has more than 64 million pixels, is left out, with a note that names it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
 from bilevel.data.labelled import Labelled, Pair
 from bilevel.data.labels import LEAST_ROWS, indices
-from bilevel.errors import DataError, OptionError
+from bilevel.errors import BilevelError, DataError, OptionError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 SIDE = 64
 MOST_PIXELS = 2**26
-"""Of an image: a file of a few bytes can claim any number, and is decoded whole."""
+"""The largest image that is read: a file of a few bytes can claim any number of pixels, and is decoded whole."""
 Reader = Callable[[Path], tuple[np.ndarray, bool]]
-"""An image file as bytes (height, width[, 3]), and whether its size was changed."""
+"""Returns an image file as bytes (height, width[, 3]), and whether its size was changed."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
 
 
-@dataclass
-class Listing:
-    """The images of a part as (class, file), and the class folders that hold none."""
-
-    images: list[tuple[str, Path]] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
+Listing = dict[str, list[Path]]
+"""The images of each class folder of a part."""
 
 
 def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None) -> Labelled:
-    """The folder as `Labelled`; `further` names the folders of the trusted and the test part. `read` is how an image is
-    read where that is known, so that all come to one size."""
+    """Return the folder as `Labelled`.
+
+    `further` has the folders of the parts `trusted` and `test`. `read` reads an image; default: brings all images to
+    the size and the number of channels that the main part decides.
+    """
     parts = listings(root)
     for part, folder in further.items():
         if part in parts:
             raise OptionError(f"{part} is given twice: {root} has a folder {part}, and {folder} was named.")
         parts[part] = listings(folder)["train"]
     main = parts.pop("train")
-    classes = tuple(sorted({name for name, _ in main.images}))
+    classes = tuple(sorted(name for name, images in main.items() if images))
     if len(classes) < 2:
         raise DataError(f"{root}: at least 2 classes are needed; the only class folder with images is {classes[0]!r}.")
     why = ""
     if read is None:
-        size, mode, why = _common([file for _, file in main.images])
+        size, mode, why = _common(files_of(main))
         read = partial(read_pixels, size=size, mode=mode)
-    x, kept, notes = _decode(main.images, read, root, why)
-    lost = set(classes) - {name for name, _ in kept}
-    if lost:
+    x, names, kept, notes = _decode(main, read, root, why)
+    if lost := set(classes) - set(names):
         raise DataError(f"{root}: no image of the class {min(lost)!r} can be decoded.")
     if len(kept) < LEAST_ROWS:
         raise DataError(f"{root}: at least {LEAST_ROWS} images are needed; there are {len(kept)}.")
-    if main.empty:
-        notes.append(f"Folders without images were passed over: {some_of(main.empty)}.")
+    if empty := [name for name, images in main.items() if not images]:
+        notes.append(f"Folders without images were skipped: {some_of(empty)}.")
     pairs: dict[str, Pair] = {}
     for part, listing in parts.items():
         where = further.get(part, root / part)
-        x_part, kept_part, notes_part = _decode(listing.images, read, where)
+        x_part, names_part, _, notes_part = _decode(listing, read, where)
         notes += [f"{part}: {note}" for note in notes_part if note not in notes]
-        pairs[part] = x_part, indices([name for name, _ in kept_part], classes, str(where))
+        pairs[part] = x_part, indices(names_part, classes, str(where))
     return Labelled(
         name=root.resolve().name,
         kind="images",
         x=x,
-        y=indices([name for name, _ in kept], classes, str(root)),
+        y=indices(names, classes, str(root)),
         classes=classes,
-        keys=[file.relative_to(root).as_posix() for _, file in kept],
+        keys=[file.relative_to(root).as_posix() for file in kept],
         trusted=pairs.get("trusted"),
         test=pairs.get("test"),
         notes=tuple(notes),
@@ -87,7 +85,7 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
 
 
 def listings(root: Path) -> dict[str, Listing]:
-    """The images of each part that is there; `train` is the main one."""
+    """Return the images of each part of a folder; `train` is the main part."""
     try:
         parts = {name: root / name for name in ("train", "trusted", "test") if _is_part(root / name)}
         found = {name: _listing(folder, set()) for name, folder in parts.items()}
@@ -96,10 +94,10 @@ def listings(root: Path) -> dict[str, Listing]:
     except OSError as error:
         raise DataError(f"{root} cannot be read ({error.strerror}).") from None
     for name, listing in found.items():
-        if not listing.images:
+        if not files_of(listing):
             folder = parts.get(name, root)
             raise DataError(
-                f"{folder} must hold class folders with images, such as {folder.name}/cat/1.png; none has any."
+                f"{folder} must hold class folders with images, such as {folder.name}/cat/1.png; there is no image."
             )
     return found
 
@@ -109,14 +107,12 @@ def _is_part(folder: Path) -> bool:
 
 
 def _listing(folder: Path, parts: set[str]) -> Listing:
-    found = Listing()
-    for path in _visible(folder):
-        if path.is_dir() and path.name not in parts:
-            images = _images(path)
-            found.images += [(path.name, file) for file in images]
-            if not images:
-                found.empty.append(path.name)
-    return found
+    return {path.name: _images(path) for path in _visible(folder) if path.is_dir() and path.name not in parts}
+
+
+def files_of(listing: Listing) -> list[Path]:
+    """Return the images of all classes."""
+    return [file for files in listing.values() for file in files]
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -128,42 +124,47 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str, str]:
-    """Width and height, and mode, that all images are brought to, read from their headers; and why, where the images
-    are of several sizes."""
+    """Return the width and height, and the mode, for all images, and a sentence if they have several sizes.
+
+    Only the headers of the images are read.
+    """
+    pillow = require("PIL.Image", "apps")
     sizes: dict[tuple[int, int], list[Path]] = {}
     grey = True
     for file in files:
-        try:
-            with warnings.catch_warnings(action="ignore"), Image.open(file) as image:
-                turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-                sizes.setdefault((image.height, image.width) if turned else image.size, []).append(file)
-                grey = grey and image.mode in GREY
-        except Exception:  # decoders raise anything; the file is named when its pixels are read
-            continue
+        # Decoders raise anything; the file is named when its pixels are read.
+        with suppress(Exception), warnings.catch_warnings(action="ignore"), pillow.open(file) as image:
+            turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            sizes.setdefault((image.height, image.width) if turned else image.size, []).append(file)
+            grey = grey and image.mode in GREY
     mode, by = "L" if grey else "RGB", sorted(sizes, key=lambda size: len(sizes[size]))
     if len(by) == 1 and max(by[0]) <= SIDE:
         return by[0], mode, ""
     why = ""
     if len(by) > 1:
         (least, most), odd = (f"{size[0]}x{size[1]}" for size in (by[0], by[-1])), sizes[by[0]][0]
-        why = f" They are of {len(by)} sizes, such as {most} and {least} ({odd.parent.name}/{odd.name})."
+        why = f" They have {len(by)} sizes, such as {most} and {least} ({odd.parent.name}/{odd.name})."
     return (SIDE, SIDE), mode, why
 
 
 def _decode(
-    images: Sequence[tuple[str, Path]], read: Reader, root: Path, why: str = ""
-) -> tuple[Tensor, list[tuple[str, Path]], list[str]]:
-    """The pixels in [0, 1], the images they are of, and notes."""
-    pixels, kept, broken, resized = [], [], [], 0
+    listing: Listing, read: Reader, root: Path, why: str = ""
+) -> tuple[Tensor, list[str], list[Path], list[str]]:
+    """Return the pixels in [0, 1], the classes and the files of the images that decode, and notes."""
+    pixels, names, kept, broken, resized = [], [], [], [], 0
+    images = [(name, file) for name, files in listing.items() for file in files]
     for name, file in images:
         try:
-            found, fitted = read(file)
+            found, changed = read(file)
+        except BilevelError:  # the package that decodes is not installed
+            raise
         except Exception:  # decoders raise anything on a broken file
             broken.append(file.relative_to(root).as_posix())
             continue
         pixels.append(found)
-        kept.append((name, file))
-        resized += fitted
+        names.append(name)
+        kept.append(file)
+        resized += changed
     if not kept:
         raise DataError(f"{root}: none of {counted(len(images), 'image')} can be decoded.")
     notes = []
@@ -172,28 +173,31 @@ def _decode(
         notes.append(f"Left out {lost}: {some_of(broken)}.")
     if resized:
         notes.append(
-            f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle where "
+            f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle if "
             f"needed, to {pixels[0].shape[1]}x{pixels[0].shape[0]} pixels.{why}"
         )
     stack = torch.from_numpy(np.stack(pixels)).float().div_(255)
-    return (stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2).contiguous()), kept, notes
+    stack = stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2).contiguous()
+    return stack, names, kept, notes
 
 
 def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:
-    """An image as uint8, and whether its size was changed."""
-    with warnings.catch_warnings(action="ignore"), Image.open(file) as opened:
+    """Return an image of this size (width, height) as uint8, and whether its size was changed."""
+    pillow, operations = require("PIL.Image", "apps"), require("PIL.ImageOps", "apps")
+    with warnings.catch_warnings(action="ignore"), pillow.open(file) as opened:
         if opened.width * opened.height > MOST_PIXELS:
             raise ValueError("it is too large")
-        image = ImageOps.exif_transpose(opened)
+        image = operations.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits
-            image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+            image = pillow.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
         if image.has_transparency_data:
             over = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+            image = pillow.alpha_composite(pillow.new("RGBA", over.size, "white"), over)
         image = image.convert(mode)
         fits = image.size == size
-        return np.asarray(image if fits else ImageOps.fit(image, size, Image.Resampling.BILINEAR)), not fits
+        return np.asarray(image if fits else operations.fit(image, size, pillow.Resampling.BILINEAR)), not fits
 
 
 def some_of(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,81 +1,240 @@
 """Tables: .csv and .parquet files with a column of labels.
 
-Every other column becomes numbers by rules that are fitted on the main file alone:
+scikit-learn turns every other column into numbers, by rules that are fitted on the main file only:
 
-- numbers, dates and durations: scaled (see `scale`); a missing value is the median, and a column of 0 and 1 says so;
-- text that is numbers but for one value in twenty: numbers, with the others missing, and a note;
-- text, categories, true and false: a column of 0 and 1 for each of the 20 most frequent values, one for all others
-  where there are more, one for missing where there are such;
-- left out, with a note: constant columns, columns without values, a count of the rows from any number on, text of which
-  nearly all values differ, and nested values.
+- numbers, dates and durations: mean 0 and deviation 1, cut off at 10 deviations. A missing value is the median, and a
+  column of 0 and 1 marks it;
+- text of which 95% of the values are numbers: numbers, with the others missing, and a note;
+- text, categories, true and false: a column of 0 and 1 for each value, missing included. If there are more than 21
+  values, the 20 most frequent have a column, and the others share one;
+- left out, with a note: constant columns, columns without values, columns that count the rows, text of which nearly all
+  values differ, and complex or nested values.
 """
 
 from __future__ import annotations
 
 import csv
-import importlib
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from bilevel._util.checks import did_you_mean
-from bilevel.data.columns import Columns
-from bilevel.data.labelled import Labelled, Pair, row_keys
-from bilevel.data.labels import classes_of, indices, names_of
-from bilevel.data.size import COPIES, refuse_larger
+from bilevel._util.optional import require
+from bilevel._util.text import agreeing, counted
+from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
+from bilevel.data.labelled import Labelled, Pair, reading, row_keys
+from bilevel.data.labels import ClassLabels, name_of
 from bilevel.errors import DataError, OptionError, reason
 
 DELIMITERS = (",", ";", "\t", "|")
 AT_ONCE = 10_000
 """Rows of a .parquet file that are unpacked at a time."""
+MOST_COLUMNS = 21
+"""Columns of 0 and 1 for one column of text."""
+SHARE_OF_NUMBERS = 0.95
+"""The share of the values of a text column that must be numbers for it to be read as numbers."""
+DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
+KINDS = {
+    "floating": "number",
+    "integer": "number",
+    "mixed-integer-float": "number",
+    "decimal": "number",
+    "timedelta": "number",
+    "timedelta64": "number",
+    "date": "date",
+    "datetime": "date",
+    "datetime64": "date",
+    "complex": "holds complex numbers",
+    "mixed": "holds nested or mixed values",
+}
+"""For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text."""
 Frame = Any
-"""A pandas.DataFrame; pandas is an optional dependency and has no types of its own."""
+"""A pandas.DataFrame; pandas is an optional package without types."""
 
 
-def load_table(path: Path, label: str | None, further: dict[str, Path]) -> Labelled:
-    """The file as `Labelled`; `further` names the tables of the trusted and the test part."""
+def load_table(path: Path, label: str | None, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+    """Return the table as `Labelled`.
+
+    `label` is the column of the labels, which `labels` reads. `further` has the tables of the parts `trusted` and
+    `test`.
+    """
     frame = read_table(path, label)
-    names = labels_of(frame, label, path)
-    classes = classes_of(names, f"{path}, column {label!r}")
-    columns = Columns.of(frame.drop(columns=[label]), str(path))
-    infer = import_or_say("pandas").api.types.infer_dtype
+    y = labels.main(frame[label], f"{path}, column {label!r}")
+    transformer = TableTransformer.fit(frame.drop(columns=[label]), str(path))
+    infer = require("pandas", "tables").api.types.infer_dtype
     as_text = [name for name in frame.columns if infer(frame[name], skipna=True) == "string"]
     parts: dict[str, Pair] = {}
     for part, file in further.items():
         other = read_table(file, label, as_text)
-        y = indices(labels_of(other, label, file), classes, f"{file}, column {label!r}")
-        parts[part] = torch.from_numpy(columns(other, str(file))), y
+        x = torch.from_numpy(transformer.transform(other, str(file)))
+        parts[part] = x, labels.part(other[label], f"{file}, column {label!r}")
     return Labelled(
         name=path.stem,
         kind="table",
-        x=torch.from_numpy(columns(frame, str(path))),
-        y=indices(names, classes, str(path)),
-        classes=classes,
+        x=torch.from_numpy(transformer.transform(frame, str(path))),
+        y=y,
+        classes=labels.classes,
         keys=row_keys("\x1f".join(map(str, row)).encode("utf-8", "surrogateescape") for row in frame.to_numpy(object)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         fields={name: frame[name].to_numpy() for name in frame.columns if name != label},
-        notes=columns.notes,
-        features=columns.names,
+        notes=transformer.notes,
+        features=transformer.features,
+        transformer=transformer,
     )
 
 
-def labels_of(frame: Frame, label: str | None, path: Path) -> list[str]:
-    """The class name of each row."""
-    return names_of(frame[label].tolist(), f"{path}, column {label!r}")
+@dataclass(frozen=True)
+class TableTransformer:
+    """The columns of a table as numbers, by rules fitted on its main file; it can be pickled."""
+
+    kinds: dict[str, str]
+    """For each column that is used: `number`, `date` or `text`."""
+    transformer: Any
+    """A fitted sklearn.compose.ColumnTransformer."""
+    features: tuple[str, ...]
+    """The names of the columns of the result."""
+    notes: tuple[str, ...]
+
+    @classmethod
+    def fit(cls, frame: Frame, where: str) -> TableTransformer:
+        """Fit the rules on a table without its labels. `where` names it in errors."""
+        pandas, kinds, values, left_out, notes = require("pandas", "tables"), {}, {}, [], []
+        for name, series in frame.items():
+            kind = kind_of(series)
+            found = read_column(series, kind) if kind in ("number", "date", "text") else np.empty(0)
+            if why := _useless(found, kind) if len(found) else kind:
+                left_out.append(f"{name} ({why})")
+                continue
+            kinds[name], values[name] = kind, found
+            if kind == "number" and (strange := series[np.isnan(found) & series.notna().to_numpy()].tolist()):
+                are = agreeing(len(strange), "is not a number and counts", "are not numbers and count")
+                of = counted(len(series), "value")
+                notes.append(f"{name}: {len(strange)} of {of}, such as {strange[0]!r}, {are} as missing.")
+        shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+        if not kinds:
+            raise DataError(f"{where} has no column to learn from besides the labels{': ' * bool(shown)}{shown}.")
+        if left_out:
+            notes.insert(0, f"Left out of the inputs: {shown}.")
+        transformer = _transformer(kinds).fit(pandas.DataFrame(values))
+        return cls(kinds, transformer, tuple(map(_feature, transformer.get_feature_names_out())), tuple(notes))
+
+    def transform(self, X: Frame, /, where: str = "the table") -> np.ndarray:
+        """Return a table with the same columns as float32 (n, columns)."""
+        values = {}
+        for name, kind in self.kinds.items():
+            if name not in X.columns:
+                raise DataError(f"{where} has no column {name!r}, which the main file has.")
+            values[name] = found = read_column(X[name], kind)
+            present = X[name].dropna()
+            if kind != "text" and len(present) and np.isnan(found).all():
+                raise DataError(
+                    f"{where}: column {name!r} must hold {kind}s, as in the main file; got {str(present.iloc[0])!r}."
+                )
+        prepared = require("pandas", "tables").DataFrame(values)
+        return np.asarray(self.transformer.transform(prepared), dtype=np.float32)
 
 
-def read_table(path: Path, label: str | None, as_text: list[str] | None = None) -> Frame:
-    """The file as a pandas.DataFrame that has the label's column. `as_text`: columns that a .csv must not guess."""
-    pandas = import_or_say("pandas")
+def _transformer(kinds: dict[str, str]) -> Any:
+    """Return the sklearn.compose.ColumnTransformer for columns of these kinds, not yet fitted."""
+    impute, pipeline = require("sklearn.impute", "apps"), require("sklearn.pipeline", "apps")
+    numbers = [name for name, kind in kinds.items() if kind != "text"]
+    texts = [name for name, kind in kinds.items() if kind == "text"]
+    scaled = pipeline.make_pipeline(impute.SimpleImputer(strategy="median"), standard_scaler())
+    one_hot = require("sklearn.preprocessing", "apps").OneHotEncoder(
+        max_categories=MOST_COLUMNS,
+        handle_unknown="infrequent_if_exist",
+        sparse_output=False,
+        feature_name_combiner=_category_name,
+    )
+    # The marks of missing values are a group of their own, so that they stay 0 and 1.
+    groups = [
+        ("numbers", scaled, numbers),
+        ("missing", impute.MissingIndicator(error_on_new=False), numbers),
+        ("texts", one_hot, texts),
+    ]
+    used = [(name, steps, columns) for name, steps, columns in groups if columns]
+    return require("sklearn.compose", "apps").ColumnTransformer(used)
+
+
+def _category_name(column: str, value: object) -> str:
+    if name_of(value) is None:
+        return f"{column} is missing"
+    return f"{column} is another" if value == "infrequent_sklearn" else f"{column} = {value}"
+
+
+def _feature(name: str) -> str:
+    """Return the name of a column of the result, from scikit-learn's name for it: the group, __, and the column."""
+    group, _, column = name.partition("__")
+    return f"{column.removeprefix('missingindicator_')} is missing" if group == "missing" else column
+
+
+def kind_of(series: Any) -> str:
+    """Return the kind of a pandas.Series, `number`, `date` or `text`, or the reason why it cannot be used."""
+    found = require("pandas", "tables").api.types.infer_dtype(series, skipna=True)
+    if found != "string":
+        return KINDS.get(found, "text")
+    present = int(series.notna().sum())
+    if np.isfinite(read_column(series, "number")).sum() >= SHARE_OF_NUMBERS * present:
+        return "number"
+    return "date" if np.isfinite(read_column(series, "date")).sum() == present else "text"
+
+
+def read_column(series: Any, kind: str) -> np.ndarray:
+    """Return the values of a pandas.Series as this kind.
+
+    Numbers and dates (in seconds since 1970, UTC) become float64, with NaN for missing, infinite and other values;
+    text becomes names, with NaN for missing ones.
+    """
+    if kind == "text":
+        names = [name_of(value) for value in series.astype(object)]
+        return np.array([np.nan if name is None else name for name in names], dtype=object)
+    pandas = require("pandas", "tables")
+    if kind == "date":
+        text = series.astype("string")
+        text = text.where(text.str.fullmatch(DATE))  # pandas reads more as dates, such as "now"
+        dates = pandas.to_datetime(text, utc=True, format="ISO8601", errors="coerce")
+        seconds: np.ndarray = (dates.to_numpy("datetime64[us]") - np.datetime64(0, "us")) / np.timedelta64(1, "s")
+        return seconds
+    if pandas.api.types.is_timedelta64_dtype(series.dtype):
+        found = series.dt.total_seconds()
+    else:
+        plain = pandas.api.types.is_numeric_dtype(series.dtype)
+        found = pandas.to_numeric(series if plain else series.astype(object), errors="coerce")
+    values = found.to_numpy(dtype=np.float64, na_value=np.nan)
+    return np.where(np.isfinite(values), values.clip(-LARGEST, LARGEST), np.nan)
+
+
+def _useless(values: np.ndarray, kind: str) -> str:
+    """Return why nothing can be learnt from the values of a column; empty if something can."""
+    present = require("pandas", "tables").Series(values).dropna()
+    distinct = present.nunique()
+    if distinct == 0:
+        return "has no values"
+    if distinct == 1 and len(present) == len(values):
+        return "is constant"
+    if kind == "text":
+        return "is text of which nearly all values differ" if distinct >= 10 and distinct > 0.7 * len(present) else ""
+    counts_rows = kind == "number" and np.array_equal(values, values[0] + np.arange(len(values)))
+    return "counts the rows" if counts_rows else ""
+
+
+def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Frame:
+    """Return the file as a pandas.DataFrame that has the column `label`.
+
+    The columns `as_text` of a .csv file are read as text, without a guess of their type.
+    """
+    pandas = require("pandas", "tables")
     if path.suffix.lower() == ".parquet":
         frame = _read_parquet(path)
     else:
-        delimiter = header(path, label)[1]
+        delimiter = delimiter_of(path, label)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows longer than the header
@@ -85,69 +244,57 @@ def read_table(path: Path, label: str | None, as_text: list[str] | None = None) 
                     encoding="utf-8-sig",
                     index_col=False,
                     low_memory=False,
-                    dtype=dict.fromkeys(as_text or (), "str"),
+                    dtype=dict.fromkeys(as_text, "str"),
                 )
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
             raise DataError(f"{path} cannot be read as a .csv file ({_why(error)}).") from None
     frame.columns = [str(name) for name in frame.columns]
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise DataError(f"{path} has more than one column named {twice[0]!r}; their names must differ.")
     _check_label(label, list(frame.columns), path)
+    if not frame.columns.is_unique:
+        twice = frame.columns[frame.columns.duplicated()][0]
+        raise DataError(f"{path} has more than one column named {twice!r}; their names must differ.")
     if len(frame) == 0:
         raise DataError(f"{path} has no rows.")
     return frame
 
 
 def _why(error: Exception) -> str:
-    """What pandas says of a file, in our words where a line has too many fields."""
+    """Return what pandas says about a file, in plain words if a line has too many fields."""
     found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
     return f"line {found[2]} has {found[3]} fields, and those before it {found[1]}" if found else reason(error)
 
 
-def header(path: Path, label: str | None) -> tuple[list[str], str]:
-    """The names of a .csv file's columns, and its delimiter: the first of , ; tab | by which the label is a column."""
-    found: list[tuple[list[str], str]] = []
+def delimiter_of(path: Path, label: str | None) -> str:
+    """Return the delimiter of a .csv file: the first of , ; tab | that gives a column `label`.
+
+    If there is no such column, the delimiter that gives the most columns.
+    """
+    found: dict[str, list[str]] = {}
     for delimiter in DELIMITERS:
-        try:
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                names = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
-        except UnicodeDecodeError:
-            raise DataError(f"{path} is not UTF-8 text. Save it as UTF-8.") from None
-        except (csv.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
-        found.append((names, delimiter))
-    names, delimiter = next((each for each in found if label in each[0]), max(found, key=lambda each: len(each[0])))
-    if not names:
+        with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+            found[delimiter] = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
+    best = max(found, key=lambda each: (label in found[each], len(found[each])))
+    if not found[best]:
         raise DataError(f"{path} is empty.")
-    _check_label(label, names, path)
-    return names, delimiter
+    _check_label(label, found[best], path)
+    return best
 
 
 def _read_parquet(path: Path) -> Frame:
-    parquet = import_or_say("pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            table = _batches(file, path)
-        table.validate(full=True)  # text may be no UTF-8
+    """Return the whole file, unpacked in parts: a few bytes can stand for very many equal values."""
+    arrow, parquet = require("pyarrow", "tables"), require("pyarrow.parquet", "tables")
+    with reading(path), parquet.ParquetFile(path) as file:
+        rows, columns = file.metadata.num_rows, file.metadata.num_columns
+        claim = f"{rows:,} rows of {columns:,} columns"
+        refuse_larger(path, COPIES * 8 * rows * columns, claim)
+        batches, size = [], 0
+        for batch in file.iter_batches(batch_size=AT_ONCE):
+            size += batch.nbytes
+            refuse_larger(path, COPIES * size, claim)
+            batches.append(batch)
+        table = arrow.Table.from_batches(batches, schema=file.schema_arrow)
+        table.validate(full=True)  # its text need not be UTF-8
         return table.to_pandas().reset_index(drop=True)
-    except DataError:
-        raise
-    except Exception as error:  # Arrow's errors have several bases
-        raise DataError(f"{path} cannot be read as a .parquet file ({reason(error)}).") from None
-
-
-def _batches(file: Any, path: Path) -> Any:
-    """The whole file as a pyarrow.Table, read in parts: a few bytes may stand for very many equal values."""
-    rows, columns = file.metadata.num_rows, file.metadata.num_columns
-    what = f"{rows:,} rows of {columns:,} columns"
-    refuse_larger(path, COPIES * 8 * rows * columns, what)
-    batches, size = [], 0
-    for batch in file.iter_batches(batch_size=AT_ONCE):
-        size += batch.nbytes
-        refuse_larger(path, COPIES * size, what)
-        batches.append(batch)
-    return import_or_say("pyarrow").Table.from_batches(batches, schema=file.schema_arrow)
 
 
 def _check_label(label: str | None, names: list[str], path: Path) -> None:
@@ -159,10 +306,3 @@ def _check_label(label: str | None, names: list[str], path: Path) -> None:
         raise OptionError(f"label must be a column of {path}; got {label!r}.{hint} Its columns are {shown}.")
     if names.count(label) > 1:
         raise DataError(f"{path} has more than one column named {label!r}; their names must differ.")
-
-
-def import_or_say(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(f"Tables need {name.split('.')[0]}: pip install bilevel[tables].") from None

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bilevel._util.text import agreeing
 from bilevel.errors import OptionError, RankError, reason
 
 TIMEOUT = timedelta(minutes=10)
 """The timeout of a collective, if the user has not initialised the process group."""
-GRACE = timedelta(seconds=5)
-"""How long rank 0 waits for a word from another rank after a collective has failed."""
 AGAIN = "Start the job again: with checkpoint= and resume=True it continues from the last checkpoint."
 
 
@@ -59,26 +58,30 @@ class PendingMean:
 class ProcessGroup:
     """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
-    _groups: tuple[Any, Any] = None, None
-    """torch's default group, and a gloo group of the same ranks that is made once for it."""
-    _timeout: timedelta | None = None
-    """The timeout of both; None: torch's default, because the user has initialised the process group."""
+    _groups: tuple[Any, Any, Any] = None, None, None
+    """torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+    After a timeout gloo closes all connections of a group, also on CPUs, so each of these needs a group.
+    """
+    _timeout: timedelta | None = None
+    """The timeout of all three; None: torch's default, because the user has initialised the process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.first, self.payload = self.rank == 0, 0
         if ProcessGroup._groups[0] is not dist.group.WORLD:
-            # Also on CPUs: after a collective of the default group has failed, this one still works.
-            ProcessGroup._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=ProcessGroup._timeout)
-        self._host = ProcessGroup._groups[1]
+            ProcessGroup._groups = (
+                dist.group.WORLD,
+                dist.new_group(backend="gloo", timeout=ProcessGroup._timeout),
+                dist.new_group(backend="gloo", timeout=ProcessGroup._timeout),
+            )
+        _, self._host, self._asking = ProcessGroup._groups
 
     @classmethod
     def from_environment(cls, device: torch.device) -> ProcessGroup | None:
         """Return the ranks that torchrun or the user has started; None if there is one process."""
         if world() == 1:
             return None
-        if not dist.is_available():
-            raise OptionError("WORLD_SIZE above 1 needs torch.distributed, which this build of torch does not have.")
         if not dist.is_initialized():
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
                 raise OptionError(
@@ -99,7 +102,7 @@ class ProcessGroup:
                 raise RankError(f"the {world()} ranks did not find each other: {reason(error)}. {AGAIN}") from error
             ProcessGroup._timeout = TIMEOUT
             atexit.register(_leave)
-        return cls(device)
+        return cls()
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -197,8 +200,8 @@ class ProcessGroup:
         # The first sentence of the error, without the line of gloo's source.
         cause = reason(RuntimeError(re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]))
         if lost:
-            names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-            return f"{names} of {self.size} did not answer rank 0: {cause}"
+            ranks = agreeing(len(lost), "rank", "ranks")
+            return f"{ranks} {', '.join(map(str, lost))} of {self.size} did not answer rank 0: {cause}"
         return (
             f"rank {self.rank} of {self.size} lost the other ranks: {cause}. The messages of rank 0 and of torchrun "
             "name the rank that failed first"
@@ -209,21 +212,20 @@ class ProcessGroup:
         word = torch.zeros(1)
         if not self.first:
             with suppress(RuntimeError):
-                dist.send(word, 0, self._host)
+                dist.send(word, 0, self._asking)
             return []
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for rank in range(1, self.size):
             try:
-                answers[rank] = dist.irecv(word, rank, self._host)
+                answers[rank] = dist.irecv(word, rank, self._asking)
             except RuntimeError as error:
                 errors[rank] = str(error)
         for rank, answer in answers.items():
             try:
-                answer.wait(GRACE)
+                answer.wait(timedelta(seconds=5))
             except RuntimeError as error:
                 errors[rank] = str(error)
-        # After a timeout, gloo closes the connections to all ranks and says "timeout" for each.
         return [rank for rank, error in errors.items() if "time" not in error.lower()] or list(errors)
 
 

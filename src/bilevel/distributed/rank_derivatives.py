@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel.batches.rank_shares import Share, weighted
+from bilevel.batches.rank_shares import BatchShare, weighted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, Derivatives
 from bilevel.derivatives.prices import Gradients, Prices
@@ -46,19 +46,19 @@ class RankDerivatives(Derivatives):
 
     @contextmanager
     def calling(self, batch: Any) -> Iterator[Any]:
-        given, weight = (batch.batch, batch.weight) if isinstance(batch, Share) else (batch, 1.0)
+        given, weight = (batch.batch, batch.weight) if isinstance(batch, BatchShare) else (batch, 1.0)
         with evaluating_share(self.ranks, weight), super().calling(given):
             yield given
 
     def returned(self, value: Any, batch: Any) -> Any:
         value = super().returned(value, batch)
-        return value * batch.weight if isinstance(batch, Share) and isinstance(value, Tensor) else value
+        return value * batch.weight if isinstance(batch, BatchShare) and isinstance(value, Tensor) else value
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
         if self.problem.prepare is None:
             return list(batches)
-        plain = [tuple(x.batch if isinstance(x, Share) else x for x in pair) for pair in batches]
-        weights = [[x.weight if isinstance(x, Share) else 1.0 for x in pair] for pair in batches]
+        plain = [tuple(x.batch if isinstance(x, BatchShare) else x for x in pair) for pair in batches]
+        weights = [[x.weight if isinstance(x, BatchShare) else 1.0 for x in pair] for pair in batches]
         with evaluating_share(self.ranks, 1.0):
             made = super().prepare(plain, graph=graph)
         return [(weighted(upper, w[0]), weighted(lower, w[1])) for (upper, lower), w in zip(made, weights, strict=True)]

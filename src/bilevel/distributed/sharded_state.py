@@ -39,9 +39,10 @@ def split_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequenc
     """Return this rank's part of the state that `gather_state` has made."""
     found = saved | {"u": dict(saved["u"]), "v": dict(saved["v"]), "method": dict(saved["method"])}
     if v.shards:
-        for key, held in v.tensors().items():
-            if hasattr(held, "to_local"):
-                found["v"][key] = _divided(found["v"][key], held)
+        found["v"] = {
+            key: _divided(found["v"][key], held) if hasattr(held, "to_local") else found["v"][key]
+            for key, held in v.tensors().items()
+        }
         _convert_like_v(found["method"], like_v, v.shards, lambda whole, like: _divided(whole, like).to_local())
     return found
 

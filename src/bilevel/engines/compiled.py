@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bilevel.engines.draws import order_of_draws
 from bilevel.engines.recording import Recorded, recordable
 from bilevel.engines.rewrite import weight_gradients
 
@@ -43,8 +42,7 @@ class Compiled(Recorded):
             weight_gradients(graph)
             inputs: list[Any] = [*tensors, *lived]
             with self._undone(), torch.no_grad():
-                options = _options(self.host.derivatives.v.device) | order_of_draws(graph.graph)
-                compiled = compile_graph(graph, inputs, options=options)
+                compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
                 compiled(*inputs)  # while it can still be given up
 
         def unit(given: list[Tensor]) -> Any:
@@ -57,7 +55,8 @@ class Compiled(Recorded):
 
 
 def _options(device: torch.device) -> dict[str, Any]:
-    """What inductor is told. Random numbers are eager's.
+    """Inductor's options. Random numbers are drawn as in eager steps, but draws that do not need each other can change
+    their order: a compiled step with dropout can then draw other masks than an eager one.
 
     On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
     and prices become few. With these, inductor's reordering of loops fails on an assertion of its own (torch 2.11).

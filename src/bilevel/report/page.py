@@ -1,7 +1,7 @@
 """The page of a run: one HTML file that holds its style and figures and loads nothing.
 
-A command fills a `Report`; `render` makes the page of it. All text is escaped; figures are SVG from `figures`.
-`review` has the page of a training set with suspect labels.
+A command fills a `Report`; `render` makes the page of it. All text is escaped; figures are `Html` from
+`bilevel.report.figures`. The page of a training set with suspect labels is in `bilevel.report.review_page`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup, escape
+import numpy as np
 
-from bilevel.report.figures import convergence
-
-__all__ = ["Card", "Report", "Table", "convergence", "render"]
+from bilevel._util.optional import require
+from bilevel.report.figures import Html
 
 Facts = Sequence[tuple[str, str]]
 """Pairs (term, text)."""
+DIGITS = 6
+"""The most significant digits of a number that is not whole."""
+WHOLE = 1e15
+"""Below it, double precision has every whole number, which is shown with all its digits."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first cell of each is its header."""
+    """Rows of text; the first cell of each row is its header."""
 
     caption: str
     columns: Sequence[str]
@@ -33,17 +36,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Card:
-    """A figure with the facts that belong to it."""
+    """A figure or a table, with the facts that belong to it."""
 
     title: str
-    figure: Markup
+    figure: str = ""
+    """`Html`; plain text is escaped."""
     facts: Facts = ()
     note: str = ""
+    table: Table | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a page shows, from the top."""
+    """The contents of a page, from the top."""
 
     title: str
     outcome: str
@@ -52,32 +57,62 @@ class Report:
     cards: Sequence[Card]
     settings: Facts
     heading: str = "Convergence"
-    """What stands above the cards."""
+    """The heading above the cards."""
     legend: str = ""
     """One sentence above the cards: how to read the figures."""
     notes: Sequence[str] = ()
+    """Sentences above the table."""
+    tables: Sequence[Table] = ()
+    """More tables, below the first one."""
+    remarks: Sequence[str] = ()
+    """Sentences below the tables."""
 
 
 def render(report: Report) -> str:
-    """The page as text."""
-    return fill("page.html", page=report, style=Markup(read("style.css")))
+    """Return the page as text."""
+    return fill("page.html", page=report, style=Html(read("style.css")))
 
 
 def fill(template: str, **values: object) -> str:
-    """A template of this folder with values in it; text is escaped, `Markup` is not."""
-    environment = Environment(
-        loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    """Return a template with values in it; text is escaped, `Html` is not."""
+    jinja2 = require("jinja2", "apps")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(read),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["unbroken"] = unbroken
-    return environment.get_template(template).render(values)
+    text: str = environment.get_template(template).render(values)
+    # The name of a file can hold bytes that are not text; the page has a question mark in their place.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def unbroken(text: str) -> Markup:
-    """The text, escaped, with names of options that no line ends within: browsers break lines after hyphens."""
-    whole = r'<span class="unbroken">\g<0></span>'
-    return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", whole, str(escape(text))))
+def unbroken(text: str) -> Html:
+    """Return the text, escaped, without line breaks in the names of options: browsers break lines after hyphens."""
+    return Html(re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="unbroken">\g<0></span>', escape(text)))
 
 
 def read(name: str) -> str:
-    """A file of this folder."""
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    """Return a file of the folder `templates`."""
+    return (files(__package__) / "templates" / name).read_text(encoding="utf-8")
+
+
+def cell_text(value: object) -> str:
+    """Return the text of a value on a card: short numbers; whole numbers, which can be identifiers, keep all digits.
+
+    None, NaN and pandas' marks for missing values give `missing`.
+    """
+    try:
+        missing = value is None or bool(value != value)
+    except (TypeError, ValueError):  # pandas.NA is neither equal to itself nor different
+        missing = not isinstance(value, np.ndarray)
+    if missing:
+        return "missing"
+    if not isinstance(value, (float, np.floating)):
+        return str(value)
+    number = float(value)
+    if number.is_integer() and abs(number) < WHOLE:
+        return str(int(number))
+    return f"{number:.{DIGITS}g}"

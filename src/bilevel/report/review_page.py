@@ -1,39 +1,35 @@
-"""The review page of a cleaned training set: what was found, and every suspect to keep, drop or relabel.
+"""The review page of a cleaned training set: the findings, and every suspect to keep, drop or relabel.
 
-`render_review` makes one HTML file that loads nothing. The suspects travel as JSON, their pictures as a few sheets of
-many thumbnails; `review.js` shows the cards near the window alone, so that thousands stay smooth.
+`render_review` makes one HTML file that loads nothing. It holds the suspects as JSON, and their pictures as a few
+sheets of many thumbnails; `review.js` shows only the cards near the window, so that thousands stay smooth.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
-from PIL import Image
 
 from bilevel.errors import OptionError
-from bilevel.report.figures import importances, losses
+from bilevel.report.figures import Html, image, importances, losses, resized
 from bilevel.report.page import Facts, Table, fill, read
 
 __all__ = ["MOST", "Review", "Suspect", "render_review"]
 
 MOST = 5000
-"""Suspects on one page; of more, the worst are shown."""
+"""The most suspects on one page; of more, the worst are shown."""
 PAIRS = 20
-"""Classes up to which the mistaken pairs are a matrix; above, as many pairs are listed."""
+"""The most classes for which the mistaken pairs are a matrix; for more, as many pairs are listed."""
 SIDE, SMALL_SIDE, MANY = 96, 64, 2000
-"""The longest side of a thumbnail in pixels, where there are more than MANY of them the second."""
+"""The longest side of a thumbnail in pixels; the second if there are more than MANY of them."""
 SHEET = 1024
 """The longest side of a sheet of thumbnails, in pixels."""
 EXACT = 6_000_000
-"""Bytes of thumbnails up to which the sheets are PNG; above, JPEG."""
+"""The most bytes of thumbnails for which the sheets are PNG; above, they are JPEG."""
 
 
 @dataclass(frozen=True)
@@ -45,59 +41,65 @@ class Suspect:
     key: str
     """Its name at the source: a file, a row."""
     label: int
-    """The class that the data give, as a place in `Review.classes`."""
+    """The class that the data give, as an index into `Review.classes`."""
     suggested: int
+    """The class that the classifier suggests."""
     importance: float
-    """In [0, 1]; low where the label does not help on the trusted set."""
+    """In [0, 1]; low if the label does not help on the trusted set."""
     confidence: float
-    """In [0, 1]: of the suggestion."""
+    """The probability of the suggested class, in [0, 1]."""
     quality: float | None = None
-    """What the order to review in goes by, lowest first. None: the importance."""
+    """Orders the suspects, lowest first. None: the importance."""
 
     @property
     def rank(self) -> float:
+        """The number that orders the suspects."""
         return self.importance if self.quality is None else self.quality
 
 
 @dataclass(frozen=True, eq=False)
 class Review:
-    """What the page shows, from the top."""
+    """The contents of the page, from the top."""
 
     run: str
-    """Names the run; the browser keeps the decisions under it."""
+    """Names the run; the browser keeps the decisions under this name."""
     title: str
     outcome: str
     good: bool
     accuracy: Table | None
     classes: Sequence[str]
     history: Mapping[str, Sequence[float]]
-    """The losses `upper` (trusted) and `lower` (training), and `step` where they are not of every step."""
+    """The losses `upper` (trusted) and `lower` (training), and `step` if not every step is recorded."""
     importance: NDArray[np.floating[Any]]
-    """Of all training examples."""
+    """The importances of all training examples."""
     suspects: Sequence[Suspect]
     pictures: NDArray[np.uint8] | None
-    """Of the suspects, in their order: (n, height, width) or (n, height, width, 3)."""
+    """Pictures of the suspects, in their order: (n, height, width) or (n, height, width, 3)."""
     fields: Sequence[Sequence[tuple[str, str]]] | None
-    """Of the suspects, in their order: (name, text) of what is known of each."""
+    """For each suspect, the pairs (name, text) that its card shows."""
     command: str
-    """What to run on the exported decisions."""
+    """The command that applies the exported decisions."""
     settings: Facts
     notes: Sequence[str] = ()
 
 
 def render_review(review: Review) -> str:
-    """The page as text."""
+    """Return the page as text."""
     _check(review)
-    found = len(review.suspects)
+    count, found = len(review.importance), len(review.suspects)
     pairs = mistaken(review.suspects, len(review.classes))
     shown = worst_first(review)
-    page = fill(
+    return fill(
         "review.html",
         page=review,
-        style=Markup(read("style.css") + read("review.css")),
-        script=Markup(read("review.js")),
-        data=Markup(embedded(_data(shown))),
-        facts=_facts(review),
+        style=Html(read("style.css") + read("review.css")),
+        script=Html(read("review.js")),
+        data=Html(embedded(_data(shown))),
+        facts=[
+            ("Training examples", f"{count:,}"),
+            ("Suspects: estimated wrong labels", f"{found:,} ({found / max(count, 1):.0%})"),
+            ("Classes", f"{len(review.classes):,}"),
+        ],
         curves=_curves(review.history),
         histogram=_histogram(review),
         matrix=pairs if found and len(review.classes) <= PAIRS else None,
@@ -105,12 +107,10 @@ def render_review(review: Review) -> str:
         shown=len(shown.suspects),
         found=found,
     )
-    # A file name may hold bytes that are no text; the page has a question mark in their place.
-    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def worst_first(review: Review, most: int = MOST) -> Review:
-    """The review with its `most` worst suspects in order, and what belongs to them in the same order."""
+    """Return the review with its `most` worst suspects only, in order, with their pictures and fields."""
     suspects = review.suspects
     order = sorted(range(len(suspects)), key=lambda i: (suspects[i].rank, suspects[i].index))[:most]
     return replace(
@@ -122,7 +122,7 @@ def worst_first(review: Review, most: int = MOST) -> Review:
 
 
 def mistaken(suspects: Sequence[Suspect], classes: int) -> NDArray[np.int64]:
-    """How many suspects have the row's class given and the column's suggested."""
+    """Return the number of suspects with the class of the row given and the class of the column suggested."""
     counts = np.zeros((classes, classes), dtype=np.int64)
     for suspect in suspects:
         counts[suspect.label, suspect.suggested] += 1
@@ -130,23 +130,25 @@ def mistaken(suspects: Sequence[Suspect], classes: int) -> NDArray[np.int64]:
 
 
 def listed(counts: NDArray[np.int64], most: int = PAIRS) -> list[tuple[int, int, int]]:
-    """(given, suggested, count) of the most frequent pairs."""
+    """Return (given, suggested, count) of the most frequent pairs."""
     pairs = [(int(i), int(j), int(counts[i, j])) for i, j in np.argwhere(counts)]
     return sorted(pairs, key=lambda pair: (-pair[2], pair[:2]))[:most]
 
 
 def embedded(data: object) -> str:
-    """The data as JSON that no text in it can end: ASCII alone, and without the signs that HTML reads."""
+    """Return the data as JSON that no text in it can end: ASCII only, without the characters that HTML interprets."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def sheets(pictures: NDArray[np.uint8]) -> dict[str, Any]:
-    """The pictures as sheets of thumbnails: picture i is on sheet i // (columns * rows), row by row."""
+    """Return the pictures as sheets of thumbnails: picture i is on sheet i // (columns * rows), row by row."""
+    if pictures.shape[3:] == (1,):
+        pictures = pictures[..., 0]
     count, height, width = pictures.shape[:3]
     scale = min(1.0, (SIDE if count <= MANY else SMALL_SIDE) / max(height, width))
     height, width = max(1, round(scale * height)), max(1, round(scale * width))
-    thumbnails = pictures if scale == 1 else np.stack([_resized(picture, width, height) for picture in pictures])
+    thumbnails = pictures if scale == 1 else np.stack([resized(picture, width, height) for picture in pictures])
     exact = thumbnails.nbytes <= EXACT
     # JPEG works on blocks of 8 by 8: a thumbnail that shared one with its neighbour would take on its colours.
     across, down = (side if exact else -(-side // 8) * 8 for side in (width, height))
@@ -174,18 +176,7 @@ def _sheet(thumbnails: NDArray[np.uint8], across: int, down: int, columns: int, 
     for i, thumbnail in enumerate(np.pad(thumbnails, edges, mode="edge")):
         y, x = down * (i // columns), across * (i % columns)
         canvas[y : y + down, x : x + across] = thumbnail
-    buffer = io.BytesIO()
-    image = Image.fromarray(canvas)
-    if exact:
-        image.save(buffer, "PNG", compress_level=9)
-    else:
-        image.save(buffer, "JPEG", quality=85, subsampling=0)
-    kind = "png" if exact else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
-
-
-def _resized(picture: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+    return image(canvas, jpeg=not exact)
 
 
 def _data(review: Review) -> dict[str, Any]:
@@ -200,26 +191,11 @@ def _data(review: Review) -> dict[str, Any]:
         "importance": [round(float(s.importance), 4) for s in suspects],
         "confidence": [round(float(s.confidence), 4) for s in suspects],
         "fields": None if review.fields is None else [[list(pair) for pair in fields] for fields in review.fields],
-        "pictures": None if review.pictures is None or not suspects else sheets(_plain(review.pictures)),
+        "pictures": None if review.pictures is None or not suspects else sheets(review.pictures),
     }
 
 
-def _plain(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Grey pictures without an axis for their one channel."""
-    return pictures[..., 0] if pictures.ndim == 4 and pictures.shape[3] == 1 else pictures
-
-
-def _facts(review: Review) -> list[tuple[str, str]]:
-    count, found = len(review.importance), len(review.suspects)
-    suspects = f"{found:,} ({found / max(count, 1):.0%})"
-    return [
-        ("Training examples", f"{count:,}"),
-        ("Suspects: estimated wrong labels", suspects),
-        ("Classes", f"{len(review.classes):,}"),
-    ]
-
-
-def _curves(history: Mapping[str, Sequence[float]]) -> Markup | None:
+def _curves(history: Mapping[str, Sequence[float]]) -> Html | None:
     names = {"upper": "Trusted loss", "lower": "Training loss"}
     curves = {name: history[key] for key, name in names.items() if len(history.get(key, ()))}
     if not curves:
@@ -228,7 +204,7 @@ def _curves(history: Mapping[str, Sequence[float]]) -> Markup | None:
     return losses("losses", curves, history.get("step"), label=f"Losses against step. {'; '.join(ends)}.")
 
 
-def _histogram(review: Review) -> Markup:
+def _histogram(review: Review) -> Html:
     values = np.asarray(review.importance, dtype=float)
     suspected = np.array([s.importance for s in review.suspects], dtype=float)
     low, high = (np.mean(values < 0.5), np.mean(values >= 0.5)) if len(values) else (0.0, 0.0)
@@ -240,12 +216,12 @@ def _histogram(review: Review) -> Markup:
 
 
 def _check(review: Review) -> None:
-    classes, count = len(review.classes), len(review.suspects)
+    classes, count, pictures = len(review.classes), len(review.suspects), review.pictures
     if not classes:
         raise OptionError("classes must name at least one class; got none.")
     twice = next((name for i, name in enumerate(review.classes) if name in review.classes[:i]), None)
     if twice is not None:
-        raise OptionError(f"classes must have different names: the decisions are exported by name; {twice!r} is twice.")
+        raise OptionError(f"classes must have different names: decisions are exported by name; {twice!r} is twice.")
     for suspect in review.suspects:
         if not (0 <= suspect.label < classes and 0 <= suspect.suggested < classes):
             raise OptionError(f"label and suggested must be below {classes}, the number of classes; got {suspect!r}.")
@@ -253,10 +229,9 @@ def _check(review: Review) -> None:
             raise OptionError(f"importance and confidence must be in [0, 1]; got {suspect!r}.")
     if len({suspect.index for suspect in review.suspects}) < count:
         raise OptionError("suspects must have different indexes: a decision belongs to one example.")
-    for name, given in (("pictures", review.pictures), ("fields", review.fields)):
+    for name, given in (("pictures", pictures), ("fields", review.fields)):
         if given is not None and len(given) != count:
-            raise OptionError(f"{name} must be of the suspects, {count} in number; got {len(given)}.")
-    pictures = review.pictures
+            raise OptionError(f"{name} must have one entry for each of the {count} suspects; got {len(given)}.")
     if pictures is not None and (
         pictures.dtype != np.uint8 or pictures.ndim not in (3, 4) or pictures.shape[3:] not in ((), (1,), (3,))
     ):

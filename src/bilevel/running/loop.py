@@ -6,7 +6,6 @@ import math
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
 from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
-from bilevel.errors import BilevelWarning
 from bilevel.measures.certificate import certify
 from bilevel.methods.base import RECORD, Setting, State
 from bilevel.problem.variables import Variable
@@ -37,26 +36,26 @@ class Loop:
         state: State,
         callbacks: Sequence[Callback],
         folder: Path | None,
+        *,
         every: int | None,
         log_every: int | None,
         seed: int,
         identity: dict[str, Any],
-        *,
-        writes: bool = True,
         together: ProcessGroup | None = None,
         keeps: bool = False,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
-        self.seed, self.fingerprint = seed, identity
-        self.ranks, self.writes, self.together = setting.ranks, writes, together
-        """The ranks that share the work, and those that begin and end together: without data there are no shares."""
+        self.seed, self.identity = seed, identity
+        self.ranks, self.together = setting.ranks, together
+        """The ranks that share the work, and those that begin and end together: without data no work is shared."""
+        self.writes = together is None or together.first
         self.keeps = keeps
         self.kept: dict[str, Any] | None = None
-        """Where asked for: what a run that the budget ended can be gone on from, as from a checkpoint."""
+        """If requested: the state to resume from after `max_steps`, in checkpoint format."""
         self.sent = self.counted = 0
-        """Bytes that went to other ranks in the steps of this process, and how many steps these were."""
+        """Bytes that were sent to other ranks by the steps of this process, and the number of these steps."""
         self.history = History()
         self.step = 0
         self.seconds = 0.0
@@ -68,10 +67,24 @@ class Loop:
         self.good = self._snapshot()
 
     def run(self, hypergradient: bool | None) -> Solution:
+        """Step until the budget, the method, a callback or Ctrl-C ends the run; measure the end."""
         try:
             with _noting_interrupts(self):
-                status = self._steps()
-                solution = self._end(status, hypergradient)
+                started = time.perf_counter() - self.seconds
+                watch = self._watch()
+                status = self.finished or self.state.ended()
+                for callback in self.callbacks:
+                    callback.start(watch)
+                while status is None and self.step < self.setting.max_steps:
+                    sent = 0 if self.ranks is None else self.ranks.payload
+                    record = self.state.step(self.step)
+                    self.step += 1
+                    if self.ranks is not None:
+                        self.sent, self.counted = self.sent + self.ranks.payload - sent, self.counted + 1
+                    self.seconds = time.perf_counter() - started
+                    self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
+                    status = self._after_step(watch)
+                solution = self._end(status or Status.MAX_STEPS, hypergradient)
             for callback in self.callbacks:
                 callback.end(solution)
             return solution
@@ -79,44 +92,31 @@ class Loop:
             for callback in self.callbacks:
                 callback.close()
 
-    def _steps(self) -> Status:
-        """Step until the budget, the method, a callback or Ctrl-C ends the run."""
-        started = time.perf_counter() - self.seconds
-        watch = Run(
-            self.state.mode,
-            self.setting.max_steps,
-            self.step,
-            self.history,
-            len(self.history),
-            self.seconds,
-            self.state.engine,
-            1 if self.ranks is None else self.ranks.size,
+    def _watch(self) -> Run:
+        return Run(
+            mode=self.state.mode,
+            max_steps=self.setting.max_steps,
+            step=self.step,
+            history=self.history,
+            seen=len(self.history),
+            seconds=self.seconds,
+            engine=self.state.engine,
+            ranks=1 if self.ranks is None else self.ranks.size,
         )
-        status: Status | None = self.finished or self.state.ended()
-        for callback in self.callbacks:
-            callback.start(watch)
-        while status is None and self.step < self.setting.max_steps:
-            before = 0 if self.ranks is None else self.ranks.payload
-            record = self.state.step(self.step)
-            self.step += 1
-            if self.ranks is not None:
-                self.sent, self.counted = self.sent + self.ranks.payload - before, self.counted + 1
-            # On the CPU there is nothing to overlap with: its step has ended by now.
-            if self.setting.v.device.type == "cuda" and self.step < self.setting.max_steps:
-                self.setting.sources.ahead(self.state.draws)
-            self.seconds = time.perf_counter() - started
-            self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
-            status = self.state.ended()
-            due = self.folder is not None and self.step % self.every == 0
-            # Ranks hear of an interrupt where they talk anyway: it reaches them in different steps.
-            stopping = self.interrupted and self.together is None
-            last = status is not None or self.step >= self.setting.max_steps or stopping
-            if due or last or self.step % self.log_every == 0:
-                found = self._fetch(watch)
-                status = found if status is None or found is Status.DIVERGED else status
-                if due and status is not Status.DIVERGED:
-                    self._save()
-        return status or Status.MAX_STEPS
+
+    def _after_step(self, watch: Run) -> Status | None:
+        """Log and save if it is time to; return how the run ended, None while it continues."""
+        status = self.state.ended()
+        due = self.folder is not None and self.step % self.every == 0
+        # ProcessGroup learn of an interrupt when they communicate anyway: it reaches them in different steps.
+        stopping = self.interrupted and self.together is None
+        last = status is not None or self.step >= self.setting.max_steps or stopping
+        if due or last or self.step % self.log_every == 0:
+            found = self._fetch(watch)
+            status = found if status is None or found is Status.DIVERGED else status
+            if due and status is not Status.DIVERGED:
+                self._save()
+        return status
 
     def _end(self, status: Status, hypergradient: bool | None) -> Solution:
         """Save, leave u and v as they are returned, and measure them."""
@@ -273,7 +273,7 @@ class Loop:
         more = {} if self.ranks is None else {"ranks": self.ranks.all_gather_object(list(random_state(device)))}
         u, v = self.variables
         return {
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.identity,
             "seed": self.seed,
             "step": self.step,
             "seconds": self.seconds,
@@ -291,12 +291,10 @@ class Loop:
 
     def restore(self, saved: dict[str, Any]) -> None:
         if saved["max_steps"] != self.setting.max_steps and self.state.mode != "deterministic":
-            warnings.warn(
+            warn_user(
                 f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
-                f"from step {saved['step']} on.",
-                BilevelWarning,
-                stacklevel=6,
+                f"from step {saved['step']} on."
             )
         saved = split_state(*self.variables, saved, self._like_v)
         self._write(saved)

@@ -1,85 +1,67 @@
-"""Several starting points: how long a run each gets, and which of their ends is the best.
+"""Several starting points: how long each run is, and which of the ends is the best.
 
-The first is the point that was passed. The others are drawn (see `starting_points`).
+The first start is the point that was passed. The others are drawn (see `bilevel.running.starting_points`). The runs
+follow one another. If `AGREE` of them ended as solutions with one f, and none has a smaller f, the rest are left out.
 
-A start that is not over after `FIRST` steps is set aside, after `LATER` once another one ended as a solution or `FEW`
-have ended without one; where none did, the best of those set aside goes on to its end. Where `AGREE` of them ended at
-one f, and none at a smaller one, the rest are left out.
+Without data, a run that has not ended after `FIRST` steps is paused; after `LATER` steps once another one ended as a
+solution, or once `FEW` have ended without one. If none ended as a solution, the best of the paused runs is resumed to
+its end. With data every run has the whole budget, because its steps depend on it, and the ends are compared on the
+same batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import Pair
+from bilevel._util.random_state import undisturbed
+from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.distributed.process_group import ProcessGroup
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.measures.certificate import BATCHES
 from bilevel.results import Candidate, Solution, Status
-from bilevel.running.starting_points import copied, drawn, place
+from bilevel.running.run_once import PausedRun, RunRequest, run_once
+from bilevel.running.starting_points import Points, copied, drawn, spread_points, write_tensors
 
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
 NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
-"""With data, an end counts as feasible below the first, and as a lower solution where its residual is no more than so
-many times the least of all: noise leaves none at zero."""
+"""With data, an end counts as feasible below the first, and as a lower solution if its residual is at most so many
+times the smallest of all: noise leaves none at zero."""
 SAME = 1e-4
 """Ends whose u and v differ by less, relative to their size, are one candidate."""
 FIRST, LATER, FEW = 500, 300, 4
 AGREE = 3
 ALIKE = 1e-5
 """How much two values of f may differ, relative to 1 + |f|, to count as one."""
+Runner = Callable[[RunRequest, PausedRun | None], Solution]
 
 
-@dataclass
-class Aside:
-    """What a run left that its budget ended, and what a run goes on from where it is given one."""
-
-    state: dict[str, Any] | None = None
-    """As a checkpoint has it; None where there is nothing to go on from but the starting point."""
-
-
-class Runs(Protocol):
-    """What `solve` was asked for: its problem and variables, and how to run from where they are."""
-
-    @property
-    def problem(self) -> Problem: ...
-    @property
-    def upper(self) -> Variable: ...
-    @property
-    def lower(self) -> Variable: ...
-    @property
-    def max_steps(self) -> int: ...
-    def run(self, folder: Path | None, seed: int | None, start: int = 0, aside: Aside | None = None) -> Solution: ...
-
-
-def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> Solution:
-    """One run from each of `count` starting points; u and v are left at the best end."""
-    ranks = ProcessGroup.from_environment(order.lower.device)
-    seed = drawn_seed(ranks) if seed is None else seed
-    both = order.upper, order.lower
-    points = [(copied(both[0]), copied(both[1]))]
-    points += [(d.u, d.v) for d in drawn(order.problem, *both, count - 1, torch.Generator().manual_seed(seed))]
+def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solution:
+    """Run from each of `count` starting points; u and v are left at the best end."""
+    both = request.upper, request.lower
+    ranks = ProcessGroup.from_environment(request.lower.device)
+    seed = drawn_seed(ranks) if request.seed is None else request.seed
+    sources = Sources(request.data, seed, request.lower.device)
+    points = _points(request, count, seed, sources, ranks)
     found: dict[int, tuple[Solution, Candidate]] = {}
-    kept: dict[int, Aside] = {}
+    kept: dict[int, PausedRun] = {}
 
-    def run(k: int, most: int, name: str) -> bool:
-        """Run a start; whether others are still worth one."""
+    def run_start(k: int, most: int, name: str) -> bool:
+        """Run a start; return whether others are still worth a run."""
         for variable, value in zip(both, points[k], strict=True):
-            place(value, variable)
-        limited: Runs = replace(order, max_steps=most)  # type: ignore[type-var]
-        aside = kept.pop(k, Aside())
-        solution = limited.run(None if folder is None else folder / name, seed + k, k, aside)
-        kept[k] = aside
-        found[k] = solution, candidate(solution, Derivatives(order.problem, *both), k)
-        for other in set(kept) - {best_aside()}:  # a state may be large
+            write_tensors(value, variable)
+        folder = None if request.folder is None else request.folder / name
+        paused = kept.pop(k, PausedRun())
+        solution = run(replace(request, max_steps=most, folder=folder, seed=seed + k, start=k), paused)
+        kept[k] = paused
+        found[k] = solution, candidate(solution, Derivatives(request.problem, *both), k, sources)
+        for other in set(kept) - {best_paused()}:  # a state may be large
             del kept[other]
         # Ctrl-C may reach one rank after the run of all has ended.
         interrupted = solution.interrupted if ranks is None else any(ranks.all_gather_object(solution.interrupted))
@@ -88,21 +70,49 @@ def several(order: Runs, folder: Path | None, seed: int | None, count: int) -> S
     def solved() -> bool:
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
-    def best_aside() -> int | None:
-        """Of the starts that were set aside, the one that goes on if no other is solved."""
-        aside = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < order.max_steps]
-        return None if solved() or not aside else ranked(aside)[0].start
+    def best_paused() -> int | None:
+        """Of the paused starts, the one to resume if no other is solved."""
+        paused = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < request.max_steps]
+        return None if solved() or not paused else ranked(paused)[0].start
 
     def steps(k: int) -> int:
-        return min(LATER if k >= FEW or solved() else FIRST, order.max_steps)
+        if request.data is not None:
+            return request.max_steps
+        return min(LATER if k >= FEW or solved() else FIRST, request.max_steps)
 
-    more = all(run(k, steps(k), f"start-{k}") for k in range(len(points)))
-    if more and (k := best_aside()) is not None:
-        run(k, order.max_steps, f"start-{k}-to-its-end")
-    best = chosen([s for s, _ in found.values()], [c for _, c in found.values()])
+    more = all(run_start(k, steps(k), f"start-{k}") for k in range(len(points)))
+    if more and (k := best_paused()) is not None:
+        run_start(k, request.max_steps, f"start-{k}-to-its-end")
+    best = chosen(list(found.values()), ranks)
     for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
-        place(value, variable)
+        write_tensors(value, variable)
     return best
+
+
+def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> Points:
+    """The tensors of u and v at each start."""
+    u, v = request.upper, request.lower
+    if request.data is None:
+        others = drawn(request.problem, u, v, count - 1, torch.Generator().manual_seed(seed))
+        return [(copied(u), copied(v)), *((draw.u, draw.v) for draw in others)]
+
+    def fits() -> bool:
+        """Whether f and g are finite at the present point, on the first batches."""
+        finite = all(map(math.isfinite, _values(Derivatives(request.problem, u, v), sources, 1)))
+        return finite if ranks is None else all(ranks.all_gather_object(finite))
+
+    return spread_points(u, v, count, seed, fits)
+
+
+def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
+    """f and g at the present point, as means over the first batches, at most `most`."""
+    upper, lower, _ = sources.sample(most)
+    with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
+        pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
+        made = [d.prepare([pair], graph=False)[0] for pair in pairs]
+        f = torch.stack([d.upper(pair[0]) for pair in made]).mean()
+        g = torch.stack([d.lower(pair[1]) for pair in made]).mean()
+    return f.item(), g.item()
 
 
 def drawn_seed(ranks: ProcessGroup | None) -> int:
@@ -118,11 +128,9 @@ def agreed(candidates: Sequence[Candidate]) -> bool:
     return sum(value <= least + ALIKE * (1 + abs(least)) for value in values) >= AGREE
 
 
-def candidate(solution: Solution, d: Derivatives, start: int) -> Candidate:
+def candidate(solution: Solution, d: Derivatives, start: int, sources: Sources | None = None) -> Candidate:
     """The end of a run, at the present u and v."""
-    with torch.no_grad():
-        upper, lower = d.prepare([(None, None)], graph=False)[0]
-        f, g = d.upper(upper).item(), d.lower(lower).item()
+    f, g = _values(d, sources or Sources(None, 0, d.v.device), BATCHES)
     return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
 
 
@@ -177,8 +185,12 @@ def _flat(c: Candidate) -> Tensor:
     return torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
 
 
-def chosen(solutions: Sequence[Solution], candidates: Sequence[Candidate]) -> Solution:
+def chosen(found: Sequence[tuple[Solution, Candidate]], ranks: ProcessGroup | None) -> Solution:
     """The solution of the best candidate, with the distinct candidates."""
+    candidates = [c for _, c in found]
+    if ranks is not None:  # each rank has drawn its own random numbers, or batches; they are to keep the same start
+        values = ranks.broadcast_object([(c.upper, c.lower) for c in candidates])
+        candidates = [replace(c, upper=f, lower=g) for c, (f, g) in zip(candidates, values, strict=True)]
     order = ranked(candidates)
-    best = next(s for s, c in zip(solutions, candidates, strict=True) if c is order[0])
-    return replace(best, candidates=distinct(order), interrupted=any(s.interrupted for s in solutions))
+    best = next(s for (s, _), c in zip(found, candidates, strict=True) if c is order[0])
+    return replace(best, candidates=distinct(order), interrupted=any(s.interrupted for s, _ in found))

@@ -35,7 +35,8 @@ from bilevel.problem.problem import Objective, Problem, Projection
 from bilevel.problem.variables import Variable
 from bilevel.results import Solution, Status
 from bilevel.running.multistart import candidate, drawn_seed
-from bilevel.running.starting_points import copied, place
+from bilevel.running.run_once import PausedRun, RunRequest, run_once
+from bilevel.running.starting_points import copied, write_tensors
 
 ROUNDS = 6
 SEARCHES = 12
@@ -177,13 +178,16 @@ def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> 
     return Copies(rewritten, [*u.leaves, t], moved, variables, uppers, gamma, STEADY * size)
 
 
-def worst_case(order: Any, seed: int | None, start: int) -> Solution:
-    """Rounds of runs with copies of v, one for each lower solution that was found.
+def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution:
+    """Run in rounds with copies of v, one for each lower solution that was found.
 
-    `order` is what `solve` was asked for. u and v are left at the end, v at the worst of the kept lower solutions;
-    `Solution.candidates` lists them, the worst first.
+    u and v are left at the end, v at the worst of the kept lower solutions; `Solution.candidates` lists them, the worst
+    first.
     """
-    problem, u, v = order.problem, order.upper, order.lower
+    problem, u, v, seed = request.problem, request.upper, request.lower, request.seed
+    if request.data is not None or request.folder is not None:
+        given = "data" if request.data is not None else "checkpoint"
+        raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
     refuse(problem, u)
     seed = drawn_seed(ProcessGroup.from_environment(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
@@ -197,31 +201,33 @@ def worst_case(order: Any, seed: int | None, start: int) -> Solution:
                 break
             made = copies(problem, u, v, points)
             both = variables(made.problem, made.u, made.v)
-            method = inner(order.method, made)
+            method = inner(request.method, made)
             round_ = replace(
-                order,
+                request,
                 problem=made.problem,
                 method=method,
                 upper=both[0],
                 lower=both[1],
-                tolerance=order.tolerance or TOLERANCE,
+                tolerance=request.tolerance or TOLERANCE,
+                seed=seed,
+                start=1,  # a start that stays near where it is
             )
-            solution = round_.once(None, seed, 1)  # a start that stays near where it is
+            solution = run_once(round_)
             kept = made.points()
         else:
             if solution is not None and not same(lower_solutions(problem, u, v, generator, kept), kept):
                 solution = unsettled(solution)
     except BaseException:
-        place(first[0], u)
-        place(first[1], v)
+        write_tensors(first[0], u)
+        write_tensors(first[1], v)
         raise
     if solution is None:
         raise OptionError("reading='pessimistic' needs a lower problem with a solution; none was found.")
     ends = []
     values = [copied(variable) for variable in made.variables]  # the first is v, which the others are put into
     for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
-        place(values[k], v)
-        ends.append(candidate(solution, Derivatives(problem, u, v), start))
+        write_tensors(values[k], v)
+        ends.append(candidate(solution, Derivatives(problem, u, v), request.start))
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
 
 

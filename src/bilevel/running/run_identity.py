@@ -1,12 +1,12 @@
-"""What makes a run this run and no other: compared before a checkpoint is resumed."""
+"""Which run a checkpoint is of: names, shapes, options and seed, compared before it is resumed."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import types
-from collections.abc import Iterable, Mapping, Sized
+import re
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 
-DEPTH = 4
+WITH_CODE = re.compile(r"(\S+) [0-9a-f]{12}")
+"""How releases before 0.2 described a function or an object: its name and a digest of its code."""
 
 
-def fingerprint(
+def run_identity(
     problem: Problem, method: Method, u: Variable, v: Variable, data: Any, accumulate: int, seed: int
 ) -> dict[str, Any]:
-    """Objectives by name and by what they compute, variables by shape, options, data by length, seed."""
+    """Return what two runs must have in common for one to resume the other."""
 
     def shapes(variable: Variable) -> dict[str, str]:
         return {key: f"{tuple(t.shape)} {t.dtype}" for key, t in variable.tensors().items()}
@@ -50,11 +51,22 @@ def fingerprint(
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None:
     """Refuse a checkpoint of another run."""
     for key, value in new.items():
-        if old.get(key) != value:
+        if not _same(old.get(key), value):
             raise CheckpointError(
                 f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
-                "It is left as it is; pass the same arguments to resume it, or another folder to start anew."
+                "It is left as it is; pass the same arguments to resume it, or another folder to start from scratch."
             )
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two entries agree. Of an old description with a digest of code, only the name counts."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in new)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, str) and isinstance(new, str) and (with_code := WITH_CODE.fullmatch(old)):
+        return with_code[1] == new.partition("(")[0]
+    return bool(old == new)
 
 
 def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None:
@@ -80,7 +92,7 @@ def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """A digest of every number of these tensors."""
+    """Return a digest of every number of these tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -89,43 +101,22 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def described(value: Any) -> str:
-    """The name of a function and a digest of its code and of the values it closes over; of all else, its type's."""
-    digest = hashlib.sha256()
-    _feed(digest, value, DEPTH)
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    return f"{name} {digest.hexdigest()[:12]}"
+    """Return the name of a function or of an object's type; with its values, if these are plain.
 
-
-def _feed(digest: Any, value: Any, depth: int) -> None:
-    """Values that describe themselves are fed as text, functions by their code, all else by its type."""
+    >>> described(functools.partial(torch.optim.SGD, lr=0.1))
+    "partial(SGD, {'lr': 0.1})"
+    """
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
     if isinstance(value, Tensor):
-        # What requires grad is a variable, and changes as the run goes.
-        content = "" if value.requires_grad else repr(value.double().sum().item())
-        digest.update(f"{tuple(value.shape)} {value.dtype} {content}".encode())
-    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        digest.update(repr(value).encode())
-    elif depth and isinstance(value, (tuple, list, frozenset, set)):
-        for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
-            _feed(digest, item, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for key in value:
-            _feed(digest, [key, value[key]], depth)
-    elif depth and is_dataclass(value) and not isinstance(value, type):
-        _feed(digest, [type(value).__qualname__, *(getattr(value, f.name) for f in fields(value))], depth)
-    elif depth and isinstance(value, types.CodeType):
-        digest.update(value.co_code)
-        _feed(digest, [value.co_consts, value.co_names, value.co_varnames], depth)
-    elif depth and isinstance(value, functools.partial):
-        _feed(digest, [value.func, value.args, value.keywords], depth)
-    elif depth and isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        _feed(digest, [value.__code__, value.__defaults__, cells], depth)
-    else:
-        digest.update(type(value).__qualname__.encode())
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        return f"Tensor({tuple(value.shape)} {'' if value.requires_grad else digest_of([value])[:12]})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {described(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(described, value))}]"
+    if isinstance(value, functools.partial):
+        return f"partial({', '.join(map(described, (value.func, *value.args, value.keywords)))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        held = ", ".join(f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({held})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -1,7 +1,7 @@
-"""The cells of a study: each is run once, in one of several processes, and kept as a file.
+"""Many independent runs: each is run once, in one of several processes, and its result is kept as a file.
 
-A cell is a dict of plain settings, all that its result depends on. A study that was stopped goes on where it was: cells
-whose file has the same settings are not run again.
+An item is a dict of plain settings, all that its result depends on. The same call after an interruption runs only the
+items that have no file with their settings yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.checks import in_range
-from bilevel._util.parallel_map import Failed, Where, each
+from bilevel._util.parallel_map import Failed, Where, parallel_map
 from bilevel.errors import RunError
 
 LONGEST = 150
@@ -28,17 +28,17 @@ HERE = Where()
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A run of a study."""
+class RunItem:
+    """One of many runs."""
 
     settings: Settings
-    """All that the result depends on; JSON can say it."""
+    """Everything that the result depends on, as JSON can hold it."""
     weight: float
-    """Roughly how long it takes: the longest start first."""
+    """Roughly how long it takes: the longest runs start first."""
 
     @property
     def name(self) -> str:
-        """What the file is called."""
+        """The name of the file."""
         words = [_word(value) for value in self.settings.values()]
         name = re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-")
         if len(name) <= LONGEST:
@@ -48,77 +48,79 @@ class Cell:
 
 @dataclass
 class Session:
-    """How much of a study was run since the store was opened."""
+    """How much was run since the folder was opened."""
 
     began: float = field(default_factory=time.perf_counter)
     ran: int = 0
-    """Cells that were not in the store."""
+    """Items without a file."""
     kept: int = 0
-    """Cells that were."""
+    """Items with a file."""
     workers: int = 1
 
     @property
     def seconds(self) -> float:
-        """Since the store was opened."""
+        """Seconds since the folder was opened."""
         return time.perf_counter() - self.began
 
 
-class Store:
-    """The results of cells, one file each."""
+class ResultFolder:
+    """A folder with one file for each result."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.session = Session()
 
-    def get(self, cell: Cell) -> Found | None:
-        """The result of a cell that is finished; None of one that is not, or that had other settings."""
+    def get(self, item: RunItem) -> Found | None:
+        """Return the result of a finished item; None if it is not finished, or its file has other settings."""
         try:
-            kept = json.loads((self.folder / f"{cell.name}.json").read_text(encoding="utf-8"))
+            kept = json.loads((self.folder / f"{item.name}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == _same(cell.settings) else None
+        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == _same(item.settings) else None
         return found if isinstance(found, dict) else None
 
-    def put(self, cell: Cell, found: Found) -> None:
-        write_whole(self.folder / f"{cell.name}.json", json.dumps({"settings": cell.settings, "result": found}) + "\n")
+    def put(self, item: RunItem, found: Found) -> None:
+        write_whole(self.folder / f"{item.name}.json", json.dumps({"settings": item.settings, "result": found}) + "\n")
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    store: Store,
+def run_items(
+    items: Sequence[RunItem],
+    folder: ResultFolder,
     function: Callable[[Settings], Found | None],
     *,
     where: Where = HERE,
     deadline: float | None = None,
-    tell: Callable[[Cell], None] = lambda cell: None,
+    tell: Callable[[RunItem], None] = lambda item: None,
 ) -> bool:
-    """Run the cells that are not in the store, the weightiest first; False where Ctrl-C came first.
+    """Run the items that have no result yet, the longest first; return False if Ctrl-C interrupted it.
 
-    `function` returns None where it was stopped. After the deadline (of `time.monotonic`) no cell is begun. A cell that
-    fails is tried again; where one fails for good, the others are run all the same, and RunError names it at the end.
-    `tell` hears of each cell that is finished.
+    `function` returns None if it was stopped. After the deadline (of `time.monotonic`) no item is begun. An item that
+    fails is tried again; if it fails for good, the others still run, and RunError names it at the end. `tell` is
+    called with each finished item.
     """
-    left = sorted((cell for cell in cells if store.get(cell) is None), key=lambda cell: -cell.weight)
-    store.session.workers = where.workers
-    for cell in cells:
-        if cell not in left:
-            store.session.kept += 1
-            tell(cell)
+    left = sorted((item for item in items if folder.get(item) is None), key=lambda item: -item.weight)
+    folder.session.workers = where.workers
+    for item in items:
+        if item not in left:
+            folder.session.kept += 1
+            tell(item)
     failed: list[tuple[str, Failed]] = []
-    results = each(
-        function, [cell.settings for cell in left], where, lambda: deadline is not None and time.monotonic() >= deadline
-    )
+
+    def late() -> bool:
+        return deadline is not None and time.monotonic() >= deadline
+
+    results = parallel_map(function, [item.settings for item in left], where, late)
     try:
-        for place, found in results:
+        for position, found in results:
             if found is None:
                 return False
             if isinstance(found, Failed):
-                failed.append((left[place].name, found))
+                failed.append((left[position].name, found))
                 continue
-            store.put(left[place], found)
-            store.session.ran += 1
-            tell(left[place])
+            folder.put(left[position], found)
+            folder.session.ran += 1
+            tell(left[position])
     except KeyboardInterrupt:
         return False
     finally:
@@ -145,20 +147,31 @@ def run_many(
     gpus: float = 0.0,
     retries: int = 2,
 ) -> list[Found]:
-    """`function` of each item, in their order; each result is a file in `folder` as soon as it is there.
+    """Run `function` on each item, and return the results in the order of the items.
 
-    An item is a dict of plain settings (a seed, a target, a point of a grid), its result a dict that JSON can say. Runs
-    go to `workers` processes of this machine or, with `address`, to the Ray cluster there (`auto`, `host:6379` or
-    `ray://host:10001`), each with `gpus` of its GPUs. One that fails, or whose process dies, is tried `retries` times
-    more. The same call goes on where one was stopped: finished runs are not run again. With several workers, `function`
-    is one of a module, and a script calls this under `if __name__ == "__main__":`.
+    Each result is written to `folder` as soon as it is there. The same call after an interruption runs only the items
+    that have no result yet.
+
+    Args:
+        function: Takes an item and returns a dict that JSON can hold. With several workers, import it from a module,
+            and call `run_many` under `if __name__ == "__main__":`.
+        items: Dicts of plain settings: a seed, a target, a point of a grid. The file names are made of their values.
+        folder: Where the results are kept, one file each.
+        workers: The number of processes of this machine (default: 1, this process). More than one needs joblib.
+        address: The address of a Ray cluster to run on instead: `auto`, `host:6379` or `ray://host:10001`.
+        gpus: The number of GPUs of the cluster that each run uses; it can be a fraction.
+        retries: How often a run that fails, or whose process dies, is tried again.
+
+    >>> import tempfile
+    >>> run_many(lambda item: {"square": item["x"] ** 2}, [{"x": 2}, {"x": 3}], tempfile.mkdtemp())
+    [{'square': 4}, {'square': 9}]
     """
     in_range("workers", workers, least=1, whole=True)
     in_range("retries", retries, least=0, whole=True)
-    cells, store = [Cell(item, 0) for item in items], Store(Path(folder))
-    if not run_cells(cells, store, function, where=Where(workers, address, gpus, retries)):
+    wanted, results = [RunItem(item, 0) for item in items], ResultFolder(Path(folder))
+    if not run_items(wanted, results, function, where=Where(workers, address, gpus, retries)):
         raise KeyboardInterrupt
-    return [found for cell in cells if (found := store.get(cell)) is not None]
+    return [found for item in wanted if (found := results.get(item)) is not None]
 
 
 def _same(settings: Settings) -> Any:

@@ -1,43 +1,37 @@
-"""`solve`: checks what it was asked for, opens the checkpoint, and runs the loop (see `bilevel.running.loop`)."""
+"""`solve`: checks its arguments and runs from one starting point or from several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
-import torch
+from torch import Tensor, nn
 
-from bilevel._util.random_state import seeded
-from bilevel.batches.rank_shares import Sharing
-from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
-from bilevel.distributed.derivatives import make_derivatives
-from bilevel.distributed.process_group import ProcessGroup
-from bilevel.distributed.synchronise import check_same_arguments, run_on_first, seed_by_rank
 from bilevel.engines.engine import ENGINES
-from bilevel.errors import CheckpointError, OptionError
-from bilevel.measures.problem_check import first_evaluation, variables
-from bilevel.methods.base import Method, Setting
+from bilevel.errors import OptionError
+from bilevel.measures.problem_check import variables
+from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem.rows import Rows
 from bilevel.results import Solution
-from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback
-from bilevel.running.loop import Loop
-from bilevel.running.multistart import Aside, several
-from bilevel.running.multistart_data import several_with_data
+from bilevel.running.multistart import run_starts
 from bilevel.running.pessimistic import worst_case
-from bilevel.running.run_identity import compare, fingerprint
+from bilevel.running.run_once import RunRequest, run_once
+
+Optimised = Tensor | nn.Module | Rows | Mapping[str, Tensor] | Mapping[str, Tensor | Rows] | Sequence[Tensor | Rows]
+"""What u and v can be."""
+U = TypeVar("U", bound=Optimised)
+V = TypeVar("V", bound=Optimised)
 
 
 def solve(
     problem: Problem,
     method: Method,
-    u: Any,
-    v: Any,
+    u: U,
+    v: V,
     data: object = None,
     *,
     max_steps: int,
@@ -53,227 +47,100 @@ def solve(
     starts: int = 1,
     seed: int | None = None,
     hypergradient: bool | None = None,
-) -> Solution:
+) -> Solution[U, V]:
     """Solve a bilevel problem; u and v are updated in place.
 
-    `data` is None or a pair (upper, lower) of iterables of batches, each cycled on its own. `tolerance` is what the
-    relative measures of the certificate must reach for the run to end as converged. `checkpoint` names a folder that
-    is written every `every` steps and at the end; `resume=True` goes on from it, bit for bit. `accumulate=k` makes
-    every gradient one of k batches. `engine` runs the steps as they are written (`eager`), compiled, captured as CUDA
-    graphs, or both (`compile`, `graph`, `compile+graph`); `auto` picks one, and `Solution.engine` says which.
-    `precision="bf16"` runs the problem's functions under bfloat16 autocast, with float32 variables, moments and prices;
-    the certificate is measured in full precision all the same. `hypergradient=True` has the certificate solve for the
-    exact hypergradient, which it does by itself only where v is small. `seed=None` takes a seed from torch's global
-    generator.
+    Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are
+    averaged (docs/distributed.md). Only the first rank writes files and calls callbacks; the engine is `eager` there.
 
-    `starts=k` runs from k points and keeps the best end: feasible, then a lower solution, then by f.
-    `Solution.candidates` lists the distinct ends. Without data they run one after another (see
-    `bilevel.running.multistart`, also
-    for those that are cut short); with data at once, as trials of one run, where that is exact, and else one after
-    another (see `bilevel.running.multistart_data`). Callbacks hear one run after another; a checkpoint has a folder
-    for each.
+    Args:
+        problem: The two objectives, the constraints and the sets.
+        method: A method with its options, such as `Penalty()`.
+        u: The upper variable: a tensor that requires grad, a module, `Rows`, or a dict or list of tensors.
+        v: The lower variable, as u.
+        data: None, or a pair (upper, lower) of iterables of batches. Each is cycled on its own.
+        max_steps: The number of upper steps after which the run ends.
+        tolerance: What the relative measures of the certificate must reach for the run to end as converged. None
+            (default): the method's own without data, and none with data.
+        callbacks: A list such as `[Progress(), CSVHistory("run.csv")]`.
+        checkpoint: A folder for the state of the run, which is written every `every` steps and at the end.
+        every: The number of steps between checkpoints. Default: a tenth of `max_steps`.
+        resume: Whether to resume from the checkpoint, if there is one. The result is the same, bit for bit.
+        log_every: The number of steps between calls of the callbacks. Default: a hundredth of `max_steps`, at most 100.
+        engine: What runs the steps: `eager` (as written), `compile`, `graph` (CUDA graphs) or `compile+graph`. `auto`
+            (default) chooses one; `Solution.engine` names it.
+        precision: `"bf16"` runs the problem's functions under bfloat16 autocast; variables, moments and multipliers
+            stay in their own precision, and so does the certificate. None (default): no autocast.
+        accumulate: The number of batches that every gradient is the mean of.
+        starts: The number of starting points. The first is the point that was passed. The best end is kept: feasible,
+            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has a folder of
+            its own in `checkpoint`. See `bilevel.running.multistart`.
+        seed: The seed of all random numbers of the run. None (default): one from torch's global generator.
+        hypergradient: Whether the certificate solves for the exact hypergradient. None (default): if v is small.
 
-    Under torchrun the same call is data-parallel: every rank draws its share of each batch, and gradients are averaged
-    (docs/distributed.md). The first rank alone writes files and calls callbacks; every engine is `eager` there.
+    >>> import torch
+    >>> from bilevel import Penalty, Problem, solve
+    >>> problem = Problem(
+    ...     upper=lambda u, v, batch: (v - 1).square().sum() + u.square().sum(),
+    ...     lower=lambda u, v, batch: (v - 2 * u).square().sum(),
+    ... )
+    >>> u, v = (torch.zeros(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> solution = solve(problem, Penalty(), u, v, max_steps=100, seed=0)
+    >>> print(solution.status)
+    Converged: the certificate is within the tolerance.
+    >>> print([round(x, 4) for x in solution.u.tolist()])
+    [0.4, 0.4, 0.4]
     """
+    _check(problem, method, callbacks)
+    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
+    _check_numbers(counts | {"starts": starts}, tolerance, engine, seed)
+    if checkpoint is None and (resume or every is not None):
+        raise OptionError("resume and every need checkpoint=, the folder of the run.")
+    if starts > 1 and problem.trials is not None:
+        raise OptionError(f"starts must be 1 with trials, each of which starts where it is; got starts={starts}.")
+    if starts > 1 and checkpoint is not None and seed is None:
+        raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
+    upper, lower = variables(problem, u, v)
+    refuse_precision(precision, upper, lower)
+    request = RunRequest(
+        problem=problem,
+        method=method,
+        upper=upper,
+        lower=lower,
+        data=data,
+        max_steps=max_steps,
+        tolerance=tolerance,
+        callbacks=callbacks,
+        folder=None if checkpoint is None else Path(checkpoint),
+        every=every,
+        resume=resume,
+        log_every=log_every,
+        engine=engine,
+        precision=precision,
+        accumulate=accumulate,
+        hypergradient=hypergradient,
+        seed=seed,
+    )
+    pessimistic = getattr(method, "reading", "optimistic") == "pessimistic"
+    run = worst_case if pessimistic else run_once
+    return run(request) if starts == 1 else run_starts(request, starts, run)
+
+
+def _check(problem: object, method: object, callbacks: object) -> None:
+    """Refuse arguments of another kind."""
     if not isinstance(problem, Problem):
         raise OptionError(f"problem must be a Problem(upper, lower); got {type(problem).__name__}.")
     if isinstance(method, type) or not hasattr(method, "init"):
         raise OptionError(f"method must be a method such as Penalty(), with its parentheses; got {method!r}.")
     if isinstance(callbacks, Callback):
         raise OptionError("callbacks must be a list; got one callback. Pass callbacks=[...].")
-    for callback in callbacks:
+    for callback in cast(Sequence[object], callbacks):
         if not isinstance(callback, Callback):
             raise OptionError(f"callbacks must hold Callback objects such as Progress(); got {callback!r}.")
-    _refuse(max_steps, tolerance, every, log_every, engine, accumulate, starts, seed, checkpoint, resume)
-    upper, lower = variables(problem, u, v)
-    refuse_precision(precision, upper, lower)
-    folder = None if checkpoint is None else Path(checkpoint)
-    order = _Order(
-        problem,
-        method,
-        upper,
-        lower,
-        data,
-        max_steps,
-        tolerance,
-        callbacks,
-        every,
-        resume,
-        log_every,
-        engine,
-        precision,
-        accumulate,
-        hypergradient,
-    )
-    if starts == 1:
-        return order.run(folder, seed)
-    if problem.trials is not None:
-        raise OptionError(f"starts must be 1 with trials, each of which starts where it is; got starts={starts}.")
-    if folder is not None and seed is None:
-        raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
-    return (several if data is None else several_with_data)(order, folder, seed, starts)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What `solve` was asked for, checked."""
-
-    problem: Problem
-    method: Method
-    upper: Variable
-    lower: Variable
-    data: object
-    max_steps: int
-    tolerance: float | None
-    callbacks: Sequence[Callback]
-    every: int | None
-    resume: bool
-    log_every: int | None
-    engine: str
-    precision: Precision | None
-    accumulate: int
-    hypergradient: bool | None
-
-    def run(self, folder: Path | None, seed: int | None, start: int = 0, aside: Aside | None = None) -> Solution:
-        """One run from the present u and v, in the reading that the method has; see `Aside`."""
-        if getattr(self.method, "reading", "optimistic") == "pessimistic":
-            if self.data is not None or folder is not None:
-                given = "data" if self.data is not None else "checkpoint"
-                raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
-            return worst_case(self, seed, start)
-        return self.once(folder, seed, start, aside)
-
-    def once(self, folder: Path | None, seed: int | None, start: int, aside: Aside | None = None) -> Solution:
-        """One run from the present u and v, by this process or by all ranks."""
-        ranks = ProcessGroup.from_environment(self.lower.device)
-        with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
-            return self._once(folder, seed, start, ranks, aside)
-
-    def _once(
-        self, folder: Path | None, seed: int | None, start: int, ranks: ProcessGroup | None, aside: Aside | None
-    ) -> Solution:
-        problem, upper, lower = self.problem, self.upper, self.lower
-        saved = _open(folder, self.resume) if ranks is None else run_on_first(ranks, lambda: _open(folder, self.resume))
-        stored = saved is not None
-        if saved is None and aside is not None:
-            saved = aside.state
-        if seed is None:
-            seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
-            seed = seed if ranks is None else ranks.broadcast_object(seed)
-        sharing = None if ranks is None or self.data is None else Sharing(ranks.rank, ranks.size)
-        sources = Sources(self.data, seed, lower.device, sharing)
-        identity = fingerprint(problem, self.method, upper, lower, self.data, self.accumulate, seed)
-        identity |= {"precision": self.precision}
-        if ranks is not None:
-            check_same_arguments(ranks, identity, upper, lower)
-        if saved is not None:
-            compare(saved["fingerprint"], identity, folder)
-        if self.accumulate > 1 and not sources:
-            raise OptionError(
-                f"accumulate needs data: without it every gradient is exact; got accumulate={self.accumulate}."
-            )
-        with seeded(seed, lower.device) as generator:
-            setting = Setting(
-                problem,
-                upper,
-                lower,
-                sources,
-                self.max_steps,
-                self.tolerance,
-                self.accumulate,
-                generator,
-                self.precision,
-                self.engine,
-                start,
-                None if sharing is None else ranks,
-            )
-            try:
-                if not lower.shards:  # autograd does not reach those
-                    first_evaluation(
-                        make_derivatives(problem, upper, lower, ranks=setting.ranks, precision=self.precision), sources
-                    )
-                with _unchanged_on_error(upper, lower):
-                    state = self.method.init(setting)
-                    loop = Loop(
-                        setting,
-                        state,
-                        self._heard(ranks),
-                        folder,
-                        self.every,
-                        self.log_every,
-                        seed,
-                        identity,
-                        writes=ranks is None or ranks.first,
-                        together=ranks,
-                        keeps=aside is not None,
-                    )
-                    if setting.ranks is not None:
-                        seed_by_rank(setting.ranks, seed, lower.device)
-                    if saved is not None:
-                        with store.understood(folder) if stored and folder is not None else nullcontext():
-                            loop.restore(saved)
-                solution = loop.run(self.hypergradient)
-                if aside is not None:
-                    aside.state = loop.kept
-                return solution
-            finally:
-                upper.release()
-
-    def _heard(self, ranks: ProcessGroup | None) -> Sequence[Callback]:
-        """The callbacks that are called in this process."""
-        return [c for c in self.callbacks if ranks is None or ranks.first or c.every_rank]
-
-
-def _open(folder: Path | None, resume: bool) -> dict[str, Any] | None:
-    """The checkpoint to go on from; None where there is none yet. Makes the folder, so that no work is lost for it."""
-    if folder is None:
-        return None
-    store.prepare(folder)
-    if not store.exists(folder):
-        return None
-    if not resume:
-        raise CheckpointError(
-            f"{folder} holds a checkpoint already, and nothing is overwritten. Pass resume=True to go on from it, or "
-            "another folder."
-        )
-    saved = store.load(folder)
-    with store.understood(folder):
-        int(saved["seed"]), saved["fingerprint"].items(), saved["max_steps"]
-    return saved
-
-
-@contextmanager
-def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
-    """Put u and v back as they were where the start of a run fails or is interrupted."""
-    held = [(tensor, tensor.detach().clone()) for variable in variables for tensor in variable.tensors().values()]
-    try:
-        yield
-    except BaseException:
-        for tensor, value in held:
-            tensor.data.copy_(value)
-        raise
-
-
-def _refuse(
-    max_steps: int,
-    tolerance: float | None,
-    every: int | None,
-    log_every: int | None,
-    engine: str,
-    accumulate: int,
-    starts: int,
-    seed: int | None,
-    checkpoint: object,
-    resume: bool,
-) -> None:
-    counts = {
-        "max_steps": max_steps,
-        "every": every,
-        "log_every": log_every,
-        "accumulate": accumulate,
-        "starts": starts,
-    }
+def _check_numbers(counts: Mapping[str, int | None], tolerance: float | None, engine: str, seed: int | None) -> None:
+    """Refuse numbers out of their range and an unknown engine."""
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
@@ -283,5 +150,3 @@ def _refuse(
         raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")
-    if checkpoint is None and (resume or every is not None):
-        raise OptionError("resume and every need checkpoint=, the folder of the run.")

@@ -1,17 +1,22 @@
 """Where several starting points lie.
 
 In a `Box` with finite bounds on both sides they are points of a Sobol sequence, stretched so that every sixth
-coordinate lies on a bound; elsewhere normal around the present point, with a deviation of 1 + the root mean square of
-the tensor, and projected. Four times as many as are needed are drawn, and at each the lower problem is solved, which
-shows f: of two starts, one is the best of those that are left (the most feasible, then the least f; those that are
-better than all of their nearest neighbours come before all others, so that one valley does not take the starts of
-another), the other the one whose u is farthest from those of all starts before it.
+coordinate lies on a bound. Other tensors are drawn from a normal distribution around the present point, with a
+deviation of 1 + the root mean square of the tensor, and projected.
+
+Without data, four times as many points as needed are drawn, and the lower problem is solved at each of them, which
+shows f. Every other start is the best point that is left (the most feasible, then the smallest f; points that are
+better than all of their nearest neighbours come first, so that one valley does not take the starts of another). The
+starts in between are the points whose u is farthest from all starts before.
+
+With data, the points are used as they are drawn, and each tensor of v moves by a normal draw of its own root mean
+square. Points at which f or g is not finite are drawn again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +35,8 @@ from bilevel.problem.variables import Variable
 
 POOL = 4
 """Draws for each start."""
+Points = list[tuple[list[Tensor], list[Tensor]]]
+"""The tensors of u and of v at each point."""
 STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12
@@ -45,13 +52,13 @@ def copied(variable: Variable) -> list[Tensor]:
 
 
 @torch.no_grad()
-def place(values: Sequence[Tensor], variable: Variable) -> None:
+def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
     """Write what `copied` returned back into the variable."""
     for tensor, value in zip(variable.tensors().values(), values, strict=True):
         tensor.copy_(value)
 
 
-class Scatter:
+class StartSampler:
     """Moves a variable to other starting points, drawn around the present one or from its bounds."""
 
     def __init__(self, variable: Variable, generator: torch.Generator) -> None:
@@ -116,19 +123,19 @@ class Draw:
 def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
     """`count` starting points around the present one, which stays."""
     first = copied(u), copied(v)
-    around = Scatter(u, generator), Scatter(v, generator)
+    around = StartSampler(u, generator), StartSampler(v, generator)
     places, pool = [around[0].place()], []
     try:
         for _ in range(POOL * count):
             for variable, value in zip((u, v), first, strict=True):
-                place(value, variable)
-            for scatter in around:
-                scatter.move()
+                write_tensors(value, variable)
+            for sampler in around:
+                sampler.move()
             if (draw := _solved(problem, u, v, around[0].place())) is not None:
                 pool.append(draw)
     finally:
         for variable, value in zip((u, v), first, strict=True):
-            place(value, variable)
+            write_tensors(value, variable)
     pool = _ordered(pool)
     out: list[Draw] = []
     while pool and len(out) < count:
@@ -175,3 +182,30 @@ def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw |
     if not (math.isfinite(f) and math.isfinite(outside)):
         return None
     return Draw(copied(u), copied(v), where, f, outside)
+
+
+def spread_points(u: Variable, v: Variable, count: int, seed: int, fits: Callable[[], bool] = lambda: True) -> Points:
+    """Return the present point and others around it that fit: `count` in all, or fewer if too few fit."""
+    generator = torch.Generator().manual_seed(seed)
+    first = copied(u), copied(v)
+    around = StartSampler(u, generator), StartSampler(v, generator)
+    around[1].scales = _own_sizes([leaf.detach() for leaf, _ in around[1].leaves])
+    points = [first]
+    for _ in range(POOL * (count - 1)):
+        if len(points) == count:
+            break
+        for sampler in around:
+            sampler.move()
+        if fits():
+            points.append((copied(u), copied(v)))
+        for variable, value in zip((u, v), first, strict=True):
+            write_tensors(value, variable)
+    return points
+
+
+def _own_sizes(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The root mean square of each tensor; if it is zero, that of all tensors, or one."""
+    sizes = [leaf.square().mean().sqrt() for leaf in leaves]
+    every = torch.cat([leaf.reshape(-1) for leaf in leaves]).square().mean().sqrt()
+    every = torch.where(every > 0, every, torch.ones_like(every))
+    return [torch.where(size > 0, size, every.to(size)) for size in sizes]

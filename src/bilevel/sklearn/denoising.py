@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import probabilities
-from bilevel.data.scale import Scale
+from bilevel.data.arrays import standard_scaler
 from bilevel.errors import BilevelWarning, DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Progress
@@ -107,7 +106,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        self._scale = _scale(inputs) if self.standardize else None
+        self._scale = standard_scaler().fit(_columns(inputs)) if self.standardize else None
         self._shape = inputs.shape[1:]
         x, known = self._tensor(inputs), np.zeros(len(labels), dtype=np.bool_)
         if isinstance(trusted, tuple):
@@ -176,8 +175,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _tensor(self, X: np.ndarray) -> Tensor:
         """What the module sees of X."""
-        if self._scale is not None:
-            scaled = self._scale(_columns(X))
+        if self._scale is not None and len(X):
+            scaled = self._scale.transform(_columns(X))
             X = np.moveaxis(scaled.reshape(len(X), *X.shape[2:], X.shape[1]), -1, 1)
         return torch.from_numpy(np.array(X, dtype=np.float32, order="C"))
 
@@ -255,14 +254,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _columns(X: np.ndarray) -> np.ndarray:
-    """X as numbers by columns; by channels, where it has more than two dimensions."""
-    return np.moveaxis(X, 1, -1).reshape(-1, X.shape[1])
-
-
-def _scale(X: np.ndarray) -> Scale:
-    """The scale of each column. One that does not vary becomes zero: the module has a place for it."""
-    scale = Scale.of(_columns(X))
-    return replace(scale, deviation=np.where(scale.varies, scale.deviation, 1.0), varies=np.ones_like(scale.varies))
+    """Return X as numbers by columns, or by channels if it has more than two dimensions."""
+    return np.moveaxis(X, 1, -1).reshape(-1, X.shape[1]).astype(np.float64)
 
 
 def _mask(trusted: ArrayLike, rows: int) -> np.ndarray:

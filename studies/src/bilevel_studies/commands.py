@@ -17,7 +17,7 @@ from bilevel_studies.study import Kept, Report, Study, side_by_side
 if TYPE_CHECKING:
     import torch
 
-    from bilevel.running.run_many import Cell
+    from bilevel.running.run_many import RunItem
 
 app = typer.Typer(no_args_is_help=True, help="Run a study of the paper again and print its tables.")
 
@@ -120,7 +120,7 @@ def denoising(
     one_of("--kind", kind, (study.SYMMETRIC, study.ASYMMETRIC), optional=True)
     all_parts = ("table", small.HYPER_CLEANING, small.HOW_FEW)
     wanted = ["table"] if parts is None and dataset is not None else words("--parts", parts, all_parts)
-    found: list[Cell] = []
+    found: list[RunItem] = []
     if "table" in wanted:
         found += cells.cells(
             names, shares(noise), kind, words("--columns", columns, tuple(study.COLUMNS)), seeds, passes
@@ -388,7 +388,7 @@ def device_of(text: str) -> torch.device:
     return found
 
 
-def _with_data(cells: list[Cell]) -> list[Cell]:
+def _with_data(cells: list[RunItem]) -> list[RunItem]:
     """Return the cells whose data are here; report the others."""
     from bilevel_studies.denoising.cells import missing
 

@@ -26,7 +26,7 @@ from bilevel.methods.forward_mode import ForwardMode
 from bilevel.methods.penalty import Penalty
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.problem.problem import Problem
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies import plots
 from bilevel_studies.cost import cost
 from bilevel_studies.study import Kept, Report
@@ -116,11 +116,11 @@ def regression(U: int, V: int) -> tuple[Problem, Tensor, Tensor]:
     return Problem(upper, lower), torch.zeros(U, dtype=torch.float64).requires_grad_(), normal(V).requires_grad_()
 
 
-def cells(sizes: Sizes) -> list[Cell]:
+def cells(sizes: Sizes) -> list[RunItem]:
     """Every method at every size."""
     points = [{**sizes.base, name: value} for name in "TUV" for value in sizes.of(name)]
     unique = list(dict.fromkeys((p["T"], p["U"], p["V"]) for p in points))
-    return [Cell({"method": m, "T": T, "U": U, "V": V}, weight=T * U * V) for m in TABLE for T, U, V in unique]
+    return [RunItem({"method": m, "T": T, "U": U, "V": V}, weight=T * U * V) for m in TABLE for T, U, V in unique]
 
 
 def run(settings: Settings) -> Found:

@@ -22,7 +22,8 @@ from rich.table import Table
 from bilevel._util.atomic_files import whole, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
 from bilevel.methods.penalty import Penalty
-from bilevel.report.page import Card, Report, convergence, render
+from bilevel.report.figures import convergence
+from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
 from bilevel_studies.study import INTERRUPTED, make_folder

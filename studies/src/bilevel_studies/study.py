@@ -28,7 +28,7 @@ from bilevel.errors import OptionError
 from bilevel.results import Solution
 from bilevel.running.callbacks import Callback, Run
 from bilevel.running.checkpoints import BEFORE, FILE
-from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
 Kept = tuple[Settings, Found]
 Function = Callable[[Settings], Found | None]
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 """The result files of all studies, in a checkout."""
 
 
-class FiledStore(Store):
+class FiledStore(ResultFolder):
     """Cells in a folder, and those of `file` that the folder lacks.
 
     A cell that ended before its time has a `partial` result: it is shown, and continued by the next run.
@@ -49,18 +49,18 @@ class FiledStore(Store):
         self.file = file
         self._filed = {_key(settings): (settings, found) for settings, found in read(file)}
 
-    def get(self, cell: Cell) -> Found | None:
+    def get(self, cell: RunItem) -> Found | None:
         """Return the result of a finished cell, or None."""
         kept = self.kept(cell)
         return None if kept is None or kept.get("partial") else kept
 
-    def put(self, cell: Cell, found: Found) -> None:
+    def put(self, cell: RunItem, found: Found) -> None:
         """Keep a result, unless it is partial and has fewer steps than the one that is kept."""
         old = self.kept(cell)
         if old is None or not found.get("partial") or found["steps"] >= old["steps"]:
             super().put(cell, found)
 
-    def kept(self, cell: Cell) -> Found | None:
+    def kept(self, cell: RunItem) -> Found | None:
         """Return the result of a cell, finished or not."""
         own, filed = super().get(cell), self._filed.get(_key(cell.settings))
         if filed is not None and (own is None or own.get("partial", False) > filed[1].get("partial", False)):
@@ -73,7 +73,7 @@ class FiledStore(Store):
         for path in self.folder.glob("*.json"):
             kept = _load(path)
             if isinstance(kept.get("settings"), dict) and isinstance(kept.get("result"), dict):
-                result = self.kept(Cell(kept["settings"], 0))
+                result = self.kept(RunItem(kept["settings"], 0))
                 found[_key(kept["settings"])] = (kept["settings"], result or kept["result"])
         return [found[key] for key in sorted(found)]
 
@@ -228,7 +228,7 @@ class Study:
     address: str | None = None
     """Of a Ray cluster."""
     gpus: float = 0.0
-    possible: Callable[[list[Cell]], list[Cell]] = list
+    possible: Callable[[list[RunItem]], list[RunItem]] = list
     """Leaves out the cells that cannot run here."""
 
     def __post_init__(self) -> None:
@@ -243,7 +243,10 @@ class Study:
         return self.out / "checkpoints"
 
     def run(
-        self, cells: Sequence[Cell], function: Function, then: Callable[[Sequence[Kept]], list[Cell]] | None = None
+        self,
+        cells: Sequence[RunItem],
+        function: Function,
+        then: Callable[[Sequence[Kept]], list[RunItem]] | None = None,
     ) -> None:
         """Run the cells that have no result, then write and print the tables of all results.
 
@@ -271,13 +274,13 @@ class Study:
         typer.echo(report.text() + result["message"])
         typer.echo(f"tables: {self.out / 'tables.md'}\nresults: {self.store.file}")
 
-    def _run(self, cells: Sequence[Cell], function: Function) -> None:
+    def _run(self, cells: Sequence[RunItem], function: Function) -> None:
         left = self.possible([cell for cell in cells if self.store.get(cell) is None])
         where = Where(min(self.workers, os.cpu_count() or 1), self.address, self.gpus)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task, before = bar.add_task(self.name, total=len(left)), self.done
 
-            def tell(cell: Cell) -> None:
+            def tell(cell: RunItem) -> None:
                 self.done += 1
                 bar.advance(task)
                 if self.store.get(cell) is None:
@@ -285,7 +288,7 @@ class Study:
                 else:
                     shutil.rmtree(self.states / cell.name, ignore_errors=True)
 
-            complete = run_cells(left, self.store, function, where=where, deadline=self.deadline, tell=tell)
+            complete = run_items(left, self.store, function, where=where, deadline=self.deadline, tell=tell)
         if not complete:
             done = f"{self.done - before} of {len(left)} cells"
             print(f"Stopped: {done} are finished and kept. Run the same command to continue.", file=sys.stderr)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -174,20 +173,6 @@ def steps_of(start: Start, method: Method, budget: Budget) -> int:
 def deterministic(method: Method, start: Start) -> bool:
     """Tell whether the method would run in deterministic mode, which has no learning rates."""
     return isinstance(method, Penalty) and start.data is None and method.mode in (None, "deterministic")
-
-
-def rated(method: Any, upper: float | None, lower: float | None) -> Method:
-    """Return the method with these learning rates of Adam, except where it has its own."""
-    given: dict[str, Any] = {}
-    if upper is not None and method.upper_optimizer is None:
-        given["upper_optimizer"] = partial(torch.optim.Adam, lr=upper)
-    if lower is not None and isinstance(method, (ReverseMode, ForwardMode)):
-        if method.lower_rate is None:
-            given["lower_rate"] = lower
-    elif lower is not None and method.lower_optimizer is None:
-        given["lower_optimizer"] = partial(torch.optim.Adam, lr=lower)
-    found: Method = replace(method, **given)
-    return found
 
 
 def _solve(

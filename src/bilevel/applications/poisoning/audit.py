@@ -23,7 +23,7 @@ from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, go
 from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Callback
-from bilevel.running.run_many import Cell, Found, Settings, Store, run_cells
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
 FRACTIONS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
 """The shares of poison that an audit searches."""
@@ -174,10 +174,10 @@ def audit(
     if goal.kind == "clean-label" and found.success(setting, goal, found.clean):
         values = ()
     what: Literal["fraction", "epsilon"] = "epsilon" if by_bound else "fraction"
-    store, runs = Store(checkpoint / "audit"), list[dict[str, Any]]()
+    store, runs = ResultFolder(checkpoint / "audit"), list[dict[str, Any]]()
 
     def enough(value: float) -> bool:
-        cell, mine, limit = Cell({"what": what, "value": value}, 0), goal, bound
+        cell, mine, limit = RunItem({"what": what, "value": value}, 0), goal, bound
         if by_bound and bound:
             limit = replace(bound, epsilon=value)
         else:
@@ -197,7 +197,7 @@ def audit(
             )
             return {"value": value, "points": mine.points} | _judged(setting, mine, result, cost)
 
-        if not run_cells([cell], store, attacked, where=ONCE):
+        if not run_items([cell], store, attacked, where=ONCE):
             raise KeyboardInterrupt
         runs.append(store.get(cell) or {})
         return bool(runs[-1]["enough"])

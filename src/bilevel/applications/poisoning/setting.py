@@ -104,7 +104,8 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
     else:
         steps = max(LEAST_STEPS, PASSES * data.count // 100)
         recipe = Recipe(optimizer="adam", steps=steps, decay=DEEP_DECAY, seed=seed)
-    trusted, box = data.part("trusted"), (0.0, 1.0)
+    trusted = data.part("trusted")
+    box: tuple[float | Tensor, float | Tensor] = (0.0, 1.0)
     if data.kind != "images":
         seen = torch.cat([data.x, trusted[0]])
         box = seen.amin(0), seen.amax(0)

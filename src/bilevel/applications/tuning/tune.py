@@ -135,7 +135,12 @@ def tune(
         task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
         claim(folder, task)
     u = starts(hyper, sizes, like)
-    settings = {"batch": batch, "seed": seed, "hyper_parameters": sum(t.numel() for t in u.values()), "steps": count}
+    settings: dict[str, Any] = {
+        "batch": batch,
+        "seed": seed,
+        "hyper_parameters": sum(t.numel() for t in u.values()),
+        "steps": count,
+    }
     solution, watch = None, watch or (lambda *_: None)
     if mode == "convex":
         curve = _tune_convex(objective, u, model, columns, kept, count, watch, folder, task)

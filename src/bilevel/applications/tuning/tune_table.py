@@ -32,7 +32,7 @@ from bilevel.data import Labelled, Pair, split_test
 from bilevel.errors import DataError, OptionError
 from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import digest_of
-from bilevel.running.run_many import Cell, Settings, Store
+from bilevel.running.run_many import ResultFolder, RunItem, Settings
 
 Kind = Literal["logistic", "ridge", "mlp"]
 Penalty = Literal["per-feature", "per-layer", "single"]
@@ -185,9 +185,9 @@ class _Run:
         self, penalties: np.ndarray, losses: Callable[[float], tuple[float, float]], identity: Settings
     ) -> list[Point]:
         """Return the validation and test losses of single penalties; each is kept as soon as it is known."""
-        store, grid = None if self.checkpoint is None else Store(self.checkpoint / "grid"), []
+        store, grid = None if self.checkpoint is None else ResultFolder(self.checkpoint / "grid"), []
         for k, penalty in enumerate(map(float, penalties)):
-            cell = Cell({"penalty": penalty, **identity}, 0)
+            cell = RunItem({"penalty": penalty, **identity}, 0)
             kept = None if store is None else store.get(cell)
             if kept is None:
                 on_valid, on_test = losses(penalty)

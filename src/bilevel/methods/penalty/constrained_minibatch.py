@@ -98,8 +98,7 @@ class ConstrainedSteps(Stepwise):
         d = make_derivatives(kkt.problem(), kkt.u, setting.v, ranks=setting.ranks, precision=setting.precision)
         upper, lower, _ = setting.sources.sample(1)
         pairs = [(upper[0], lower[0])]
-        slope = d.size(d.slope(pairs)[1]).item()
-        size = 1 + norm(setting.v.leaves).item()
+        slope, size = d.size(d.slope(pairs)[1]).item(), 1 + norm(setting.v.leaves).item()
         kkt.bend = max(lower_curvature(d, setting.generator, pairs), slope / size, TINY)
         kkt.measure_rows(None)
         kkt.t.fill_(FIRST_T * size / setting.v.size**0.5)

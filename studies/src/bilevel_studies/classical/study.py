@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bilevel.methods.penalty import Penalty
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.classical.case import Case, cases, judge, named, run
 from bilevel_studies.study import Kept, Report, table
 
@@ -17,11 +17,11 @@ SHARE = 0.9
 QUICK = ("clark-westerberg-1990-a", "bard-1984-b", "mirrlees-1999")
 
 
-def cells(*, quick: bool = False, seed: int = 0) -> list[Cell]:
+def cells(*, quick: bool = False, seed: int = 0) -> list[RunItem]:
     """One cell a case."""
     chosen = [case for case in cases() if not quick or case.name in QUICK]
     return [
-        Cell({"case": case.name, "starts": STARTS, "max_steps": MAX_STEPS, "seed": seed}, weight=len(case.v))
+        RunItem({"case": case.name, "starts": STARTS, "max_steps": MAX_STEPS, "seed": seed}, weight=len(case.v))
         for case in chosen
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bilevel.errors import DataError
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.denoising import runs as denoising_runs
 from bilevel_studies.denoising import small as denoising_small
 from bilevel_studies.denoising import speed as denoising_speed
@@ -25,7 +25,7 @@ def cells(
     columns: Sequence[str],
     seeds: int,
     passes: int | None = None,
-) -> list[Cell]:
+) -> list[RunItem]:
     """The cells that were asked for. No noises: those of the study. No kind: both, of the noises that are given."""
     kinds = (denoising.SYMMETRIC, denoising.ASYMMETRIC) if kind is None else (kind,)
     if noises is None:
@@ -47,7 +47,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
             return denoising_speed.run(settings, device)
     if settings["dataset"] == denoising_wide.NAME:
         return denoising_wide.run(settings, device, checkpoints, deadline)
-    return denoising_runs.run(settings, device, checkpoints / Cell(settings, 0).name, deadline)
+    return denoising_runs.run(settings, device, checkpoints / RunItem(settings, 0).name, deadline)
 
 
 def missing(datasets: Sequence[str]) -> dict[str, str]:

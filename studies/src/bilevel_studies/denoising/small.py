@@ -19,7 +19,7 @@ from bilevel.applications import networks as models
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.training import accuracy, fit
 from bilevel.data import Labelled, corrupt, split_trusted
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.study import device_name
 
@@ -37,7 +37,7 @@ SURE = 0.9
 """The paper's rule: train on the examples of greater importance, and on the trusted ones."""
 
 
-def cells(dataset: str = "mnist", rows: int = ROWS) -> list[Cell]:
+def cells(dataset: str = "mnist", rows: int = ROWS) -> list[RunItem]:
     """Hyper-cleaning, then how few are enough; of each the first seeds first."""
     cleaning = [
         {
@@ -66,7 +66,7 @@ def cells(dataset: str = "mnist", rows: int = ROWS) -> list[Cell]:
         for seed in range(FEW_SEEDS)
         for trusted in FEW
     ]
-    return [Cell(settings, float(-i)) for i, settings in enumerate([*cleaning, *few])]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate([*cleaning, *few])]
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:

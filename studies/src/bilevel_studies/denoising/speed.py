@@ -25,7 +25,7 @@ from bilevel.methods.base import Method
 from bilevel.methods.penalty import Penalty
 from bilevel.problem.rows import Rows
 from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.denoising import methods as denoising_methods
 from bilevel_studies.denoising.methods import PAPER_T, SOLVER
@@ -50,7 +50,7 @@ POINTS = {"speed": 20, "steps": 4}
 """Measurements of a run."""
 
 
-def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[Cell]:
+def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[RunItem]:
     """The runs of one figure with a network (`mlp` or `cnn`), the seeds one after another."""
     found: list[dict[str, Any]] = [
         {
@@ -74,7 +74,7 @@ def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> li
             settings |= {"T": 0, "passes": OURS_PASSES[kind]}
         if settings["method"] == METHODS[2]:
             settings["solver"] = SOLVER
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def method(name: str, T: int) -> Method:

@@ -15,7 +15,7 @@ from torch import nn
 from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.training import Augment
-from bilevel.running.run_many import Cell
+from bilevel.running.run_many import RunItem
 from bilevel_studies.denoising.methods import SOLVER
 
 COLUMNS = {
@@ -133,7 +133,7 @@ ONE_SEED = ("approx-grad", "algorithm-2")
 
 def cells(
     datasets: Sequence[str], noises: Iterable[tuple[float, str]], columns: Sequence[str], seeds: int
-) -> list[Cell]:
+) -> list[RunItem]:
     """The cells of these parts of the table, the most worth first."""
     order = list(COLUMNS)
     found = []
@@ -155,7 +155,7 @@ def cells(
                         settings["solver"] = SOLVER
                     found.append((settings, (RANKS.get(column, 1), seed, order.index(column))))
     found.sort(key=lambda pair: pair[1])
-    return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
 
 def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[float, str], ...]:

@@ -155,8 +155,8 @@ def detection_table(kept: Sequence[Kept]) -> str:
                 ]
                 suspects = percent(cells, "noise_rate").show(1)
                 rows.append([title_of(*place), COLUMNS[column] + mark(cells), *shown, suspects])
-    found = ["AUC of importance", "AUC of quality", "F1 of suspects", "suspects, percent"]
-    return table(["data, noise", "method", *found], rows)
+    heads = ["AUC of importance", "AUC of quality", "F1 of suspects", "suspects, percent"]
+    return table(["data, noise", "method", *heads], rows)
 
 
 def clean_table(kept: Sequence[Kept]) -> str:

@@ -26,7 +26,7 @@ from bilevel.data import corrupt, split_trusted
 from bilevel.methods.penalty import Penalty
 from bilevel.problem.rows import Rows
 from bilevel.results import Status
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.study import ONE_SEED
@@ -40,7 +40,7 @@ FLOOR = 1e-6
 """Added to importances, so that those of a batch never add up to zero."""
 
 
-def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> list[Cell]:
+def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> list[RunItem]:
     """Ours first. `passes` is the length of a run, over which its rates fall."""
     found = [
         {
@@ -58,7 +58,7 @@ def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> li
         if column in columns
         for seed in range(1 if column in ONE_SEED else seeds)
     ]
-    return [Cell(settings, -1000.0 - i) for i, settings in enumerate(found)]
+    return [RunItem(settings, -1000.0 - i) for i, settings in enumerate(found)]
 
 
 def positive(u: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
         depth, width = settings["network"]
         model = models.wide_resnet(depth, width, len(data.classes)).to(device)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as tensor cores have it
-    place = checkpoints / Cell(settings, 0).name
+    place = checkpoints / RunItem(settings, 0).name
     ours, whole = settings["column"] == "ours", settings.get("steps") or settings["passes"] * rows // BATCH
     u = Rows(rows, init=0.0 if ours else 1.0, device=device)
     if device.type == "cuda":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.fairness.data import people
 from bilevel_studies.fairness.parity import Measures, measured, projected, soft_gap, train_fairly
 from bilevel_studies.fairness.simplex_layer import off_simplex, put_on_simplex, scores, train_layer
@@ -23,11 +23,11 @@ WITHIN = 2.0
 """Standard errors, of the gap on test and on validation rows together, that count as sampling error."""
 
 
-def cells(*, quick: bool = False, seeds: int = SEEDS) -> list[Cell]:
+def cells(*, quick: bool = False, seeds: int = SEEDS) -> list[RunItem]:
     """One cell a part, a way and a seed."""
     steps = QUICK_STEPS if quick else STEPS
     return [
-        Cell({"part": part, "way": way, "steps": steps[part], "seed": seed}, weight=1.0)
+        RunItem({"part": part, "way": way, "steps": steps[part], "seed": seed}, weight=1.0)
         for seed in range(1 if quick else seeds)
         for part in steps
         for way in WAYS

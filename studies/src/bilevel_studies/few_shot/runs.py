@@ -21,8 +21,7 @@ from bilevel.applications.few_shot.meta_train import UPPER_RATE, default_method,
 from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.networks import mini_imagenet_resnet
 from bilevel.applications.training import SAVES, Augment
-from bilevel.data.class_images import ClassSplits, ImageClasses
-from bilevel.data.class_sets import load_classes
+from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes
 from bilevel.errors import DataError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
@@ -30,7 +29,7 @@ from bilevel.methods.penalty import Penalty
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.results import Status
 from bilevel.running.callbacks import Run
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
 from bilevel_studies.study import device_name
@@ -128,7 +127,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     chosen_on = None
     if settings.get("selected") and settings["part"] != TIME:
         chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
-    place = folder / Cell(settings, 0).name
+    place = folder / RunItem(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     runner = _prototypes if settings["method"] in SIMILARITY else _bilevel

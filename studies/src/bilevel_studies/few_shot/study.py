@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from bilevel.running.run_many import Cell, Settings
+from bilevel.running.run_many import RunItem, Settings
 
 TABLE, EFFECT, TIME, CHOICES = "table", "effect-of-T", "time", "choices"
 PARTS = (TABLE, EFFECT, TIME, CHOICES)
@@ -213,7 +213,7 @@ that is."""
 
 def cells(
     parts: Sequence[str], datasets: Sequence[str], methods: Sequence[str], seeds: int, backbones: Sequence[str]
-) -> list[Cell]:
+) -> list[RunItem]:
     """The cells of these parts, those of most worth first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     if TABLE in parts:
@@ -248,7 +248,7 @@ def cells(
         tried = [settings for dataset in datasets for settings in study_choices(dataset)]
         found += [(s, (-1.0, 0)) for s in tried if s["method"] in methods and s["backbone"] in backbones]
     found.sort(key=lambda pair: pair[1])
-    return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
 
 def study_choices(dataset: str) -> list[dict[str, Any]]:
@@ -295,11 +295,11 @@ def also_run(dataset: str, backbone: str, shots: int, method: str) -> tuple[str,
     return ALSO_RUN.get((backbone, method), ()) if (dataset, shots) == (CIFAR, 5) else ()
 
 
-def small_cells() -> list[Cell]:
+def small_cells() -> list[RunItem]:
     """Every method for a few steps: whether all of it runs here, and no more."""
     few = {"steps": 10, "train_ways": 5, "tasks": 2, "queries": 2, "points": 1, "test_tasks": 5}
     found = [table_settings(OMNIGLOT, "conv4", 5, 1, method, 0) | few for method in METHODS]
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def timed_as(settings: Settings) -> tuple[Any, ...]:

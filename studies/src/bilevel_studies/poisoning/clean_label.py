@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bilevel._util.random_state import seeded
 from bilevel.applications.poisoning.bounds import norms
 from bilevel.applications.poisoning.victims import mapped
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning import clean_label_batch as batch
 from bilevel_studies.poisoning.clean_label_features import FEATURES, side_of
 from bilevel_studies.poisoning.photographs import CLASSES, photos
@@ -67,12 +67,12 @@ def order(count: int) -> list[int]:
     return [int(i) for i in torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 
 
-def choice_cells(features: str, targets: Sequence[int], steps: Mapping[str, int] = PAPER_STEPS) -> list[Cell]:
+def choice_cells(features: str, targets: Sequence[int], steps: Mapping[str, int] = PAPER_STEPS) -> list[RunItem]:
     """Every candidate of Penalty on the same few targets, which are in no other cell."""
     found = [
         {"part": CHOICE, **_settings(features, targets, "penalty", steps), "options": options} for options in CANDIDATES
     ]
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def cells(
@@ -82,14 +82,14 @@ def cells(
     *,
     chunk: int = CHUNK,
     steps: Mapping[str, int] = PAPER_STEPS,
-) -> list[Cell]:
+) -> list[RunItem]:
     """One for each chunk of targets and method, the methods of a chunk after one another: first those to compare."""
     chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
     found = []
     for some in chunks:
         for method in METHODS:
             found.append(_settings(features, some, method, steps) | _own(method, options))
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping[str, int]) -> dict[str, Any]:

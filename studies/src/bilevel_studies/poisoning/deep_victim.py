@@ -29,7 +29,7 @@ from bilevel.applications.poisoning.goals import Goal, clean_label
 from bilevel.applications.poisoning.victims import Recipe, mapped, trained
 from bilevel.applications.training import probabilities
 from bilevel.data import load
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning.feature_collision import collide
 from bilevel_studies.repeated_step import let_go
 from bilevel_studies.study import Kept, device_name
@@ -56,15 +56,15 @@ CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
 """They are compared on the targets from the thousandth on, which no table has."""
 
 
-def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[Cell]:
+def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[RunItem]:
     """A cell for each target: Penalty with one tether, and the others."""
-    return [Cell(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
+    return [RunItem(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
 
 
-def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[Cell]:
+def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[RunItem]:
     """Penalty alone, with every tether, on targets that no table has."""
     some = range(FIRST_CHOICE, FIRST_CHOICE + choose)
-    return [Cell({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
+    return [RunItem({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
 
 
 def current(kept: Sequence[Kept]) -> list[Kept]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
 MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}
@@ -168,7 +168,7 @@ def _candidate(attack: str, column: str, percent: int, candidate: Mapping[str, A
     return _settings(CHOICE, attack, column, percent, CHOICE_SEED) | dict(candidate) | own
 
 
-def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *OTHERS)) -> list[Cell]:
+def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *OTHERS)) -> list[RunItem]:
     """Every candidate, on a seed that is not in the table."""
     found = [
         _candidate(attack, column, percent, candidate)
@@ -177,12 +177,12 @@ def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *O
         for percent, attack in product(CHOICE_PERCENTS, attacks)
         for candidate in candidates_of(attack, column)
     ]
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def cells(
     parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice = BEFORE_THE_CHOICE
-) -> list[Cell]:
+) -> list[RunItem]:
     """The cells of these parts but `choice`, the most worth first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     if TABLE in parts:
@@ -202,7 +202,7 @@ def cells(
             settings = _settings(EFFECT, UNTARGETED, column, 6, seed) | {"T": T, "steps": EFFECT_STEPS}
             found.append((settings | EFFECT_OPTIONS, (2.5, seed)))
     found.sort(key=lambda pair: pair[1])
-    return [Cell(settings, float(-i)) for i, (settings, _) in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, (settings, _) in enumerate(found)]
 
 
 def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.study import Kept
 from bilevel_studies.synthetic.study import (
     LOWER_STEPS,
@@ -39,7 +39,7 @@ class Results:
         self.scale, self.kept = scale, kept
         self._found = {_key(settings): found for settings, found in kept}
 
-    def _get(self, cell: Cell) -> Found:
+    def _get(self, cell: RunItem) -> Found:
         found = self._found.get(_key(cell.settings))
         if found is None:
             raise KeyError(f"the cell {cell.name} is not finished.")

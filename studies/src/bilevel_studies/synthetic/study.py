@@ -21,7 +21,7 @@ from bilevel.methods.penalty import Penalty
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.methods.value_function import ValueFunction
 from bilevel.methods.value_gap import ValueGap
-from bilevel.running.run_many import Cell
+from bilevel.running.run_many import RunItem
 
 DIMENSION = 10
 UPPER_RATE, LOWER_RATE = 1e-3, 1e-4
@@ -120,7 +120,9 @@ def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
 # -- the cells -------------------------------------------------------------------------------------------------------
 
 
-def protocol(scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int | None = None, **options: Any) -> Cell:
+def protocol(
+    scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int | None = None, **options: Any
+) -> RunItem:
     """One method with one T on a pair of problems."""
     steps = steps or (scale.long_steps[pair] if lower_steps == 100 else scale.steps)
     settings = {
@@ -136,10 +138,10 @@ def protocol(scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int
         "options": options,
     }
     cost = {"GD": 1, "RMD": 2, "ApproxGrad": 2, "Penalty": 1.5}[name]
-    return Cell(settings, weight=lower_steps * cost * (3 if pair == "singular" else 1))
+    return RunItem(settings, weight=lower_steps * cost * (3 if pair == "singular" else 1))
 
 
-def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> Cell:
+def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> RunItem:
     """One of the other methods on a pair of problems, for the gradients that GD with T = 1 takes, two a step.
 
     FMD has so few steps that compiling them would take longer."""
@@ -155,10 +157,10 @@ def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> Cell:
         "seed": scale.seed,
         "options": {},
     }
-    return Cell(settings, weight=10)
+    return RunItem(settings, weight=10)
 
 
-def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> Cell:
+def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> RunItem:
     """Figure 7: all four lam at once on the first problem, with or without nu."""
     settings = {
         "part": "ablation",
@@ -174,10 +176,10 @@ def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> Cell:
         "options": {"multipliers": multipliers},
         "vary": {"lam": list(LAMS)},
     }
-    return Cell(settings, weight=lower_steps)
+    return RunItem(settings, weight=lower_steps)
 
 
-def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[Cell]:
+def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[RunItem]:
     """Appendix D.4: other values of one option. Prices differ from trial to trial of a run, factors from run to run."""
     values = SENSITIVITY[option]
     base = {
@@ -192,11 +194,11 @@ def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[Cell]:
         "seed": scale.seed,
     }
     if option in ("gamma", "epsilon"):
-        return [Cell(base | {"options": {}, "vary": {option: list(values)}}, weight=VARIED_STEPS)]
-    return [Cell(base | {"options": {option: value}}, weight=VARIED_STEPS) for value in values]
+        return [RunItem(base | {"options": {}, "vary": {option: list(values)}}, weight=VARIED_STEPS)]
+    return [RunItem(base | {"options": {option: value}}, weight=VARIED_STEPS) for value in values]
 
 
-def wall_clock(scale: Scale, problem: str, name: str) -> Cell:
+def wall_clock(scale: Scale, problem: str, name: str) -> RunItem:
     """Table 4: one run, as it is written, for each T."""
     settings = {
         "part": "clock",
@@ -207,10 +209,10 @@ def wall_clock(scale: Scale, problem: str, name: str) -> Cell:
         "seed": scale.seed,
         "clock": "process",
     }
-    return Cell(settings, weight=1)
+    return RunItem(settings, weight=1)
 
 
-def default(scale: Scale, problem: str) -> Cell:
+def default(scale: Scale, problem: str) -> RunItem:
     """`Penalty()` with no option, one start after another."""
     settings = {
         "part": "default",
@@ -219,15 +221,15 @@ def default(scale: Scale, problem: str) -> Cell:
         "steps": scale.default_steps,
         "seed": scale.seed,
     }
-    return Cell(settings, weight=2)
+    return RunItem(settings, weight=2)
 
 
-def costs(runs: Iterable[tuple[str, int]] = tuple(RUNS)) -> Cell:
+def costs(runs: Iterable[tuple[str, int]] = tuple(RUNS)) -> RunItem:
     """What an upper step of each of these runs is worth, in gradients of g."""
-    return Cell({"part": "costs", "runs": [list(run) for run in runs]}, weight=5)
+    return RunItem({"part": "costs", "runs": [list(run) for run in runs]}, weight=5)
 
 
-def cells(scale: Scale) -> list[Cell]:
+def cells(scale: Scale) -> list[RunItem]:
     """All of the study."""
     out = [protocol(scale, pair, name, T) for pair in PAIRS for name in METHODS for T in LOWER_STEPS]
     out += [protocol(scale, pair, "RMD", 100) for pair in PAIRS]

@@ -32,7 +32,7 @@ from bilevel.methods.base import Method
 from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.problem.problem import Problem
 from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Cell, Found, Settings
+from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.tuning import ridge as tuning_ridge
 from bilevel_studies.tuning.data import DATASETS, problem
@@ -72,7 +72,7 @@ SCALE_STEPS, TURNS = 60, 5
 """Steps of tuning and of plain training, and how often each is run: one run of either is off by a tenth."""
 
 
-def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seeds: int = 3) -> list[Cell]:
+def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seeds: int = 3) -> list[RunItem]:
     found: list[Settings] = []
     if "linear" in parts:
         found += [
@@ -97,7 +97,7 @@ def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seed
             for what in tuning_ridge.LEFT_OUT
             for seed in range(RIDGE_SEEDS)
         ]
-    return [Cell(settings, float(-i)) for i, settings in enumerate(found)]
+    return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def run(settings: Settings) -> Found | None:

@@ -1,0 +1,363 @@
+"""What `bilevel fewshot` does: learn a representation under a checkpoint, evaluate it, embed images with it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bilevel._util.checks import did_you_mean, in_range
+from bilevel._util.random_state import seeded
+from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
+from bilevel.applications.few_shot import (
+    TRAINING,
+    Evaluation,
+    TaskSampler,
+    Training,
+    Validation,
+    adapt_and_evaluate,
+    backbone,
+    default_method,
+    embed,
+    feature_count,
+    meta_train,
+)
+from bilevel.applications.few_shot.classifier import BACKBONES, SCALE
+from bilevel.cli.fewshot_output import (
+    EMBEDDINGS,
+    FILES,
+    UNSEEN,
+    WEIGHTS,
+    Trained,
+    image_files,
+    load_weights,
+    same_classes,
+    show,
+    summary,
+    write,
+    write_embeddings,
+)
+from bilevel.cli.options import device_of
+from bilevel.cli.progress import RunBar, stage, waiting
+from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
+from bilevel.cli.user_code import is_file, network, path_and_name
+from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
+from bilevel.data.image_folders import Reader, some_of
+from bilevel.errors import DataError, OptionError, ProblemError
+from bilevel.results import Solution
+from bilevel.running.callbacks import Run
+
+VALIDATIONS, VALIDATION_TASKS = 20, 100
+"""How often, and on how many tasks, a run measures the accuracy on meta-validation classes."""
+VALIDATE_EVERY = 50
+"""The least number of steps between two measurements; a shorter run has one."""
+NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
+"""What torch says if there is too little."""
+FEW = 50
+"""The number of images on which the representation must be finite after training."""
+LEAST_SIDE = 16
+"""The least side of images in pixels: both networks of the paper halve images four times."""
+
+
+def run(asked: dict[str, Any], images: Path | None, out: Path | None, device: str, resume: bool, json: bool) -> None:
+    """Learn a representation, or continue a run, and show the result; embed images if there are any."""
+    where = device_of(device)
+    new = None if images is None else image_files(images)
+    data, name = asked["data"], asked["backbone"]
+    in_range("--scale", asked["scale"], above=0)
+    asked |= {"data": _absolute(data), "backbone": str(Path(name).absolute()) if is_file(name) else name}
+    plan = asdict(TRAINING.get(name, Training()))
+    asked |= {key: value for key, value in plan.items() if asked.get(key) is None}
+    with waiting("reading images"):
+        splits = load(asked)
+    asked["classes"] = None if data == "omniglot" else _counts(splits)  # Omniglot's thousands are always split alike
+    net = network_of(name, splits.train.shape, where, asked["seed"])
+    try:
+        feature_count(net, splits.train)
+    except OptionError as error:
+        raise OptionError(f"--backbone: {error}") from error
+    samplers = samplers_of(splits, asked)
+    folder = folder_of(out, "fewshot", data)
+    trained = False
+
+    def work(checkpoint: Path) -> dict[str, Any]:
+        nonlocal trained
+        print(_first_words(splits, samplers[0], asked["steps"]), file=sys.stderr, flush=True)
+        result = _learn_and_evaluate(folder, checkpoint, net, splits, samplers, asked, where)
+        trained = True
+        return result
+
+    result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
+    files = {"report": folder.path / "report.html"}
+    if images is not None and new is not None:
+        if not trained:
+            load_weights(net, folder.path / WEIGHTS)
+        found = write_embeddings(net, images, new, result["shape"], data == "omniglot", folder.path / EMBEDDINGS)
+        message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
+        result = {**result, **found, "message": message, "notes": notes}
+        files["embeddings"] = folder.path / EMBEDDINGS
+    report_result(result, show, json=json, **files)
+
+
+# -- data, tasks, networks ---------------------------------------------------------------------------------------------
+
+
+def _absolute(data: str) -> str:
+    return str(Path(data).resolve()) if data not in NAMES and Path(data).is_dir() else data
+
+
+def load(asked: Mapping[str, Any], read: Reader | None = None) -> ClassSplits:
+    """Read the classes of a run; its seed splits them if the data have no split."""
+    splits = load_classes(asked["data"], seed=asked["seed"], read=read)
+    rotate = asked["data"] == "omniglot" if asked["rotations"] is None else asked["rotations"]
+    return splits.rotated() if rotate else splits
+
+
+def _counts(splits: ClassSplits) -> dict[str, dict[str, int]]:
+    """Return how many images each class of each part has."""
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    return {name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None}
+
+
+def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSampler, TaskSampler | None, TaskSampler]:
+    """Return the samplers of training, validation (None if it has too few classes) and test."""
+    ways, shots, queries, train_ways = (asked[name] for name in ("ways", "shots", "queries", "train_ways"))
+    learned, tested = len(splits.train.names), len(splits.test.names)
+    if train_ways is not None and train_ways > learned:
+        raise OptionError(
+            f"--train-ways must be at most the number of classes to learn from, {learned}; got {train_ways}."
+        )
+    if ways > (tested if train_ways else min(learned, tested)):
+        raise OptionError(
+            f"--ways must be at most the number of classes of each part: there are {learned} to learn from and "
+            f"{tested} for the test; got {ways}. Give more classes (of a folder, six times the ways), or fewer ways."
+        )
+    train = TaskSampler(splits.train, train_ways or ways, shots, queries, tasks=asked["meta_batch"])
+    valid = None
+    if splits.validation is not None and len(splits.validation.names) >= ways:
+        valid = TaskSampler(splits.validation, ways, shots, queries)
+    return train, valid, TaskSampler(splits.test, ways, shots, queries)
+
+
+def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) -> nn.Module:
+    """Return the network that --backbone names."""
+    if is_file(name):
+        return network(name, "--backbone", "make(shape)", (tuple(shape),), seed).to(where)
+    if name not in BACKBONES:
+        near, known = did_you_mean(name, BACKBONES), ", ".join(BACKBONES)
+        raise OptionError(f"--backbone must be one of {known}, or path.py:make; got {name!r}.{near}")
+    if min(shape[1:]) < LEAST_SIDE:
+        raise OptionError(
+            f"--backbone {name} halves images four times: they need {LEAST_SIDE}x{LEAST_SIDE} pixels at least; "
+            f"these have {shape[1]}x{shape[2]}. Enlarge them, or give your own network (path.py:make)."
+        )
+    with seeded(seed):
+        return backbone(name, shape[0]).to(where)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _learn_and_evaluate(
+    folder: RunFolder,
+    checkpoint: Path,
+    net: nn.Module,
+    splits: ClassSplits,
+    samplers: tuple[TaskSampler, TaskSampler | None, TaskSampler],
+    asked: Mapping[str, Any],
+    where: torch.device,
+) -> dict[str, Any]:
+    train, valid, test = samplers
+    began, tasks = time.perf_counter(), {"tasks": asked["tasks"], "seed": asked["seed"]}
+    watch = None if valid is None else _validation(net, valid, asked, checkpoint)
+    solution = _learn(net, train, watch, checkpoint, asked, where)
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    best = watch.best.restore() if watch is not None and watch.best is not None else None
+    if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
+        raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
+    with stage("evaluating", "images") as on_progress:
+        found = adapt_and_evaluate(net, test, **tasks, scale=asked["scale"], tell=on_progress)
+    with stage("evaluating class means", "images") as on_progress:
+        means = adapt_and_evaluate(net, test, **tasks, steps=0, tell=on_progress)
+    seconds = round(time.perf_counter() - began, 2)
+    trained = Trained(net, splits, train, test, solution, watch.rows if watch else [], best, found, means, seconds)
+    return write(folder, trained, asked)
+
+
+def _validation(net: nn.Module, valid: TaskSampler, asked: Mapping[str, Any], checkpoint: Path) -> Validation:
+    steps = asked["steps"]
+    return Validation(
+        net,
+        valid,
+        every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
+        tasks=VALIDATION_TASKS,
+        file=checkpoint / "accuracy.json",
+        keep=True,
+        seed=asked["seed"],
+        scale=asked["scale"],
+    )
+
+
+def _learn(
+    net: nn.Module,
+    train: TaskSampler,
+    watch: Validation | None,
+    checkpoint: Path,
+    asked: Mapping[str, Any],
+    where: torch.device,
+) -> Solution:
+    colour, gpu = train.classes.shape[0] == 3, where.type == "cuda"
+    augment = crop_flip_and_erase if asked["erase"] else crop_and_flip
+    try:
+        return meta_train(
+            net,
+            train,
+            steps=asked["steps"],
+            seed=asked["seed"],
+            scale=asked["scale"],
+            method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
+            augment=augment if colour else None,
+            callbacks=[*([] if watch is None else [watch]), _Bar(watch)],
+            checkpoint=checkpoint / "solve",
+            resume=True,
+            precision="bf16" if gpu else None,
+            log_every=None if gpu else 1,  # on a CPU a step can take seconds, and nothing waits for a record
+        )
+    except (ProblemError, RuntimeError) as error:
+        if not any(words in str(error).lower() for words in NO_MEMORY):
+            raise
+        raise ProblemError(
+            f"a step of {asked['meta_batch']} tasks needs more memory than there is. Give a smaller --meta-batch."
+        ) from error
+
+
+def _first_words(splits: ClassSplits, train: TaskSampler, steps: int) -> str:
+    """Return what begins, for the first step can take long."""
+    _, height, width = splits.train.shape
+    images = train.tasks * train.ways * (train.shots + train.queries)
+    return (
+        f"learning from {len(splits.train.images):,} images of {len(splits.train.names):,} classes, {width}x{height}: "
+        f"{steps:,} steps of {images:,} images each"
+    )
+
+
+class _Bar(RunBar):
+    """The bar of a run, with the last accuracy on meta-validation classes."""
+
+    def __init__(self, watch: Validation | None) -> None:
+        super().__init__("learning")
+        self.watch = watch
+
+    def log(self, run: Run) -> bool | None:
+        if self.watch is not None and self.watch.rows:
+            self.label = f"learning, validation {100 * self.watch.rows[-1]['accuracy']:.1f}%"
+        return super().log(run)
+
+
+# -- with a finished run -----------------------------------------------------------------------------------------------
+
+
+def evaluate_again(
+    run: Path, data: str | None, given: Mapping[str, Any], moved: str | None, device: str, json: bool
+) -> None:
+    """Evaluate a finished run on its own tasks or on other ones (`given`), and on other data if they are named."""
+    where = device_of(device)
+    folder, asked, made = _opened(run, moved)
+    data = None if data is None else _absolute(data)
+    elsewhere = data not in (None, asked["data"])
+    notes = [f"The run was trained on {asked['data']}."] * elsewhere
+    if data is None and asked["data"] not in NAMES and not Path(asked["data"]).is_dir():
+        raise DataError(
+            f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
+            "from where they are now."
+        )
+    read = read_like(made["shape"], characters=asked["data"] == "omniglot")
+    asked |= {} if data is None else {"data": data}
+    splits = load(asked, read)  # by the seed of the run, for another one splits the classes otherwise
+    classes, other = classes_for_test(asked.get("classes"), splits, elsewhere=elsewhere)
+    if list(splits.train.shape) != made["shape"]:
+        now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
+        raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
+    net = network_of(asked["backbone"], splits.train.shape, where, asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    asked |= given
+    began = time.perf_counter()
+    test = TaskSampler(classes, asked["ways"], asked["shots"], asked["queries"])
+    with stage("evaluating", "images") as on_progress:
+        found: Evaluation = adapt_and_evaluate(
+            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=on_progress
+        )
+    result = summary(
+        asked,
+        found,
+        on=f"on classes of {splits.name}" if other else UNSEEN,
+        command="fewshot --evaluate",
+        data=splits.name,
+        seconds=round(time.perf_counter() - began, 2),
+        notes=[*notes, *splits.notes, *same_classes(test)],
+    )
+    folder.write_json("evaluation.json", result)
+    report_result(result, show, json=json, evaluation=folder.path / "evaluation.json")
+
+
+def classes_for_test(
+    before: Mapping[str, Any] | None, splits: ClassSplits, *, elsewhere: bool
+) -> tuple[ImageClasses, bool]:
+    """Return the classes to evaluate a run on, and whether they are other ones than its own test classes.
+
+    `before` has the classes of the run, or is None for Omniglot, which is always split alike; `elsewhere` is whether
+    the data are not those of the run. The classes are the run's test classes if all are there. If the data share no
+    class with the run, they are all classes, or the test classes of data that have a split. Other data are refused.
+    """
+    if before is None:
+        return (splits.joined() if splits.drawn and elsewhere else splits.test), elsewhere
+    learned = {name for part in before.values() for name in part}
+    now = {name for part in _counts(splits).values() for name in part}
+    missing = sorted(before["test"].keys() - now)
+    if not missing:
+        return splits.joined().named(list(before["test"])), False
+    if not learned & now:
+        return (splits.joined() if splits.drawn else splits.test), True
+    raise DataError(
+        f"{splits.name} has classes of the run, but not {some_of(missing)}, on which it was tried. Bring them back, or "
+        "give data that share no class with the run."
+    )
+
+
+def embed_with(run: Path, images: Path, moved: str | None, device: str, out: Path | None, json: bool) -> None:
+    """Embed images with a finished run."""
+    where, files = device_of(device), image_files(images)
+    folder, asked, result = _opened(run, moved)
+    net = network_of(asked["backbone"], result["shape"], where, asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    target = out or folder.path / EMBEDDINGS
+    if target.suffix != ".npz":
+        raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
+    found = write_embeddings(net, images, files, result["shape"], asked["data"] == "omniglot", target)
+    embedded = {"command": "fewshot --embed", "status": "done", **found}
+    report_result(embedded, show, json=json, embeddings=target)
+
+
+def _opened(run: Path, moved: str | None) -> tuple[RunFolder, dict[str, Any], dict[str, Any]]:
+    """Return the folder of a finished run, its options and its result. `moved` is where its network's file is now."""
+    rule = "--evaluate must name the folder of a finished run of `bilevel fewshot`"
+    if not run.is_dir():
+        raise OptionError(f"{rule}; there is no folder {run}.")
+    folder = RunFolder(run, "--evaluate")
+    asked, result = folder.read_json(CONFIG), folder.read_json(RESULT)
+    if asked.get("command") != "fewshot":
+        there = f"a run of `bilevel {asked['command']}`" if asked.get("command") else "no run"
+        raise OptionError(f"{rule}; {run} has {there}.")
+    if "shape" not in result:
+        raise OptionError(f"{rule}; the run in {run} was stopped. The command that began it continues with --resume.")
+    asked |= {} if moved is None else {"backbone": moved}
+    if is_file(asked["backbone"]):
+        path_and_name(asked["backbone"], "--backbone path.py:make must say where the run's network is now")
+    return folder, asked, result

@@ -1,0 +1,203 @@
+"""One run from the present u and v: opens the checkpoint, starts the method, and runs the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bilevel._util.random_state import seeded
+from bilevel.batches.rank_shares import RankShares
+from bilevel.batches.sources import Sources
+from bilevel.derivatives.mixed_precision import Precision
+from bilevel.distributed.derivatives import make_derivatives
+from bilevel.distributed.process_group import ProcessGroup
+from bilevel.distributed.synchronise import check_same_arguments, run_on_first, seed_by_rank
+from bilevel.errors import CheckpointError, OptionError
+from bilevel.measures.problem_check import first_evaluation
+from bilevel.methods.base import Method, Setting
+from bilevel.problem.problem import Problem
+from bilevel.problem.variables import Variable
+from bilevel.results import Solution
+from bilevel.running import checkpoints as store
+from bilevel.running.callbacks import Callback
+from bilevel.running.loop import Loop
+from bilevel.running.run_identity import compare, run_identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The arguments of `solve`, checked. See its docstring."""
+
+    problem: Problem
+    method: Method
+    upper: Variable
+    lower: Variable
+    data: object
+    max_steps: int
+    tolerance: float | None
+    callbacks: Sequence[Callback]
+    folder: Path | None
+    """The folder of the checkpoint."""
+    every: int | None
+    resume: bool
+    log_every: int | None
+    engine: str
+    precision: Precision | None
+    accumulate: int
+    hypergradient: bool | None
+    seed: int | None
+    start: int = 0
+    """The number of the starting point, with `starts`."""
+
+
+@dataclass
+class PausedRun:
+    """What a run that spent its budget leaves, so that it can continue later with a larger one."""
+
+    state: dict[str, Any] | None = None
+    """The state to resume from, in checkpoint format; None if there is none."""
+
+
+def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
+    """Run from the present u and v, by this process or by all ranks.
+
+    If `paused` is given, the run resumes from its state, and leaves a new state there if it spends its budget.
+    """
+    upper, lower, data = request.upper, request.lower, request.data
+    ranks = ProcessGroup.from_environment(lower.device)
+    with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
+        stored = _open(request) if ranks is None else run_on_first(ranks, lambda: _open(request))
+        saved = paused.state if stored is None and paused is not None else stored
+        seed = _seed(request, saved, ranks)
+        shares = None if ranks is None or data is None else RankShares(ranks.rank, ranks.size)
+        sources = Sources(data, seed, lower.device, shares)
+        identity = _identity(request, seed, saved, ranks)
+        with seeded(seed, lower.device) as generator:
+            setting = _setting(request, sources, generator, None if shares is None else ranks)
+            try:
+                with _unchanged_on_error(upper, lower):
+                    loop = _start(request, setting, seed, identity, ranks, keeps=paused is not None)
+                    if saved is not None:
+                        _restore(loop, saved, request.folder)
+                solution = loop.run(request.hypergradient)
+            finally:
+                upper.release()
+            if paused is not None:
+                paused.state = loop.kept
+            return solution
+
+
+def _open(request: RunRequest) -> dict[str, Any] | None:
+    """Return the checkpoint to resume from; None if there is none yet. Makes its folder, so that no work is lost."""
+    folder = request.folder
+    if folder is None:
+        return None
+    store.prepare(folder)
+    if not store.exists(folder):
+        return None
+    if not request.resume:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint already, and nothing is overwritten. Pass resume=True to resume it, or "
+            "another folder."
+        )
+    saved = store.load(folder)
+    with store.understood(folder):
+        int(saved["seed"]), saved["fingerprint"].items(), saved["max_steps"]
+    return saved
+
+
+def _seed(request: RunRequest, saved: dict[str, Any] | None, ranks: ProcessGroup | None) -> int:
+    """Return the seed that was passed, or that of the checkpoint, or one from torch's global generator."""
+    if request.seed is not None:
+        return request.seed
+    seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
+    return seed if ranks is None else int(ranks.broadcast_object(seed))
+
+
+def _identity(
+    request: RunRequest, seed: int, saved: dict[str, Any] | None, ranks: ProcessGroup | None
+) -> dict[str, Any]:
+    """Return which run this is; refuse a checkpoint of another one, and ranks with other arguments."""
+    upper, lower = request.upper, request.lower
+    identity = run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed)
+    identity |= {"precision": request.precision}
+    if ranks is not None:
+        check_same_arguments(ranks, identity, upper, lower)
+    if saved is not None:
+        compare(saved["fingerprint"], identity, request.folder)
+    if request.accumulate > 1 and request.data is None:
+        raise OptionError(
+            f"accumulate needs data: without data every gradient is exact; got accumulate={request.accumulate}."
+        )
+    return identity
+
+
+def _setting(request: RunRequest, sources: Sources, generator: torch.Generator, ranks: ProcessGroup | None) -> Setting:
+    return Setting(
+        problem=request.problem,
+        u=request.upper,
+        v=request.lower,
+        sources=sources,
+        max_steps=request.max_steps,
+        tolerance=request.tolerance,
+        accumulate=request.accumulate,
+        generator=generator,
+        precision=request.precision,
+        engine=request.engine,
+        start=request.start,
+        ranks=ranks,
+    )
+
+
+def _start(
+    request: RunRequest,
+    setting: Setting,
+    seed: int,
+    identity: dict[str, Any],
+    ranks: ProcessGroup | None,
+    *,
+    keeps: bool,
+) -> Loop:
+    """Evaluate the objectives once and start the method."""
+    upper, lower = setting.u, setting.v
+    if not lower.shards:  # autograd does not reach those
+        d = make_derivatives(request.problem, upper, lower, ranks=setting.ranks, precision=request.precision)
+        first_evaluation(d, setting.sources)
+    loop = Loop(
+        setting,
+        request.method.init(setting),
+        [c for c in request.callbacks if ranks is None or ranks.first or c.every_rank],
+        request.folder,
+        every=request.every,
+        log_every=request.log_every,
+        seed=seed,
+        identity=identity,
+        together=ranks,
+        keeps=keeps,
+    )
+    if setting.ranks is not None:
+        seed_by_rank(setting.ranks, seed, lower.device)
+    return loop
+
+
+def _restore(loop: Loop, saved: dict[str, Any], folder: Path | None) -> None:
+    """Bring the loop to where the saved run was."""
+    with nullcontext() if folder is None else store.understood(folder):
+        loop.restore(saved)
+
+
+@contextmanager
+def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
+    """Put u and v back to what they were if the start of a run fails or is interrupted."""
+    held = [(tensor, tensor.detach().clone()) for variable in variables for tensor in variable.tensors().values()]
+    try:
+        yield
+    except BaseException:
+        for tensor, value in held:
+            tensor.data.copy_(value)
+        raise

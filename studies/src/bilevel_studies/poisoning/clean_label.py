@@ -35,7 +35,7 @@ METHODS = ("penalty", "feature-collision", "collision-adam")
 TITLES = {
     "penalty": "Penalty",
     "feature-collision": "Algorithm 1 of Shafahi et al.",
-    "collision-adam": "the collision term alone",
+    "collision-adam": "only the collision term",
 }
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
 """K of the paper, and the steps of Algorithm 1 there."""

@@ -52,11 +52,14 @@ NEW = (
 
 
 def rows_of(text):
-    return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    """The cells with numbers of every row of the tables of a text, but for the first column, which is words."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")[1:]] for line in lines]
+    return [tuple(cell for cell in row if re.search(r"\d", cell)) for row in cells]
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_every_row_of_the_tables_is_on_the_page(name, tmp_path):
+def test_the_numbers_of_every_row_of_the_tables_are_on_the_page(name, tmp_path):
     kept = read(RESULTS / f"{name}.json")
     page, found = rows_of((PAGES / f"{name}.md").read_text()), REPORTS[name](kept, tmp_path)
     seen = 0
@@ -64,8 +67,8 @@ def test_every_row_of_the_tables_is_on_the_page(name, tmp_path):
         if f"{name}: {title}".startswith(NEW):
             continue
         for row in rows_of(body)[1:]:
-            assert row in page, f"{title}: {row}"
-            seen += 1
+            assert not row or row in page, f"{title}: {row}"
+            seen += bool(row)
     assert seen > 1
 
 

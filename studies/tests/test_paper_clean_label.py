@@ -110,7 +110,7 @@ def test_the_control_without_a_lower_level_is_compared_too():
     same = [(2, 6), (3, 8), (2, 6), (3, 7)]
     cells = [*kept(same), *((s | {"method": "collision-adam"}, f) for s, f in kept(same) if s["method"] == "penalty")]
     text = clean_label_tables.difference_table(cells, [])
-    assert "| the collision term alone | Algorithm 1 of Shafahi et al. | 4.25 | 3.45 to 5.05 | 4 | 4 | 0 |" in text
+    assert "| only the collision term | Algorithm 1 of Shafahi et al. | 4.25 | 3.45 to 5.05 | 4 | 4 | 0 |" in text
     assert "collision term" not in clean_label_tables.difference_table(kept(same), []), "the control was not run"
 
 

@@ -70,6 +70,7 @@ def test_tables_have_accuracies_and_differences(tmp_path):
             place = study.table_settings("cifar-fs", network, 5, 1, method, 0)
             kept.append((place, {**kept[0][1], "accuracy": accuracy}))
     report = tables.report(kept, tmp_path)
+    assert report.summary["aims_reached"] == {"5-way 1-shot": True, "20-way 1-shot": False}
     text = report.tables["omniglot, four convolutions"]
     assert "| Penalty, ours | 99.01 ± 0.10 | 97.83 | not run | 99.45 | 94.49 ± 0.10 | 94.06 | not run | 98.47 |" in text
     assert "| 99.01 | 98.76 |" in report.tables["Accuracy against time"]
@@ -108,9 +109,6 @@ def test_runs_that_the_limit_of_time_has_ended_have_their_steps_next_to_them(tmp
     assert row.startswith("| Penalty, ours | 90.00 ± 0.10 (60 of 3,000 steps) | 97.83 | 99.00 ± 0.10 |")
     assert "| as the table |" not in text
     assert "| Penalty, ours | 1 | 90.00 ± 0.10 (60 of 3,000 steps) | 99.0 |" in text
-    conv = "omniglot, four convolutions"
-    assert f"| {conv} | Penalty, ours | 4 tasks of 60 ways, 5 queries | 3,000 | 10 |" in text
-    assert f"| {conv} | ProtoNet | 4 tasks of 60 ways, 5 queries | 3,000 |  |" in text
 
 
 def test_a_quick_look_says_so_and_has_no_figures(tmp_path):
@@ -126,7 +124,7 @@ def test_a_quick_look_says_so_and_has_no_figures(tmp_path):
     }
     kept = [(cell.settings, found) for cell in study.small_cells()]
     report = tables.report(kept, tmp_path)
-    assert report.summary == {"cells": len(kept), "quick": True}
+    assert report.summary == {"cells": len(kept), "quick": True, "aims_reached": {}}
     assert "Accuracy against time" not in report.tables
     assert not list(tmp_path.iterdir())
 
@@ -438,7 +436,6 @@ def test_a_cell_whose_step_is_chosen_takes_the_place_of_one_whose_is_not(tmp_pat
     kept = [(last, {**found, "accuracy": 0.9}), (selected, found), (choice.settings, tried)]
     text = tables.report(kept, tmp_path).text()
     assert "| Penalty, ours | not run | 70.00 ± 0.10 |" in text
-    assert f"| Penalty, ours | decay {selected['decay']:g}, erased squares, upper rate" in text
     assert "| scale 10 | 5 | Penalty, ours | 70.00 (1 seed) | 60.00 (1 seed) | 65.00 |" in text
     others = {**selected, "decay": 0.1}
     text = tables.report([(others, {**found, "accuracy": 0.9}), (selected, found)], tmp_path).text()

@@ -1,16 +1,14 @@
-"""What one upper step of a method costs, counted: arithmetic of matrix products, and bytes that are alive at once.
+"""Count the cost of one upper step: arithmetic of matrix products, and bytes that are alive at the same time.
 
-Where all work of g is in products with a matrix, the floating-point operations of a step over those of one gradient of
-g say how many gradients the step is worth. Where it is not, evaluations of g and products with its second derivatives
-are counted one by one: `probe`. No count depends on the machine.
+If all work of g is in products with a matrix, the floating-point operations of a step over those of one gradient of g
+say how many gradients the step is worth. No count depends on the machine.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,7 @@ HORIZON = 10**6
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an upper step that moves u, but not of the first one, which makes the optimizers' state."""
+    """Of an upper step that moves u, except the first, which makes the state of the optimizers."""
 
     gradients: float
     """Its operations, in gradients of g in v."""
@@ -76,63 +74,6 @@ class Peak(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """What the upper steps of a run take, counted."""
-
-    evaluations: int
-    """Of the lower objective, in a step that moves u."""
-    products: int
-    """With its second derivatives, in the same step."""
-    warm_evaluations: int
-    """In a step of the warm-up, where v alone moves."""
-    warm_products: int
-    warm_up: float
-    """The share of the steps that are the warm-up."""
-    bytes: int
-    """The most that the tensors of a step that moves u took at one time, on top of what was there before it."""
-
-    @property
-    def gradients(self) -> int:
-        """A product counts as a gradient: it is a backward pass, too."""
-        return self.evaluations + self.products
-
-    @property
-    def warm_gradients(self) -> int:
-        return self.warm_evaluations + self.warm_products
-
-
-class Products:
-    """Counts backward passes through what a backward pass has made, those that are taken at once one by one."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._made: dict[int, weakref.ref[Tensor]] = {}  # weak: a graph must not outlive its step
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        plain = torch.autograd.grad
-
-        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **options: Any) -> Any:
-            heads: Sequence[Tensor] = [outputs] if isinstance(outputs, Tensor) else outputs
-            if any(self._knows(head) for head in heads):
-                self.count += len(grad_outputs[0]) if options.get("is_grads_batched") else 1
-            found = plain(outputs, inputs, grad_outputs, *rest, **options)
-            if options.get("create_graph"):
-                self._made.update((id(x), weakref.ref(x)) for x in found if x is not None)
-            return found
-
-        torch.autograd.grad = grad
-        try:
-            yield
-        finally:
-            torch.autograd.grad = plain
-
-    def _knows(self, tensor: Tensor) -> bool:
-        made = self._made.get(id(tensor))
-        return made is not None and made() is tensor
-
-
 def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) -> Cost:
     """Take a few eager steps and count. u and v are moved."""
     state = _state(problem, method, u, v)
@@ -152,27 +93,6 @@ def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) 
     with FlopCounterMode(display=False) as one:
         state.derivatives.slope([(None, None)])
     return Cost(operations.get_total_flops() / one.get_total_flops(), memory.most, evaluations, min(times, default=0.0))
-
-
-def probe(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> StepCost:
-    """Take a few eager steps, in the warm-up and after it, and count. u and v are moved."""
-    state = _state(problem, method, u, v, data)
-    warm = _counted(state, 0)
-    first = _moving(state)
-    with Peak() as memory:
-        state.step(first)
-    found = _counted(state, first + 1)
-    if not found[0]:  # the run has ended by then
-        found = warm
-    return StepCost(*found, *warm, warm_up=getattr(state, "warm_up", 0) / HORIZON, bytes=memory.most)
-
-
-def _counted(state: State, k: int) -> tuple[int, int]:
-    """(evaluations of g, products) of step k."""
-    began, products = state.derivatives.lower_evaluations, Products()
-    with products.counting():
-        state.step(k)
-    return state.derivatives.lower_evaluations - began, products.count
 
 
 def _moving(state: State) -> int:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from bilevel._util.text import counted
+from bilevel._util.atomic_files import whole, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
-from bilevel.cli.options import JsonOption
-from bilevel.cli.progress import Bar
-from bilevel.cli.run_folder import RunFolder, Stopped, report_result, versions
 from bilevel.methods.penalty import Penalty
 from bilevel.report.figures import convergence
 from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
+from bilevel_studies.study import INTERRUPTED, make_folder
 from bilevel_studies.synthetic.attempts import DESCRIPTIONS, Attempt, attempt
 
 GOAL = 1e-6
@@ -36,13 +39,13 @@ Results = dict[str, list[Attempt]]
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="The folder to write the run to.")] = Path("runs/demo-synthetic"),
-    seed: Annotated[int, typer.Option(min=0, help="What the starts and the matrices are drawn from.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo-synthetic"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the starts and the matrices.")] = 0,
     starts: Annotated[int, typer.Option(min=1, help="Random starts for each problem.")] = 20,
-    json: JsonOption = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Solve the paper's four synthetic problems from random starts and show how they converge."""
-    folder = RunFolder(out)
+    make_folder(out)
     method = Penalty()
     config = {
         "command": "demo",
@@ -53,29 +56,35 @@ def command(
         "max_steps": MAX_STEPS,
         "method": "Penalty",
         "options": method.describe(),
-        "versions": versions(),
+        "versions": {name: version(name) for name in ("bilevel", "torch", "numpy")}
+        | {"python": platform.python_version()},
     }
     began = time.perf_counter()
     results: Results = {}
     complete = _solve(method, seed, starts, results)
     result = _result(results, complete, seed, starts, time.perf_counter() - began)
-    folder.write_json("config.json", config)
-    folder.write_csv("history.csv", ["problem", "start", "error", *COLUMNS], _history(results))
-    folder.write_json("result.json", result)
-    page = folder.write("report.html", render(_report(results, result, config)))
-    report_result(result, _show, json=json, report=page)
-    if not complete:
-        raise Stopped(result["message"])
+    for name, content in (("config", config), ("result", result)):
+        write_whole(out / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
+    with whole(out / "history.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["problem", "start", "error", *COLUMNS])
+        writer.writeheader()
+        writer.writerows(_history(results))
+    write_whole(out / "report.html", render(_report(results, result, config)))
+    if json_:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        _show(result)
+        typer.echo(f"{result['message']}\nreport: {out / 'report.html'}")
     if result["status"] != "converged":
         print(f"bilevel: {result['message']}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise typer.Exit(1 if complete else INTERRUPTED)
 
 
 def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
-    """Fill in the results; False where Ctrl-C came first. Each start has a matrix A of its own, as in the paper."""
+    """Fill in the results; return False after Ctrl-C. Each start has its own matrix A, as in the paper."""
     count = len(examples(DIMENSION))
     try:
-        with Bar("runs") as bar:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=count * starts)
             for i in range(count):
                 for k in range(starts):
@@ -154,7 +163,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    table = Table(title=f"Four synthetic problems, {counted(result['starts'], 'start')} each, solved to {GOAL_TEXT}")
+    table = Table(title=f"Four synthetic problems, {result['starts']} starts each, solved to {GOAL_TEXT}")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left")
     for row in _rows(result):
@@ -177,7 +186,7 @@ def _report(results: Results, result: Mapping[str, Any], config: Mapping[str, An
         f"{GOAL_TEXT}. A step is one L-BFGS iteration on the penalised objective, over u and v together.",
         cards=[_card(example, results[example.name]) for example in examples(DIMENSION) if example.name in results],
         settings=[
-            ("Method", "Penalty, deterministic mode, no option given"),
+            ("Method", "Penalty, deterministic mode, no options"),
             ("Seed", str(config["seed"])),
             ("Starts for each problem", str(config["starts"])),
             ("Dimension of u and of v", str(config["dimension"])),
@@ -191,7 +200,7 @@ def _report(results: Results, result: Mapping[str, Any], config: Mapping[str, An
         ],
         notes=[
             "Problems and error measures: Mehra and Hamm, Penalty Method for Inversion-Free Deep Bilevel Optimization, "
-            "ACML 2021, Appendix E.1. Starts are uniform in [-5, 5]; A is normal, 5 by 10, drawn anew for each start; "
+            "ACML 2021, Appendix E.1. Starts are uniform in [-5, 5]; A is normal, 5 by 10, drawn for each start; "
             "P projects on its row space."
         ],
     )

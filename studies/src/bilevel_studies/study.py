@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -189,6 +190,20 @@ class Report:
         return "".join(f"## {title}\n\n{body}\n\n" for title, body in self.tables.items())
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of `--out`, with its parents."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise OptionError(f"--out must be a folder; {path} is a file, or is in one.") from None
+    except OSError as error:
+        raise OptionError(f"--out must be a folder that can be written to; {path}: {error.strerror}.") from None
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
@@ -217,10 +232,7 @@ class Study:
     """Leaves out the cells that cannot run here."""
 
     def __post_init__(self) -> None:
-        try:
-            (self.out / "cells").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"--out must be a folder that can be written to; got {self.out} ({error}).") from None
+        make_folder(self.out / "cells")
         self.store = FiledStore(self.out / "cells", (self.results or self.out) / f"{self.name}.json")
         self.deadline = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         self.done = self.unfinished = 0
@@ -255,9 +267,9 @@ class Study:
         result = {"command": f"reproduce {self.name}", "status": "done", "message": report.message or ran}
         result |= report.summary
         write_whole(self.out / "tables.md", report.text())
-        write_whole(self.out / "result.json", text := json.dumps(result, indent=2, default=str) + "\n")
+        write_whole(self.out / "result.json", json.dumps(result, indent=2, default=str) + "\n")
         if self.json:
-            typer.echo(text, nl=False)
+            typer.echo(json.dumps(result, indent=2, default=str))
             return
         typer.echo(report.text() + result["message"])
         typer.echo(f"tables: {self.out / 'tables.md'}\nresults: {self.store.file}")

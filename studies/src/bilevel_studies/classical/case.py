@@ -92,9 +92,9 @@ def _stacked(many: Many | None) -> list[Callable[[Any, Any, Any], Tensor]]:
 
 def cases() -> list[Case]:
     """All classical cases."""
-    from bilevel_studies.classical import linear, nonconvex, quadratic, smd
+    from bilevel_studies.classical import linear, nonconvex, quadratic, quadratic_more, smd
 
-    return [*linear.CASES, *quadratic.CASES, *nonconvex.CASES, *smd.CASES]
+    return [*linear.CASES, *quadratic.CASES, *quadratic_more.CASES, *nonconvex.CASES, *smd.CASES]
 
 
 def named(name: str) -> Case:

@@ -30,7 +30,7 @@ from bilevel.running.solve import solve
 from bilevel_studies.denoising import methods as denoising_methods
 from bilevel_studies.denoising.methods import PAPER_T
 from bilevel_studies.denoising.study import ONE_SEED, STUDIES, Study
-from bilevel_studies.study import Deadline, Leave, OutOfTimeError, Sitting
+from bilevel_studies.study import Deadline, Leave, OutOfTimeError, Sitting, device_name
 
 loaded = cache(load)
 """A data set, read once."""
@@ -126,10 +126,6 @@ def run(
     if result is None or result.get("partial"):
         sitting.pause(seconds)
     return None if result is None else result | {"seconds": seconds, "device": device_name(task.device)}
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def ours(task: Task) -> Found | None:

@@ -20,7 +20,8 @@ from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.training import accuracy, fit
 from bilevel.data import Labelled, corrupt, split_trusted
 from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.denoising.runs import device_name, loaded
+from bilevel_studies.denoising.runs import loaded
+from bilevel_studies.study import device_name
 
 HYPER_CLEANING, HOW_FEW = "hyper-cleaning", "how-few"
 NETWORKS = ("linear", "mlp")

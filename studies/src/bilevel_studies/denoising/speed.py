@@ -29,9 +29,10 @@ from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
 from bilevel_studies.denoising import methods as denoising_methods
 from bilevel_studies.denoising.methods import PAPER_T, SOLVER
-from bilevel_studies.denoising.runs import device_name, loaded
+from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.small import network
 from bilevel_studies.denoising.study import STUDIES
+from bilevel_studies.study import device_name
 
 SPEED, STEPS = "speed", "steps"
 METHODS = ("Penalty, ours", "Penalty, the paper's", "ApproxGrad")

@@ -52,8 +52,6 @@ class Study:
     """Table 2, by noise and column, in percent."""
     paper_passes: int = 100
     """Epochs, of all its columns."""
-    paper_rate: float | None = None
-    """Of its columns without a bilevel run."""
     paper_nu: float = 0.0
     paper_clean: float | None = None
     """The paper's accuracy with clean labels."""
@@ -80,7 +78,6 @@ STUDIES = {
             0.5: {"oracle": 99.3, "trusted": 94.6, "plain": 60.8, "approx-grad": 97.27, "algorithm-2": 97.51},
         },
         paper_nu=1e-6,
-        paper_rate=1e-5,
         paper_clean=99.5,
         target={0.25: 99.05, 0.5: 98.50},
     ),
@@ -97,7 +94,6 @@ STUDIES = {
         },
         paper_passes=200,
         paper_nu=1e-4,
-        paper_rate=1e-3,
         paper_clean=86.2,
         target={0.25: 83.0, 0.5: 81.5},
     ),
@@ -112,7 +108,6 @@ STUDIES = {
             0.25: {"oracle": 91.1, "trusted": 70.6, "plain": 71.6, "approx-grad": 80.05, "algorithm-2": 88.12},
             0.5: {"oracle": 89.8, "trusted": 70.6, "plain": 47.9, "approx-grad": 74.18, "algorithm-2": 85.21},
         },
-        paper_rate=1e-3,
         paper_clean=91.23,
         tests=26_032,
     ),
@@ -132,7 +127,6 @@ STUDIES = {
     ),
 }
 NOISES = ((0.25, SYMMETRIC), (0.5, SYMMETRIC), (0.4, ASYMMETRIC))
-PAPER_BATCH = 200
 ONE_SEED = ("approx-grad", "algorithm-2")
 """Columns that have one seed: a run takes too long."""
 

@@ -28,16 +28,14 @@ from bilevel.problem.rows import Rows
 from bilevel.results import Status
 from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel.running.solve import solve
-from bilevel_studies.denoising.runs import device_name, loaded
+from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.study import ONE_SEED
-from bilevel_studies.study import Deadline, Sitting
+from bilevel_studies.study import Deadline, Sitting, device_name
 
 NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75
 PASSES = {"ours": 3, "algorithm-2": 200}
-PAPER, PAPER_DEVIATION, PAPER_CLEAN = 87.41, 0.26, 93.0
-OTHERS = {"Ren et al. 2018": 86.92, "Han et al. 2018": 89.27}
-"""What the paper cites beside its own."""
+PAPER, PAPER_DEVIATION = 87.41, 0.26
 FLOOR = 1e-6
 """Added to importances, so that those of a batch never add up to zero."""
 

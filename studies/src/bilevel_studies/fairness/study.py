@@ -18,7 +18,7 @@ BOUND = 0.02
 STEPS = {"gap": 600, "simplex": 1500}
 QUICK_STEPS = {"gap": 40, "simplex": 60}
 SEEDS = 3
-WAYS = {"unconstrained": "without the constraint", "projected": "that, projected", "bilevel": "with the constraint"}
+WAYS = {"unconstrained": "without the constraint", "projected": "the same, projected", "bilevel": "with the constraint"}
 WITHIN = 2.0
 """Standard errors, of the gap on test and on validation rows together, that count as sampling error."""
 

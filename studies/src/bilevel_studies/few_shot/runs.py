@@ -30,9 +30,9 @@ from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.results import Status
 from bilevel.running.callbacks import Run
 from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.denoising.runs import device_name
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
+from bilevel_studies.study import device_name
 
 POINTS = 6
 """How often the accuracy is measured in a run."""

@@ -63,8 +63,6 @@ NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
 LOWER_STEPS = (1, 5, 10, 20)
 EFFECT_STEPS, CHOICE_STEPS, TIME_STEPS = 600, 800, 200
-PAPER_STEPS = 10_000
-"""Upper steps in the paper."""
 TEST_TASKS, TEST_QUERIES, CURVE_TASKS = 600, 15, 200
 VARIED: dict[str, dict[str, Any]] = {
     "as the table": {},

@@ -15,7 +15,6 @@ from bilevel_studies.few_shot.selection import apart, longest, timed
 from bilevel_studies.few_shot.study import (
     BACKBONES,
     CHOICES,
-    CIFAR,
     DATASETS,
     EFFECT,
     METHODS,
@@ -23,15 +22,14 @@ from bilevel_studies.few_shot.study import (
     OMNIGLOT,
     PAPER,
     PAPER_MINI,
-    PENALTYS,
     TABLE,
     TASKS,
     TIME,
+    WANTED,
 )
 from bilevel_studies.statistics import NOT_RUN, Numbers, chosen, percent, values
 from bilevel_studies.study import Kept, Report, table
 
-KINDS = {"erased": "erased squares", "turned": "turned classes", "plain": "plain"}
 LIKE = {"paper": "penalty"}
 """The column of the paper's table for a method."""
 OTHERS = ("approx-grad", "rmd", "prototypes", "cosines")
@@ -57,8 +55,13 @@ def report(kept: Sequence[Kept], folder: Path) -> Report:
         plots.against_lower_steps(finished(effect), "method", METHODS, folder / "few-shot-steps.png")
         tables["The effect of T"] = effect_table(effect)
     tables |= choice_tables(finished(chosen(mine, part=CHOICES)), chosen(mine, part=TABLE))
-    tables |= {"What was run": episode_table(cells), "Settings on CIFAR-FS": kind_table(chosen(cells, dataset=CIFAR))}
-    return Report({"cells": len(mine), "quick": quick}, tables)
+    aims = {f"{ways}-way {shots}-shot": chosen(cells, dataset=d, ways=ways, shots=shots) for d, ways, shots in WANTED}
+    reached = {
+        place: percent(mine).mean >= wanted
+        for (place, some), wanted in zip(aims.items(), WANTED.values(), strict=True)
+        if (mine := finished(chosen(some, method="penalty")))
+    }
+    return Report({"cells": len(kept), "quick": quick, "aims_reached": {} if quick else reached}, tables)
 
 
 def finished(cells: Sequence[Kept]) -> list[Kept]:
@@ -180,37 +183,3 @@ def effect_table(cells: Sequence[Kept]) -> str:
         ms = "" if found["ms_per_step"] is None else f"{found['ms_per_step']:.1f}"
         rows.append([METHODS[s["method"]], str(s["T"]), accuracy, ms])
     return table(["method", "T", "accuracy", "ms per upper step"], rows)
-
-
-def episode_table(cells: Sequence[Kept]) -> str:
-    rows = []
-    for dataset in DATASETS:
-        for backbone, (method, title) in product(BACKBONES[dataset], METHODS.items()):
-            if some := chosen(cells, dataset=dataset, backbone=backbone, method=method):
-                episodes = dict.fromkeys(
-                    f"{s['tasks']} tasks of {s['train_ways']} ways, {s['queries']} queries" for s, _ in some
-                )
-                steps = " or ".join(f"{n:,}" for n in sorted(values(some, "steps")))
-                row = [f"{dataset}, {NETWORKS[backbone]}", title, "; ".join(episodes), steps]
-                rows.append([*row, str(some[0][0].get("T", ""))])
-    return table(["data", "method", "meta-batch", "upper steps", "T"], rows)
-
-
-def kind_table(some: Sequence[Kept]) -> str:
-    shots = sorted(values(some, "shots"))
-    rows = [
-        [NETWORKS[network], METHODS[m], *(_kind(one[0][0]) if (one := chosen(mine, shots=n)) else "" for n in shots)]
-        for network, m in product(BACKBONES[CIFAR], METHODS)
-        if (mine := chosen(some, backbone=network, method=m))
-    ]
-    return table(["network", "method", *(f"{n} {'shot' if n == 1 else 'shots'}" for n in shots)], rows)
-
-
-def _kind(settings: Settings) -> str:
-    """The settings that a cell has and others of its place may not have."""
-    parts = [f"decay {settings['decay']:g}" if settings.get("decay") else "no decay"]
-    parts += [words for key, words in KINDS.items() if settings.get(key)]
-    for name in ("upper_rate", "scale", "proximity", *PENALTYS):
-        parts += [f"{name.replace('_', ' ')} {settings[name]:g}"] if name in settings else []
-    parts += [f"distances / {1 / settings['distances']:g}"] if "distances" in settings else []
-    return ", ".join(parts)

@@ -28,13 +28,14 @@ from bilevel_studies.poisoning import clean_label_batch as batch
 from bilevel_studies.poisoning.clean_label_features import FEATURES, side_of
 from bilevel_studies.poisoning.photographs import CLASSES, photos
 from bilevel_studies.repeated_step import let_go
+from bilevel_studies.study import device_name
 
 EPSILONS = tuple(range(1, 17))
 METHODS = ("penalty", "feature-collision", "collision-adam")
 TITLES = {
     "penalty": "Penalty",
     "feature-collision": "Algorithm 1 of Shafahi et al.",
-    "collision-adam": "the collision term alone",
+    "collision-adam": "only the collision term",
 }
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
 """K of the paper, and the steps of Algorithm 1 there."""
@@ -152,7 +153,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
             out += _search(scene, scene.targets(chosen), settings)
         except KeyboardInterrupt:
             return None
-    return {"targets": out, "seconds": round(time.perf_counter() - began, 2), "device": _device(where)}
+    return {"targets": out, "seconds": round(time.perf_counter() - began, 2), "device": device_name(where)}
 
 
 def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[dict[str, Any]]:
@@ -241,7 +242,3 @@ def picture(image: Tensor) -> str:
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).resize((SHOWN_SIDE, SHOWN_SIDE)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def _device(where: torch.device) -> str:
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"

@@ -32,7 +32,7 @@ from bilevel.data import load
 from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning.feature_collision import collide
 from bilevel_studies.repeated_step import let_go
-from bilevel_studies.study import Kept
+from bilevel_studies.study import Kept, device_name
 
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
@@ -155,7 +155,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
         "runs": runs,
         "clean_accuracies": [float((found == scene.test[1]).double().mean()) for found in predicted.values()],
         "seconds": round(time.perf_counter() - began, 2),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+        "device": device_name(where),
     }
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Method, Setting, State
+from bilevel.methods.base import Method, MethodState, RunContext
 from bilevel.problem.problem import Problem
 
 HORIZON = 10**6
@@ -167,7 +167,7 @@ def probe(problem: Problem, method: Method, u: Any, v: Any, data: object = None)
     return StepCost(*found, *warm, warm_up=getattr(state, "warm_up", 0) / HORIZON, bytes=memory.most)
 
 
-def _counted(state: State, k: int) -> tuple[int, int]:
+def _counted(state: MethodState, k: int) -> tuple[int, int]:
     """(evaluations of g, products) of step k."""
     began, products = state.derivatives.lower_evaluations, Products()
     with products.counting():
@@ -175,7 +175,7 @@ def _counted(state: State, k: int) -> tuple[int, int]:
     return state.derivatives.lower_evaluations - began, products.count
 
 
-def _moving(state: State) -> int:
+def _moving(state: MethodState) -> int:
     """Take the first step that moves u, where step 0 did not; returns the number of the next."""
     first: int = getattr(state, "warm_up", 0)
     if first:
@@ -183,10 +183,10 @@ def _moving(state: State) -> int:
     return first + 1
 
 
-def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> State:
+def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> MethodState:
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)
-    setting = Setting(
+    setting = RunContext(
         problem,
         upper,
         lower,

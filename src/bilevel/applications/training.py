@@ -107,7 +107,7 @@ class Trainer:
             for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
                 if k < done:
                     continue
-                self.engines.outer.call(self.inner, (index, rates[k]))
+                self.engines.outer.wrap(self.inner)(index, rates[k])
                 keeps = checkpoint if first_rank() else None
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
@@ -123,7 +123,7 @@ class Trainer:
         self.model.eval()
 
     def inner(self, index: Tensor, rate: Tensor) -> Tensor:
-        loss: Tensor = self.engines.inner.call(self.step, (index, rate))
+        loss: Tensor = self.engines.inner.wrap(self.step)(index, rate)
         return loss
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
 from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
 from bilevel.measures.certificate import certify
-from bilevel.methods.base import RECORD, Setting, State
+from bilevel.methods.base import RECORD, MethodState, RunContext
 from bilevel.problem.variables import Variable
 from bilevel.results import Certificate, History, Solution, Status
 from bilevel.running import checkpoints as store
@@ -32,8 +32,8 @@ class Loop:
 
     def __init__(
         self,
-        setting: Setting,
-        state: State,
+        setting: RunContext,
+        state: MethodState,
         callbacks: Sequence[Callback],
         folder: Path | None,
         *,

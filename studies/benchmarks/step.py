@@ -92,7 +92,7 @@ def started(
         "engine": engine,
         "precision": precision,
     }
-    known = {field.name for field in dataclasses.fields(Setting)}
+    known = {field.name for field in dataclasses.fields(RunContext)}
     return method.init(RunContext(**{name: value for name, value in given.items() if name in known}))
 
 

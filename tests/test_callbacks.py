@@ -401,7 +401,7 @@ SLOW = """
 import time
 import torch
 from bilevel import Penalty, Problem, solve
-from bilevel.callbacks import Progress
+from bilevel import Progress
 
 def lower(u, v, batch):
     time.sleep(0.2)

@@ -206,7 +206,7 @@ class MinibatchRun(ABC):
         yield last
 
     def _recorded(self, draws: Iterator[Draw], left: Tensor) -> Tensor:
-        """Run upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
+        """Run an upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
         held = list(draws)
         if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch is among them
             return self._iteration(held, left, self.moving, self._outer_parts)

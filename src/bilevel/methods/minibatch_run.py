@@ -161,7 +161,7 @@ class MinibatchRun(ABC):
         upper = self._upper_step if self.problem.prepare is None else self._episode
         self._parts = _Parts(inner(self._start_episode), inner(self._lower_step), inner(upper))
         self._outer_parts = _Parts(*map(outer, self._parts))
-        self._whole = outer(self._iteration)
+        self._whole: Callable[..., Tensor] = outer(self._iteration)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class MinibatchRun(ABC):
         upper = self._upper_step if self.problem.prepare is None else self._episode
         self._parts = _Parts(inner(self._start_episode), inner(self._lower_step), inner(upper))
         self._outer_parts = _Parts(*map(outer, self._parts))
-        self._whole = outer(self._iteration)
+        self._whole: Callable[..., Tensor] = outer(self._iteration)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class MinibatchRun(ABC):
         yield last
 
     def _recorded(self, draws: Iterator[Draw], left: Tensor) -> Tensor:
-        """Run upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
+        """Run an upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
         held = list(draws)
         if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch is among them
             return self._iteration(held, left, self.moving, self._outer_parts)

@@ -204,7 +204,7 @@ class PenaltyMinibatchRun(MinibatchRun):
         weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
         return [m / weight for m in self.running]
 
-    def _note_slope(self, slope: Sequence[Tensor]) -> None:
+    def _note_slope(self, slope: list[Tensor]) -> None:
         if self.options.cotangent == "running":
             torch._foreach_lerp_(self.running, slope, 0.1)
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)

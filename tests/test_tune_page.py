@@ -14,7 +14,7 @@ from bilevel.cli.main import main
 from bilevel.report.figures import bars
 
 FEATURES = 9
-TITLES = ("The penalties, sorted", "The path of the validation loss", "What a grid would have given")
+TITLES = ("The penalties, sorted", "The path of the validation loss", "The losses of a grid")
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_json_has_null_in_place_of_what_it_cannot_say():
     [
         ("denoise table.csv --trusted 5", "--label must name the column of table.csv"),
         ("denoise table.csv --trusted 5 --label d", "--label must be a column of table.csv; got 'd'."),
-        ("denoise rows.npz --trusted 5 --label c", "--label names a column of a table; rows.npz is none"),
+        ("denoise rows.npz --trusted 5 --label c", "--label names a column of a table; rows.npz is not a table"),
         ("denoise rows.npz --trusted 5 --noise 1.5", "--noise must be at least 0 and below 1; got 1.5."),
         ("denoise rows.npz --trusted 99", "--trusted must be below the 60 rows of rows"),
         ("denoise rows.npz --trusted 5 --test digits", "--test must be of the same form as rows.npz; got 'digits'."),

@@ -49,7 +49,7 @@ def read(
     for part, file in further.items():
         if form == "named":
             raise OptionError(f"{part} must be left out for a named set, whose rows can be split; got {str(file)!r}.")
-        if form_of(file) != form:
+        if form_of(parts[part] or file) != form:  # as given: a name is not a path
             raise OptionError(f"{part} must be of the same form as {source}; got {str(file)!r}.")
     if form == "named":
         return load_named(str(source))

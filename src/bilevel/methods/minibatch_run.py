@@ -10,6 +10,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -169,8 +170,9 @@ class MinibatchRun(ABC):
         draws, left = self._begin(k)
         if self.engines.whole:
             return self._stepped(self._recorded(draws, left))
-        draw = self._descend(draws, left, self.moving, self._parts)
-        return self._stepped(self._parts.upper(draw, left, self.moving))
+        for part in self._in_turn(draws, left, self.moving, self._parts):
+            record = part()
+        return self._stepped(record)
 
     def _stepped(self, record: Tensor) -> Tensor:
         """Called after each step with its record, which it returns."""
@@ -214,21 +216,23 @@ class MinibatchRun(ABC):
 
     def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts | None = None) -> Tensor:
         """Run T lower steps and the upper step, as one function for the outer engine."""
-        parts = self._parts if parts is None else parts
-        return parts.upper(self._descend(draws, left, moving, parts), left, moving)
+        for part in self._in_turn(draws, left, moving, self._parts if parts is None else parts):
+            record = part()
+        return record
 
-    def _descend(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts) -> Draw:
-        """Take the lower steps; return the draw of the upper step."""
+    def _in_turn(
+        self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts
+    ) -> Iterator[Callable[[], Any]]:
+        """Yield the lower steps and then the upper step, each as a call; only the last returns a record."""
         source = iter(draws)
         draw = next(source)
-        if self.problem.prepare is not None:
-            return draw
-        if self.problem.start_lower is not None:
-            parts.start(draw)
-        for _ in range(self.lower_steps):
-            parts.lower(draw, self._lower_left(left), moving)
-            draw = next(source, draw)
-        return draw
+        if self.problem.prepare is None:
+            if self.problem.start_lower is not None:
+                yield partial(parts.start, draw)
+            for _ in range(self.lower_steps):
+                yield partial(parts.lower, draw, self._lower_left(left), moving)
+                draw = next(source, draw)
+        yield partial(parts.upper, draw, left, moving)
 
     def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """Run an upper iteration on what `prepare` makes of one draw: its graph runs through all of it."""

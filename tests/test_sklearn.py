@@ -124,7 +124,7 @@ def test_suspects_come_worst_first():
 def test_without_trusted_labels_a_part_stands_in_and_a_warning_says_what_that_costs():
     X, y, _, _ = blobs(100, classes=3)
     expected = sum(round(0.2 * count) for count in np.bincount(y))
-    with pytest.warns(BilevelWarning, match=f"{expected} of the 100 rows stand in .* less surely.*NaN") as caught:
+    with pytest.warns(BilevelWarning, match=f"{expected} of the 100 rows replace them.*less reliably.*NaN") as caught:
         clf = DenoisingClassifier(trusted_share=0.2, **TINY).fit(X, y)
     assert Path(caught[0].filename) == Path(__file__)
     stood_in = np.isnan(clf.importance_)

@@ -92,8 +92,8 @@ def test_the_report_shows_the_outcome_and_four_figures_and_loads_nothing(ran):
     assert json.loads(ran[0].stdout)["message"] in text
     assert text.count("<svg") == 4
     for example in synthetic.examples():
-        assert example.title in text
-        assert example.f in text
+        assert demo.DESCRIPTIONS[example.name].title in text
+        assert demo.DESCRIPTIONS[example.name].f in text
     assert not re.search(r"https?:", text)
     assert __version__ in text
 
@@ -179,7 +179,7 @@ def test_a_start_that_is_not_solved_ends_the_demo_badly(tmp_path, capsys, monkey
 
 
 def test_ctrl_c_during_a_run_ends_the_demo_and_the_run_is_not_counted(tmp_path, capsys, monkeypatch):
-    whole = synthetic.attempt
+    whole = demo.attempt
     calls = []
 
     def stopping(example, method, seed, **options):

@@ -157,15 +157,12 @@ CASES: dict[str, Case] = {
     "penalty": (Penalty(), ridge, decays, {}),
     "penalty, steps on v": (STEPWISE, ridge, decays, {}),
     "penalty, tolerance": (
-        Penalty.algorithm_2(
-            lower_steps=2, gamma=1.0, lam=1.0, epsilon=0.5, smoothing=0.5, upper_rate=0.02, lower_rate=0.02
-        ),
+        Penalty.algorithm_2(lower_steps=2, gamma=1.0, lam=1.0, epsilon=0.5, upper_rate=0.02, lower_rate=0.02),
         ridge,
         decays,
         {},
     ),
     "penalty, running": (Penalty(cotangent="running", lower_steps=1, **BOTH), ridge, decays, {}),
-    "penalty, other": (Penalty(cotangent="other", lower_steps=1, **BOTH), ridge, decays, {}),
     "penalty, difference": (Penalty(curvature="difference", lower_steps=1, **BOTH), ridge, decays, {}),
     "penalty, accumulate": (STEPWISE, ridge, decays, {"accumulate": 2}),
     "penalty, constraints": (STEPWISE, constrained, decays, {}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bilevel import Callback, Penalty, Problem, Run, solve
 
-STOCHASTIC, DETERMINISTIC, LOWER_CONSTRAINTS = 21, 16, 19
+STOCHASTIC, DETERMINISTIC, LOWER_CONSTRAINTS = 15, 10, 12
 """The most calls, that of `solve` among them and that of g not. They may only fall: to 8, 10 and 11."""
 
 

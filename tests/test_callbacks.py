@@ -219,7 +219,7 @@ def test_history_writes_itself_as_csv(quadratic, tmp_path):
     solution.history.to_csv(tmp_path / "h.csv")
     assert read(tmp_path / "h.csv") == as_text(solution.history)
     assert solution.history["advanced"] == ["", "steps", "", "steps", ""]
-    with pytest.raises(KeyError, match="history has no column 'loss'; it has step, seconds"):
+    with pytest.raises(KeyError, match=r"history has no column 'loss'\. It has f, g, step, seconds"):
         solution.history["loss"]
 
 
@@ -401,7 +401,7 @@ SLOW = """
 import time
 import torch
 from bilevel import Penalty, Problem, solve
-from bilevel.callbacks import Progress
+from bilevel import Progress
 
 def lower(u, v, batch):
     time.sleep(0.2)

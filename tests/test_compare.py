@@ -136,7 +136,7 @@ def test_a_name_in_a_file_may_be_an_object_or_a_function_of_the_seed(name, trial
         (["FILE", "--trials", "2"], "name(seed)"),
         (["BAD"], "could not be run: SyntaxError"),
         (["EMPTY"], "must define 'problem'"),
-        (["FILE", "--methods", "forward-mode:memory_limit=0"], "memory_limit=0: ForwardMode keeps a matrix"),
+        (["FILE", "--methods", "penalty:mode=deterministic,nu=1"], "nu is not used in deterministic mode"),
     ],
 )
 def test_wrong_use_gets_a_sentence_and_code_2(arguments, words, file, tmp_path, capsys):

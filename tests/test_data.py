@@ -84,17 +84,6 @@ def test_accumulation_takes_so_many_pairs_for_each_gradient():
         assert sorted(b for which, b in step if which == "lower") == sorted([100 + i for i in drawn] * 2)
 
 
-@pytest.mark.parametrize("batches", ["fresh", "shared"])
-def test_other_cotangent_comes_from_a_lower_batch_of_its_own(batches):
-    record = Record()
-    steps = record.run(plain(lower_steps=2, cotangent="other", lower_batches=batches), (range(50), range(50)), 3)
-    for step in steps:
-        lower = [b for which, b in step if which == "lower"]
-        own, other = lower[1::2], lower[0::2]
-        assert len(set(other)) == 3
-        assert not set(own) & set(other)
-
-
 def test_running_cotangent_draws_nothing_more():
     record = Record()
     steps = record.run(plain(lower_steps=2, cotangent="running"), (range(50), range(50)), 3)

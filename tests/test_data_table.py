@@ -102,7 +102,7 @@ def test_columns_without_use_are_left_out_with_a_note_and_kept_for_people(tmp_pa
         "same (is constant)",
         "word (is constant)",
         "none (has no values)",
-        "who (is text of which nearly all values differ)",
+        "who (is text whose values nearly all differ)",
         "nested (holds nested or mixed values)",
     ):
         assert said in note
@@ -212,6 +212,14 @@ def test_the_transformer_is_kept_and_prepares_new_rows_after_pickling(tmp_path: 
     assert new[1].tolist() == [data.x[2, 0], 0, 0]
     with pytest.raises(DataError, match="the table has no column 'c', which the main file has"):
         transformer.transform(rows[["a"]])
+
+
+def test_names_of_columns_can_be_any_text(tmp_path: Path) -> None:
+    names = ["b\0", "", "missingindicator_x", "x", "x = u", "x is missing"]
+    frame = pd.DataFrame({name: NUMBERS * (i + 1) ** 2 for i, name in enumerate(names)})
+    frame["c\0"], frame["label"] = ["u", "v\0"] * (N // 2), LABELS
+    frame.to_parquet(tmp_path / "set.parquet")
+    assert load(tmp_path / "set.parquet", label="label").features == (*names, "c\0 = u", "c\0 = v\0")
 
 
 def test_huge_and_tiny_numbers_are_scaled_without_overflow(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.ara
         ((X, Y[:, None]), (X, Y), "one index for each input; got shape (12, 1)"),
         (X, (X, Y), "must be a pair"),
         ((X[:, 0], Y), (X, Y), "a row for each example; got shape (12,)"),
-        ((X.numpy(), np.array(["a", "b", "c"] * 4)), (X, Y), "the labels as indices of classes"),
+        ((X.numpy(), np.array(["a", "b", "c"] * 4)), (X, Y), "the labels as class indices"),
         ((X[:0], Y[:0]), (X, Y), "at least one example"),
     ],
 )
@@ -246,7 +246,7 @@ class Stream(IterableDataset):
         (Pairs(X, Y, lambda x, i: Image.new("L", (2, 2))), "found <class 'PIL.Image.Image'>. Give it a transform"),
         (Stream(), "must be a Dataset with a length, as every example has an importance; Stream has none"),
         (Pairs(X[:0], Y[:0]), "at least one example"),
-        (([[1.0, 2.0], [3.0]], [0, 1]), "must hold numbers, the labels as indices of classes; got rows of different"),
+        (([[1.0, 2.0], [3.0]], [0, 1]), "must hold numbers, the labels as class indices; got rows of different"),
         ((X.double() * 1e300, Y), "12 of 12 examples hold NaN or infinity"),  # in the model's float32
     ],
 )
@@ -443,7 +443,7 @@ def test_rows_that_are_in_the_held_out_part_are_not_trained_on():
     assert len(held) == 60
     assert prepared.data.count == 840
     assert not any(row.numpy().tobytes() in held for row in prepared.data.x)
-    assert any("60 rows are in the test set or the held-out part" in note for note in prepared.notes)
+    assert any("60 rows are also in the test set or the held-out part" in note for note in prepared.notes)
 
 
 def test_part_of_the_trusted_set_is_not_held_out_where_a_class_is_rare():
@@ -540,14 +540,14 @@ def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set
     assert stages[0] == "training: trusted set"
     assert len(set(stages)) == 6
     # 600 right labels are enough for an MLP on digits.
-    assert any("the 600 trusted rows alone is as good or better" in note for note in found.notes)
+    assert any("only the 600 trusted rows is as good or better" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("count", "denoised", "plain", "alone", "named"),
     [
-        (10_000, 0.90, 0.92, 0.91, ["the labels as they are", "the 1,200 trusted rows alone"]),
-        (10_000, 0.90, 0.80, 0.91, ["the 1,200 trusted rows alone"]),
+        (10_000, 0.90, 0.92, 0.91, ["the labels as they are", "only the 1,200 trusted rows"]),
+        (10_000, 0.90, 0.80, 0.91, ["only the 1,200 trusted rows"]),
         (10_000, 0.90, 0.896, 0.894, ["the labels as they are"]),  # the standard error is 0.0043
         (100, 0.90, 0.86, 0.84, ["the labels as they are"]),  # 0.046, and 0.047
         (400, 0.90, 0.86, 0.84, []),

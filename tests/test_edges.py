@@ -114,8 +114,6 @@ def test_features_with_batch_norm_and_dropout_run_and_resume_bit_for_bit(
 def test_settings_that_make_no_sense_for_episodes_are_refused():
     problem = Problem(pull, follow, start_lower=lambda v, pair: None)
     data = ([0, 1], [0, 1])
-    with pytest.raises(OptionError, match="cotangent='other' cannot be used"):
-        solve(problem, Penalty(cotangent="other"), leaf(0.0), leaf(0.0), data, max_steps=2)
     with pytest.raises(OptionError, match="accumulate must be 1 with start_lower"):
         solve(problem, Penalty(), leaf(0.0), leaf(0.0), data, max_steps=2, accumulate=2)
 
@@ -127,16 +125,9 @@ def test_start_of_the_lower_level_receives_the_pair_of_batches_where_nothing_is_
     assert set(seen) == {("upper", "lower")}
 
 
-def test_smoothed_tolerance_works_through_the_end_of_the_warm_up():
-    method = Penalty(mode="stochastic", epsilon=1e-9, smoothing=0.9, warm_up=0.5)
-    assert solve(Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=20).steps == 20
-
-
-def test_divergence_before_the_first_log_is_an_ending_with_the_smoothed_tolerance_too():
+def test_divergence_before_the_first_log_is_an_ending_with_a_tolerance_too():
     problem = Problem(pull, lambda u, v, batch: torch.sum((v - u) ** 2) ** 3)
-    method = Penalty(
-        mode="stochastic", epsilon=1e-9, smoothing=0.9, warm_up=0.0, lower_optimizer=partial(torch.optim.SGD, lr=1e9)
-    )
+    method = Penalty(mode="stochastic", epsilon=1e-9, warm_up=0.0, lower_optimizer=partial(torch.optim.SGD, lr=1e9))
     solution = solve(problem, method, leaf(0.0), leaf(3.0), max_steps=20, log_every=20)
     assert solution.status is Status.DIVERGED
     assert solution.v.item() == 3.0

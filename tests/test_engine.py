@@ -137,12 +137,12 @@ def test_record_of_another_optimizer_takes_the_path_of_eager(engine, device, opt
 
 
 @pytest.mark.parametrize(("engine", "device"), ENGINES, indirect=["device"])
-def test_constraints_projections_and_other_cotangent(engine, device):
+def test_constraints_projections_and_running_cotangent(engine, device):
     def budget(u: Any, v: Any, batch: Any) -> Tensor:
         return v[0].weight.square().sum() - 1.0
 
     problem = Problem(upper, lower, inequalities=budget, project_upper=Box(-0.05, 0.05), project_lower=Box(-1.0, 0.3))
-    options = {"warm_up": 0.0, "cotangent": "other", "lower_steps": 1}
+    options = {"warm_up": 0.0, "cotangent": "running", "lower_steps": 1}
     found = run(engine, device, problem, **options)
     assert found[0].engine == engine
     same(found, run("eager", device, problem, **options))

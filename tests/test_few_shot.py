@@ -16,9 +16,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
 from bilevel.applications.augmentation import move_slightly
-from bilevel.applications.few_shot.evaluation import Best
-from bilevel.applications.few_shot.meta_train import (
-    GAMMA,
+from bilevel.applications.few_shot import (
     CosineClassifier,
     Episodes,
     TaskSampler,
@@ -29,6 +27,8 @@ from bilevel.applications.few_shot.meta_train import (
     embed,
     meta_train,
 )
+from bilevel.applications.few_shot.evaluation import Best
+from bilevel.applications.few_shot.meta_train import GAMMA
 from bilevel.applications.networks import few_shot_cnn
 from bilevel.data.class_images import ImageClasses, load_classes
 from bilevel.derivatives.penalised_objective import Derivatives

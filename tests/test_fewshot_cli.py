@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from bilevel import ProblemError
-from bilevel.applications.few_shot.meta_train import embed
+from bilevel.applications.few_shot import embed
 from bilevel.applications.networks import few_shot_cnn
 from bilevel.cli import fewshot_run
 from bilevel.cli import progress as bar

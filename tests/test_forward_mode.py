@@ -223,7 +223,6 @@ def test_compiled_run_takes_the_path_of_eager():
         ("lower_rate", 0.0),
         ("lower_rate", -1.0),
         ("momentum", 1.0),
-        ("memory_limit", -1.0),
         ("chunk_size", 0),
         ("chunk_size", 2.5),
         ("lower_decay", "cosine"),
@@ -262,21 +261,23 @@ def test_rows_are_refused():
 @pytest.mark.parametrize(
     ("momentum", "words"),
     [
-        (0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB, above memory_limit=0.01"),
-        (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB, above memory_limit=0.01"),
+        (0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB, and at most 0.01 GiB are allowed"),
+        (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB, and at most 0.01 GiB are allowed"),
     ],
 )
-def test_matrix_that_is_too_large_is_refused_with_its_size(momentum, words):
+def test_matrix_that_is_too_large_is_refused_with_its_size(momentum, words, monkeypatch):
+    monkeypatch.setattr("bilevel.methods.forward_mode.MEMORY_LIMIT", 0.01)
     u, v = torch.zeros(1000, requires_grad=True), torch.zeros(3000, requires_grad=True)
     problem = Problem(lambda u, v, _: v.square().sum() + u.sum(), lambda u, v, _: (v - u.sum()).square().sum())
     with pytest.raises(OptionError) as caught:
-        solve(problem, ForwardMode(memory_limit=0.01, momentum=momentum), u, v, max_steps=1)
+        solve(problem, ForwardMode(momentum=momentum), u, v, max_steps=1)
     assert words in str(caught.value)
     assert "Use ReverseMode or Penalty" in str(caught.value)
     limit = 1000 * 3000 * 4 * (2 if momentum else 1) / 2**30
+    monkeypatch.setattr("bilevel.methods.forward_mode.MEMORY_LIMIT", limit)
     solve(
         problem,
-        ForwardMode(memory_limit=limit, momentum=momentum, lower_steps=1, lower_rate=0.1),
+        ForwardMode(momentum=momentum, lower_steps=1, lower_rate=0.1),
         u,
         v,
         max_steps=1,

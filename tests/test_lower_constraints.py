@@ -16,8 +16,8 @@ from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Prices
 from bilevel.measures.constrained_lower_minimum import Resolved
-from bilevel.methods.penalty.augmented_lagrangian import Lagrangian
-from bilevel.methods.penalty.constrained_lagrangian import Constrained
+from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
+from bilevel.methods.penalty.constrained_lagrangian import ConstrainedLagrangianRun
 from bilevel.problem.variables import Variable
 
 P, Q = 2, 3
@@ -274,7 +274,7 @@ def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
 
     u, v = quadratic.start()
     solution = solve(quadratic.problem, Watching(), u, v, max_steps=200, seed=0)
-    assert type(states[0]) is Lagrangian
+    assert type(states[0]) is AugmentedLagrangianRun
     assert states[0].derivatives.kkt is None
     assert set(solution.multipliers) == {"nu", "equalities", "inequalities"}
     assert solution.certificate.lower_gap is None
@@ -285,7 +285,7 @@ def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
     assert torch.equal(again[1].detach(), v.detach())
     bounded = Problem(quadratic.upper, quadratic.lower, lower_inequalities=lambda u, v, _: v - 100)
     solve(bounded, Watching(), *quadratic.start(), max_steps=200, seed=0)
-    assert type(states[1]) is Constrained
+    assert type(states[1]) is ConstrainedLagrangianRun
 
 
 # -- endings ----------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def valleys() -> Problem:
 def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_misses_it(monkeypatch):
     """The better point was found at another u: it is asked again at the end."""
     monkeypatch.setattr("bilevel.methods.penalty.constrained_lagrangian.resolve", lambda *_: Resolved(0.0, None, 1, 1))
-    finish = Constrained.finish
+    finish = ConstrainedLagrangianRun.finish
 
     def with_a_cut(state):
         state.kkt.cuts.add(torch.tensor([-1.0], dtype=torch.float64))
@@ -356,7 +356,7 @@ def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_miss
 
     ends = []
     for change in (finish, with_a_cut):
-        monkeypatch.setattr(Constrained, "finish", change)
+        monkeypatch.setattr(ConstrainedLagrangianRun, "finish", change)
         u, v = leaf(1.8), leaf(0.9)
         ends.append(solve(mirrlees(), Penalty(), u, v, max_steps=1000, seed=0))
     assert [end.status for end in ends] == [Status.CONVERGED, Status.STATIONARY]
@@ -367,7 +367,7 @@ def test_run_that_ends_beyond_a_cut_is_no_lower_minimiser_though_the_search_miss
 def test_run_that_gave_up_on_a_cut_is_called_stationary_and_never_converged(monkeypatch, restarts, status):
     """Its method says INFEASIBLE; no constraint of the problem is violated where it ended."""
     monkeypatch.setattr("bilevel.methods.penalty.augmented_lagrangian.RESTARTS", restarts)
-    monkeypatch.setattr(Constrained, "ended", lambda state: state.status and Status.INFEASIBLE)
+    monkeypatch.setattr(ConstrainedLagrangianRun, "ended", lambda state: state.status and Status.INFEASIBLE)
     solution = solve(mirrlees(), Penalty(), leaf(1.8), leaf(0.9), max_steps=1000, seed=0)
     assert solution.certificate.infeasibility <= 1e-7
     assert solution.certificate.lower_minimiser is (restarts > 0)

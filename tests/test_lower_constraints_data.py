@@ -12,8 +12,8 @@ from test_lower_constraints import P, Program, Q, StopAt, circle, program
 from torch import nn
 
 from bilevel import OptionError, Penalty, Problem, ProblemError, solve
-from bilevel.methods.penalty.constrained_minibatch import RHO, T_FACTOR, ConstrainedSteps
-from bilevel.methods.penalty.minibatch import Stepwise
+from bilevel.methods.penalty.constrained_minibatch import RHO, T_FACTOR, ConstrainedMinibatchRun
+from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
 OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM}
@@ -81,7 +81,7 @@ def test_without_data_the_lower_problem_is_solved_again():
 # -- derivatives and cost ---------------------------------------------------------------------------------------------
 
 
-def run_of(problem: Problem, *start, data=None, **options) -> ConstrainedSteps:
+def run_of(problem: Problem, *start, data=None, **options) -> ConstrainedMinibatchRun:
     states.clear()
     method = Watching(**({"mode": "stochastic", "warm_up": 0.0} | OPTIONS | options))
     solve(problem, method, *start, data, max_steps=1, seed=0)
@@ -165,7 +165,7 @@ def test_without_lower_constraints_the_steps_are_the_plain_ones(quadratic):
         states.clear()
         u, v = quadratic.start()
         solution = solve(problem, Watching(), u, v, quadratic.data(), max_steps=30, seed=0)
-        assert type(states[0]) is Stepwise
+        assert type(states[0]) is PenaltyMinibatchRun
         assert set(solution.multipliers) == {"nu", "equalities", "inequalities"}
         ends.append((u.detach(), v.detach(), solution.history["upper"]))
     assert torch.equal(ends[0][0], ends[1][0])

@@ -147,7 +147,7 @@ def test_each_public_name_is_there_and_has_a_docstring():
 
 def test_record_sees_names_defaults_and_methods():
     text = interface()
-    assert "\nsolve(problem: Problem, method: Method, u: Any, v: Any, data: object = None, *, max_steps: int" in text
+    assert "\nsolve(problem: Problem, method: Method, u: U, v: V, data: object = None, *, max_steps: int" in text
     assert "class Penalty(" in text
     assert "    gamma: Price | None = None\n" in text
     assert "    classmethod algorithm_1(" in text

@@ -37,11 +37,9 @@ STOCHASTIC_ONLY = {
     "epsilon": 0.1,
     "nu": 0.0,
     "multipliers": True,
-    "average_residual": True,
     "gamma_factor": 1.1,
     "lam_factor": 0.9,
     "epsilon_factor": 0.9,
-    "smoothing": 0.5,
     "advances": 3,
     "advance_every": 3,
     "warm_up": 0.1,
@@ -59,13 +57,6 @@ def test_option_of_the_stochastic_mode_is_refused_without_data(quadratic, name, 
     u, v = quadratic.start()
     with pytest.raises(OptionError, match=f"{name} is not used in deterministic mode.*mode='stochastic'"):
         solve(quadratic.problem, Penalty(**{name: value}), u, v, max_steps=1, seed=0)
-
-
-@pytest.mark.parametrize(("name", "value"), [("memory", 10), ("inner_steps", 10)])
-def test_option_of_the_deterministic_mode_is_refused_with_data(quadratic, name, value):
-    u, v = quadratic.start()
-    with pytest.raises(OptionError, match=f"{name} is not used in stochastic mode.*mode='deterministic'"):
-        solve(quadratic.problem, Penalty(**{name: value}), u, v, quadratic.data(), max_steps=1, seed=0)
 
 
 def test_deterministic_mode_refuses_data(quadratic):

@@ -29,7 +29,7 @@ from bilevel import (
 )
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Setting
+from bilevel.methods.base import RunContext
 from bilevel.optim.row_adam import RowAdam
 
 RATE = torch.tensor(0.05, dtype=torch.float64)
@@ -165,8 +165,9 @@ def test_stochastic_step_with_rows_makes_nothing_of_the_size_of_the_data():
     problem = Problem(upper, lower)
     upper_variable, lower_variable = variables(problem, u, v)
     sources = Sources(data, 0, lower_variable.device)
-    setting = Setting(problem, upper_variable, lower_variable, sources, 10, None, 1, torch.Generator().manual_seed(0))
-    state = Penalty(warm_up=0.0).init(setting)
+    generator = torch.Generator().manual_seed(0)
+    context = RunContext(problem, upper_variable, lower_variable, sources, 10, None, 1, generator)
+    state = Penalty(warm_up=0.0).init(context)
     state.step(0)
     with LargestNew() as watch:
         state.step(1)

@@ -40,14 +40,12 @@ METHODS = {
     "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "defaults": Penalty(curvature="difference"),
     "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
-    # The running mean of the gradient falls below epsilon in the last step; a shard of it alone in the one before.
-    "smoothed": Penalty(
+    "tolerance": Penalty(
         curvature="difference",
         lower_steps=1,
         warm_up=0.0,
         epsilon=1.0,
         epsilon_factor=0.9,
-        smoothing=0.5,
         advance_every=100,
         multipliers=True,
         lower_optimizer=ADAM,
@@ -55,7 +53,7 @@ METHODS = {
     ),
 }
 RESUMED = METHODS | {
-    "running": Penalty(curvature="difference", lower_steps=1, cotangent="running", average_residual=True),
+    "running": Penalty(curvature="difference", lower_steps=1, cotangent="running"),
     "momentum": Penalty(
         curvature="difference", lower_steps=1, lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5)
     ),
@@ -67,7 +65,7 @@ RESUMED = METHODS | {
     "least squares": ApproxGrad(lower_steps=1, curvature="difference", linear_solver="adam"),
 }
 """All that a state has in the shape of v."""
-FEW = ["value gap", "smoothed", "running", "neumann"]
+FEW = ["value gap", "tolerance", "running", "neumann"]
 WORDS, CLASSES = 7, 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from common import Each, leaf, plain
 from torch import Tensor, nn
 
-from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows, Status, solve
+from bilevel import BilevelWarning, History, OptionError, Penalty, Problem, Rows, Status, solve
 
 # -- u and v -----------------------------------------------------------------------------------------------------------
 
@@ -102,6 +103,42 @@ def test_solution_prints_as_its_status_and_message(quadratic):
     fast = partial(torch.optim.SGD, lr=1e6)
     solution = solve(quadratic.problem, plain(lower_optimizer=fast, upper_optimizer=fast), u, v, max_steps=99, seed=0)
     assert str(solution) == f"{Status.DIVERGED.value} {solution.message}"
+
+
+def test_representations_are_short_and_say_what_to_do_next(quadratic):
+    u, v = quadratic.start()
+    solution = solve(quadratic.problem, Penalty(), u, v, max_steps=100, seed=0, starts=2)
+    text = repr(solution)
+    assert len(text.splitlines()) <= 20
+    f = solution.history["f"][-1]
+    for words in ("CONVERGED after", f"f at the last step: {f:.6g}", "residual", "Next: use u and"):
+        assert words in text
+    short = solve(quadratic.problem, plain(), *quadratic.start(), max_steps=2, seed=0, starts=1)
+    assert "raise max_steps" in repr(short)
+    assert "not recorded" in repr(replace(short, history=History()))
+    for shown in (solution, solution.candidates, solution.certificate, solution.history, quadratic.problem, Penalty()):
+        assert len(repr(shown)) < 2000
+    for status in Status:
+        assert "Next: " in repr(replace(solution, status=status))
+
+
+def test_columns_have_the_names_of_the_progress_bar_too_and_a_wrong_name_gets_the_nearest(quadratic):
+    history = solve(quadratic.problem, plain(), *quadratic.start(), max_steps=3, seed=0).history
+    assert history["f"] == history["upper"]
+    assert history["g"] == history["lower"]
+    with pytest.raises(KeyError, match=r"history has no column 'residuals'\. Did you mean 'residual'"):
+        history["residuals"]
+
+
+def test_warning_points_at_the_line_of_the_user(quadratic, tmp_path):
+    def run(steps: int) -> None:
+        options = {"max_steps": steps, "seed": 0, "checkpoint": tmp_path, "resume": True}
+        solve(quadratic.problem, plain(), *quadratic.start(), quadratic.data(), **options)
+
+    run(2)
+    with pytest.warns(BilevelWarning, match="max_steps=2") as caught:
+        run(4)
+    assert caught[0].filename == __file__
 
 
 def test_constraint_that_cannot_be_met_is_called_infeasible():

@@ -13,7 +13,7 @@ from common import leaf
 from ranks import on_ranks
 from torch import nn
 
-from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, Rows, Status, solve
+from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, Rows, Status, solve, solve_pessimistic
 from bilevel.problem.variables import Variable
 from bilevel.results import Candidate, Certificate
 from bilevel.running.multistart import ranked
@@ -231,9 +231,11 @@ def on_two_ranks(data: bool) -> list[tuple]:
     noisy = replace(two_minimisers(), upper=lambda u, v, batch: (u - v).square().sum() + torch.randn(()))
     problem, given = (noisy, batches()) if data else (plain, None)
     ends = []
-    for method in [Penalty(**OPTIONS)] if data else [Penalty(), Penalty(reading="pessimistic")]:
+    method = Penalty(**OPTIONS) if data else Penalty()
+    for run in [solve] if data else [solve, solve_pessimistic]:
         u, v = leaf(0.7), leaf(0.8)
-        solution = solve(problem, method, u, v, given, max_steps=10, starts=3)
+        more = {"data": given} if data else {}
+        solution = run(problem, method, u, v, max_steps=10, starts=3, **more)
         ends.append((u.item(), v.item(), [(c.upper, c.start) for c in solution.candidates]))
     return ends
 

@@ -35,7 +35,7 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel.methods.minibatch_run import Steps
+from bilevel.methods.minibatch_run import MinibatchRun
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -73,11 +73,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], AbstractContextM
     """The steps taken, each of which runs in the mode: those of every method, and what one adds to the shared step."""
     taken: list[int] = []
 
-    def patch(kind: type[Steps]) -> None:
+    def patch(kind: type[MinibatchRun]) -> None:
         plain = vars(kind).get("step")
         if plain is not None:
 
-            def step(self: Steps, k: int) -> Tensor:
+            def step(self: MinibatchRun, k: int) -> Tensor:
                 with mode():
                     record: Tensor = plain(self, k)
                 if k not in taken:
@@ -88,7 +88,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], AbstractContextM
         for further in kind.__subclasses__():
             patch(further)
 
-    patch(Steps)
+    patch(MinibatchRun)
     return taken
 
 
@@ -133,12 +133,11 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 METHODS = {
     "defaults": Penalty(),
     "running": Penalty(cotangent="running"),
-    "other": Penalty(cotangent="other"),
     "difference": Penalty(curvature="difference"),
     "shared": Penalty(lower_batches="shared", decay="constant", warm_up=0.0),
-    "multipliers": Penalty(advance_every=1, multipliers=True, average_residual=False, warm_up=0.0, nu=0.1),
-    "averaged": Penalty(advance_every=2, multipliers=True, average_residual=True, warm_up=0.0),
-    "tolerances": Penalty(epsilon=10.0, smoothing=0.5, rate_power=1.0, warm_up=0.0),
+    "multipliers": Penalty(advance_every=1, multipliers=True, warm_up=0.0, nu=0.1, _average_residual=False),
+    "averaged": Penalty(advance_every=2, multipliers=True, warm_up=0.0),
+    "tolerances": Penalty(epsilon=10.0, rate_power=1.0, warm_up=0.0),
     "algorithm 1": Penalty.algorithm_1(),
     "algorithm 2": Penalty.algorithm_2(),
     "momentum": Penalty(lower_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)),

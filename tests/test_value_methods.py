@@ -133,23 +133,6 @@ def test_value_function_finds_the_lower_solution_that_is_best_for_f():
     assert (v.sum() - u[0]).abs() < 1e-6
 
 
-def test_regularisation_gives_a_lower_objective_without_a_minimum_one():
-    """g is flat in the second entry, which mu brings to zero."""
-    problem = Problem(
-        lambda u, v, _: ((v[0] - 1) ** 2 + v[1] ** 2) / 2, lambda u, v, _: (v[0] - u[0]) ** 2 / 2 + 0 * v[1]
-    )
-    ends = []
-    for mu in (0.0, 0.1):
-        u, v = leaf(0.0), leaf(0.2, 0.8)
-        method = ValueFunction(
-            lower_regularisation=mu, upper_regularisation=mu, shrink=0.1, lower_optimizer=ADAM, upper_optimizer=ADAM
-        )
-        solve(problem, method, u, v, max_steps=300, seed=0)
-        ends.append(v[1].item())
-    assert ends[0] == 0.8
-    assert abs(ends[1]) < 1e-2
-
-
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +237,6 @@ def test_trials_take_the_path_of_separate_runs(kind):
         else {
             "margin": 0.1,
             "barrier": 0.2,
-            "lower_regularisation": 0.1,
-            "upper_regularisation": 0.2,
         }
     )
     method = kind(warm_up=0.0, lower_optimizer=ADAM, upper_optimizer=ADAM, **prices)
@@ -334,8 +315,7 @@ def test_engine_takes_the_path_of_eager(engine, device, kind):  # noqa: F811
         (ValueFunction, "barrier", 0.0),
         (ValueFunction, "margin", -1.0),
         (ValueFunction, "shrink", 1.1),
-        (ValueFunction, "lower_regularisation", -1.0),
-        (ValueFunction, "upper_regularisation", float("nan")),
+        (ValueFunction, "shrink", float("nan")),
     ],
 )
 def test_option_out_of_range_is_refused_with_its_name_and_value(kind, name, value):

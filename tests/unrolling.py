@@ -14,7 +14,7 @@ from bilevel import Problem, Rows
 from bilevel._util.nested import Pair
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Setting
+from bilevel.methods.base import RunContext
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -74,7 +74,8 @@ def start(problem: Problem, method: Any, u: Any, v: Any, data: Any = None, **opt
     upper, lower = variables(problem, u, v)
     settings = {"max_steps": 10, "tolerance": None, "accumulate": 1, "engine": "eager"} | options
     generator = torch.Generator().manual_seed(0)
-    return method.init(Setting(problem, upper, lower, Sources(data, 0, lower.device), generator=generator, **settings))
+    sources = Sources(data, 0, lower.device)
+    return method.init(RunContext(problem, upper, lower, sources, generator=generator, **settings))
 
 
 def dense(values: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def watch(state: Any, steps: int = 1) -> list[Seen]:
         u = dense(state.u.value.values if state.u.rows else state.u.value)
         v = {key: dense(x) for key, x in zip(state.v.names, state.v.leaves, strict=True)}
         seen = Seen(u, v, [dense(m) for m in state.lower.moments], float(left))
-        seen.lower, seen.upper = [draw[0] for draw in lower], upper[0]
+        seen.lower, seen.upper = list(lower), upper
         found.append(seen)
         return plain(run, lower, upper, left)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bilevel.problem.rows import Rows
     from bilevel.results import Certificate, History, Solution, Status
     from bilevel.running.callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
+    from bilevel.running.pessimistic import solve_pessimistic
     from bilevel.running.run_many import run_many
     from bilevel.running.solve import solve
 
@@ -77,6 +78,7 @@ __all__ = [
     "check",
     "run_many",
     "solve",
+    "solve_pessimistic",
     "weighted_mean",
 ]
 
@@ -97,6 +99,7 @@ _MODULES = {
     "results": ["Certificate", "History", "Solution", "Status"],
     "running.callbacks": ["CSVHistory", "Callback", "EarlyStopping", "Progress", "Run", "TensorBoard"],
     "running.run_many": ["run_many"],
+    "running.pessimistic": ["solve_pessimistic"],
     "running.solve": ["solve"],
 }
 _MODULE_OF = {name: f"bilevel.{module}" for module, names in _MODULES.items() for name in names}

@@ -9,11 +9,16 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from bilevel._util.atomic_files import whole
+from bilevel._util.checks import did_you_mean
+
+U = TypeVar("U", default=Any)
+V = TypeVar("V", default=Any)
 
 COLUMNS = (
     "step",
@@ -32,6 +37,8 @@ COLUMNS = (
     "evaluations",
     "advanced",
 )
+ALIASES = {"f": "upper", "g": "lower"}
+"""Other names of columns."""
 REASONS = ("", "tolerance", "smoothed", "steps")
 """Why the schedule advanced after a step; the history stores the position in this tuple."""
 
@@ -44,21 +51,44 @@ class Status(enum.Enum):
     INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
     MAX_STEPS = "The budget of steps is spent (on minibatches the usual end): see the certificate."
-    STOPPED = "Stopped before the end: the state is kept, and a checkpoint, where one was asked for, is written."
+    STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 
     def __str__(self) -> str:
         return self.value
 
 
-class History:
-    """One row a step, kept as compact columns of floats.
+NEXT = {
+    Status.CONVERGED: "use u and v, which were updated in place.",
+    Status.STATIONARY: "pass starts=4, or start v near a minimum of g.",
+    Status.INFEASIBLE: "check the constraints, or pass starts=4 to look for a feasible point.",
+    Status.STALLED: "compare the certificate with your tolerance; use float64 if u and v are float32.",
+    Status.MAX_STEPS: "see .certificate and .history; raise max_steps if f or the residual still falls.",
+    Status.STOPPED: "call solve again with checkpoint= and resume=True to continue, if a checkpoint was written.",
+    Status.DIVERGED: "lower the learning rates, and look at .history before the last step.",
+}
+"""What a user can do after each status."""
 
-    `history["upper"]` is a list, one value a step; `history["advanced"]` says which rule moved the schedule after
-    that step (`tolerance`, `smoothed`, `steps`, or an empty string). Columns: step, seconds, upper (f), lower (g),
-    grad_u and grad_v (norms of the penalised gradients), residual (the certificate's `lower_residual`, of a batch),
-    violation (largest constraint violation), gamma, lam, epsilon, upper_rate and lower_rate (learning rates; the step
-    length in deterministic mode), evaluations (of the lower objective so far), advanced.
+
+class History:
+    """What was recorded of a run: one row for each step. `history["f"]` is a list with one value for each step.
+
+    The columns:
+
+    - `step`, `seconds`: the number of the step, and the time since the start.
+    - `f` and `g` (or `upper` and `lower`): the two objectives.
+    - `grad_u`, `grad_v`: the norms of the penalised gradients.
+    - `residual`: the certificate's `lower_residual`, on a batch.
+    - `violation`: the largest constraint violation.
+    - `gamma`, `lam`, `epsilon`: the penalty weights and the tolerance of the schedule.
+    - `upper_rate`, `lower_rate`: the learning rates; the step length in deterministic mode.
+    - `evaluations`: the evaluations of the lower objective so far.
+    - `advanced`: the rule that moved the schedule after the step: `tolerance`, `smoothed`, `steps` or an empty string.
+
+    >>> history = History()
+    >>> history.append({"step": 1, "upper": 0.5})
+    >>> history["f"]
+    [0.5]
     """
 
     def __init__(self) -> None:
@@ -72,8 +102,10 @@ class History:
         return len(self._columns["step"])
 
     def __getitem__(self, name: str) -> list[Any]:
+        name = ALIASES.get(name, name)
         if name not in self._columns:
-            raise KeyError(f"history has no column {name!r}; it has {', '.join(COLUMNS)}.")
+            known = [*ALIASES, *COLUMNS]
+            raise KeyError(f"history has no column {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}.")
         values = self._columns[name]
         if name == "advanced":
             return [REASONS[int(code)] for code in values]
@@ -134,7 +166,7 @@ class Certificate:
     violation_scale: float = 1.0
     """The size of the constraint functions, against which the violation is judged."""
     lower_minimiser: bool | None = None
-    """Whether a second minimisation of g, under its constraints, found nothing lower; None where it was not tried."""
+    """Whether a second minimisation of g, under its constraints, found nothing lower; None if it was not tried."""
     lower_violation: float = 0.0
     """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
     complementarity: float = 0.0
@@ -144,12 +176,12 @@ class Certificate:
     """1 + |v|, against which these two are judged."""
     lower_gap: float | None = None
     """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
-    points; None without lower constraints, or where it was not tried: with data it is not."""
+    points; None without lower constraints, or if it was not tried: with data it is not."""
     lower_starts: int = 0
     hypergradient_error: float | None = None
     """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
 
-    None where it was not asked for, under `project_lower` or lower constraints, or where the conjugate gradients do not
+    None if it was not requested, under `project_lower` or lower constraints, or if the conjugate gradients do not
     get there: g_vv is not positive definite, or too ill-conditioned for this precision."""
     damping: float = 0.0
     """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
@@ -165,7 +197,7 @@ class Certificate:
 
     @property
     def relative_stationarity(self) -> float:
-        """|grad F| with the part of u and that of v each relative to its scale."""
+        """|grad F|, with the parts of u and v each relative to its scale."""
         scale_u = self.scale if self.scale_u is None else self.scale_u
         return math.hypot(self.stationarity_u / scale_u, self.stationarity_v / self.scale)
 
@@ -185,9 +217,9 @@ class Certificate:
         return self.worst <= tolerance and self.lower_minimiser is not False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidate:
-    """Where one of several starts ended. u and v are copies, a tensor for each of the variable's tensors."""
+    """The end of one of several starts. u and v are copies: lists with one tensor for each tensor of the variable."""
 
     u: list[Tensor]
     v: list[Tensor]
@@ -199,13 +231,20 @@ class Candidate:
     start: int
     """The first start that ended there; 0 is the point that was passed."""
 
+    def __repr__(self) -> str:
+        return f"Candidate(start={self.start}, {self.status.name}, f={self.upper:.6g}, g={self.lower:.6g})"
 
-@dataclass(frozen=True)
-class Solution:
-    """The end of a run. u and v are the very objects that were passed in, updated in place."""
 
-    u: Any
-    v: Any
+@dataclass(frozen=True, repr=False)
+class Solution(Generic[U, V]):
+    """The end of a run. u and v are the objects that were passed to `solve`, updated in place.
+
+    `print(solution)` shows the status; in a notebook or a shell, the solution shows f, the certificate and what to do
+    next.
+    """
+
+    u: U
+    v: V
     status: Status
     steps: int
     mode: str
@@ -214,18 +253,18 @@ class Solution:
     history: History
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
-    """What each condition costs at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
-    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. Where
+    """The price of each condition at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
+    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. If
     the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0), those of
     grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
     adjoint: list[Tensor]
     """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
-    """What the status alone does not say: the step and the quantity that diverged, for instance."""
+    """Details that the status does not contain, such as the step and the quantity that diverged."""
     waiting: float = 0.0
     """The share of the run's time spent waiting for data."""
     interrupted: bool = False
-    """Whether Ctrl-C came: what else was to be run may be left, also where it came too late to stop this run."""
+    """Whether the user pressed Ctrl-C, even if it was too late to stop this run: skip the runs that would follow."""
     ranks: int = 1
     """How many processes shared the batches."""
     bytes_per_step: float = 0.0
@@ -236,3 +275,21 @@ class Solution:
 
     def __str__(self) -> str:
         return f"{self.status.value} {self.message}".strip()
+
+    def __repr__(self) -> str:
+        c = self.certificate
+        f = f"{self.history['f'][-1]:.6g}" if len(self.history) else "not recorded"
+        lines = [
+            f"Solution: {self.status.name} after {self.steps} steps ({self.mode}, {self.engine})",
+            f"  {self}",
+            f"  f at the last step: {f}",
+            f"  stationarity, relative: {c.relative_stationarity:.2g}",
+            f"  lower residual, relative: {c.lower_residual / c.lower_scale:.2g}",
+            f"  violation, relative: {c.infeasibility:.2g}",
+            f"  v minimises g: {'not checked' if c.lower_minimiser is None else 'yes' if c.lower_minimiser else 'no'}",
+        ]
+        if c.hypergradient_error is not None:
+            lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}")
+        if self.candidates:
+            lines.append(f"  distinct ends of the starts: {len(self.candidates)}, see .candidates")
+        return "\n".join([*lines, f"  Next: {NEXT[self.status]}"])

@@ -57,8 +57,6 @@ WHAT_MATTERS: dict[str, dict[str, Any]] = {
     "lower_batches='shared'": {"lower_batches": "shared"},
     "solve(precision='bf16')": {"precision": "bf16"},
     "multipliers=False": {"multipliers": False},
-    "average_residual=False": {"average_residual": False},
-    "epsilon a tenth of the first gradient, smoothing=0.9": {"epsilon": "scale", "smoothing": 0.9},
 }
 RATES: dict[str, dict[str, Any]] = {
     f"{name}, {decay}, rate_power={power:g}": {"rate_power": power, "decay": decay} | optimizer
@@ -84,7 +82,7 @@ ROBUST: dict[str, dict[str, Any]] = {
 }
 DEFAULTS = "matters/the defaults"
 """The run of the row `same` too: it is the default."""
-COTANGENTS = ("same", "running", "other")
+COTANGENTS = ("same", "running")
 SQUARES = {name: (name, 20) for name in COTANGENTS} | {
     f"{name}, batches of 100": (name, 100) for name in ("same", "running")
 }

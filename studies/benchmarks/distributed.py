@@ -39,7 +39,7 @@ from bilevel.batches.rank_shares import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "scaling.md", ROOT / "studies" / "results" / "distributed.json"
@@ -63,7 +63,7 @@ def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
     return weighted_mean(cross_entropy(v(batch[0]), batch[1], reduction="none"), torch.sigmoid(u[batch[2]]))
 
 
-def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
+def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> MethodState:
     """The state of a run, as `solve` makes it, on a part of each batch."""
     build, size = MODELS[name][0], MODELS[name][1] // parts
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
     ]
     first, second = variables(Problem(upper, lower), u, v)
     shares = None if ranks is None else RankShares(ranks.rank, ranks.size)
-    setting = Setting(
+    setting = RunContext(
         Problem(upper, lower),
         first,
         second,
@@ -97,7 +97,7 @@ def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> State:
     return Penalty(lower_steps=LOWER_STEPS, warm_up=0.0).init(setting)
 
 
-def timed(state: State, steps: int) -> tuple[float, float]:
+def timed(state: MethodState, steps: int) -> tuple[float, float]:
     """Seconds that passed, and CPU seconds of this process, for one step."""
     began, worked = time.perf_counter(), time.process_time()
     for k in range(steps):

@@ -42,7 +42,7 @@ from bilevel.derivatives.mixed_precision import reduced
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 from bilevel.optim.row_adam import RowAdam
 from bilevel.problem.variables import Variable
 
@@ -77,7 +77,7 @@ def lower(u: Rows, v: nn.Module, batch: Any) -> Tensor:
 
 def started(
     problem: Problem, method: Penalty, u: Any, v: Any, data: Any, *, engine: str = "eager", precision: str | None = None
-) -> State:
+) -> MethodState:
     """The state of a run, as `solve` makes it."""
     upper_variable, lower_variable = variables(problem, u, v)
     given = {
@@ -92,8 +92,8 @@ def started(
         "engine": engine,
         "precision": precision,
     }
-    known = {field.name for field in dataclasses.fields(Setting)}
-    return method.init(Setting(**{name: value for name, value in given.items() if name in known}))
+    known = {field.name for field in dataclasses.fields(RunContext)}
+    return method.init(RunContext(**{name: value for name, value in given.items() if name in known}))
 
 
 def penalty(lower_steps: int, curvature: str) -> Penalty:
@@ -232,7 +232,7 @@ def floors(engines: Sequence[str]) -> dict[str, Callable[[Work, int], Any]]:
     return {name: make for name, (engine, make) in FLOORS.items() if engine in ("eager", *engines)}
 
 
-def subject(work: Work, lower_steps: int, engine: str, curvature: str) -> State:
+def subject(work: Work, lower_steps: int, engine: str, curvature: str) -> MethodState:
     """A run of the penalty method; refuses one that the library would not run this way."""
     try:
         method = penalty(lower_steps, curvature)

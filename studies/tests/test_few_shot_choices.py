@@ -20,8 +20,8 @@ from PIL import Image
 from torch import nn
 
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
+from bilevel.applications.few_shot import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
 from bilevel.applications.few_shot import evaluation as few_shot_evaluation
-from bilevel.applications.few_shot.meta_train import TRAINING, Episodes, TaskSampler, Training, backbone, meta_train
 from bilevel.cli import fewshot_run
 from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main

@@ -230,7 +230,7 @@ PAPER = {
     "epsilon": 0.01,
     "lam": 0.01,
     "multipliers": True,
-    "average_residual": False,
+    "_average_residual": False,
     "gamma_factor": 1.1,
     "lam_factor": 0.9,
     "epsilon_factor": 0.9,

@@ -10,7 +10,7 @@ from test_few_shot import coarse_classes, noise_classes, tiny
 from torch.nn.functional import cross_entropy
 
 from bilevel import OptionError
-from bilevel.applications.few_shot.meta_train import TaskSampler, adapt_and_evaluate
+from bilevel.applications.few_shot import TaskSampler, adapt_and_evaluate
 from bilevel.applications.networks import few_shot_cnn
 
 

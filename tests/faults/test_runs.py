@@ -17,7 +17,7 @@ import pytest
 from ranks import free_port
 
 from bilevel._util.parallel_map import Where
-from bilevel.errors import DataError, OptionError, RunError
+from bilevel.errors import DataError, MissingPackageError, OptionError, RunError
 from bilevel.running.run_many import ResultFolder, RunItem, run_items, run_many
 
 NO_RAY = "Ray is not installed: pip install 'bilevel[ray]'"
@@ -124,7 +124,7 @@ def test_run_that_kills_its_process_each_time_is_named_and_takes_no_other_with_i
 def test_several_workers_without_joblib_say_what_to_install(items, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "joblib", None)
     monkeypatch.setitem(sys.modules, "joblib.externals.loky", None)
-    with pytest.raises(OptionError, match=r"pip install 'bilevel\[apps\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'bilevel\[apps\]'"):
         run_many(square, items, tmp_path / "out", workers=2)
 
 
@@ -315,5 +315,5 @@ def test_address_at_which_nothing_listens_is_refused_at_once(items, tmp_path, sc
 
 def test_address_without_ray_says_what_to_install(items, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(OptionError, match=r"pip install 'bilevel\[ray\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'bilevel\[ray\]'"):
         run_many(square, items, tmp_path / "out", address="auto")

@@ -22,7 +22,7 @@ MODE = 0o666 & ~_mask
 def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
     """A name to write to, which becomes `path` when all went well, and is gone otherwise.
 
-    The file that was there stays until then, and is kept as `before` where that is given. What a killed process left of
+    The file that was there stays until then, and is kept as `before` if that is given. What a killed process left of
     the same file is cleared away.
     """
     moved = False
@@ -34,7 +34,7 @@ def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(MODE)  # safetensors makes files for the owner's eyes alone
+        temporary.chmod(MODE)  # safetensors makes files that only the owner can read
         if before is not None and path.exists():
             os.replace(path, before)
             moved = True
@@ -61,7 +61,7 @@ def _flush(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write text as UTF-8; a file name in it that is no text comes back as the bytes it was."""
+    """Write text as UTF-8; a file name in it that is not valid text comes back as the same bytes."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
     return path

@@ -5,7 +5,6 @@ An item that fails, or whose process dies, is run again. `bilevel.running.run_ma
 
 from __future__ import annotations
 
-import importlib
 import signal
 import socket
 import traceback
@@ -18,12 +17,10 @@ from typing import Any
 
 import torch
 
+from bilevel._util.optional import require
 from bilevel.errors import BilevelError, OptionError, reason
 
-Function = Callable[[Any], Any]
 Submit = Callable[..., Future[Any]]
-REACH = 10.0
-"""Seconds in which the address of a cluster has to answer."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Where:
-    """Where runs go: `workers` processes of this machine, or the Ray cluster at `address`, each run with `gpus`."""
+    """The place of the runs: `workers` processes here, or the Ray cluster at `address`, with `gpus` for each run."""
 
     workers: int = 1
     address: str | None = None
@@ -55,7 +52,7 @@ ONCE = Where(retries=0, one_thread=False)
 
 
 def parallel_map(
-    function: Function, items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
+    function: Callable[[Any], Any], items: Sequence[Any], where: Where, late: Callable[[], bool] = lambda: False
 ) -> Generator[tuple[int, Any], None, None]:
     """Yield (position, result) as results come; the result is `Failed` after the last try.
 
@@ -74,8 +71,7 @@ def parallel_map(
             while busy or (waiting and healthy and not late()):
                 while waiting and healthy and len(busy) < most and not late():
                     try:
-                        busy[submit(attempted, function, items[waiting[0]])] = waiting[0]
-                        waiting.popleft()
+                        busy |= {submit(attempted, function, items[waiting[0]]): waiting.popleft()}
                     except BrokenExecutor:  # a process has just died
                         healthy = False
                 for done in wait(busy, return_when=FIRST_COMPLETED).done:
@@ -93,7 +89,7 @@ def parallel_map(
         suspects = lost or [position for position in suspects if position in tries]
 
 
-def attempted(function: Function, item: Any) -> Any:
+def attempted(function: Callable[[Any], Any], item: Any) -> Any:
     """Return the function's result, or its error as a value that any process can send."""
     try:
         return function(item)
@@ -138,10 +134,7 @@ def _here(where: Where) -> Iterator[tuple[Submit, int]]:
 @contextmanager
 def _processes(where: Where) -> Iterator[tuple[Submit, int]]:
     """Run in processes of this machine."""
-    try:
-        loky = importlib.import_module("joblib.externals.loky")
-    except ImportError:
-        raise OptionError("workers=2 or more needs joblib: pip install 'bilevel[apps]'.") from None
+    loky = require("joblib.externals.loky", extra="apps")
     pool = loky.ProcessPoolExecutor(where.workers, initializer=_begin_worker)
     try:
         yield lambda _, *arguments: pool.submit(_attempted_in_worker, *arguments), where.workers
@@ -157,7 +150,7 @@ def _begin_worker() -> None:
 _spoilt = False
 
 
-def _attempted_in_worker(function: Function, item: Any) -> Any:
+def _attempted_in_worker(function: Callable[[Any], Any], item: Any) -> Any:
     """In a worker: run no other item after one that failed."""
     global _spoilt
     if _spoilt:
@@ -170,12 +163,7 @@ def _attempted_in_worker(function: Function, item: Any) -> Any:
 @contextmanager
 def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
     """Run on a Ray cluster. (joblib's backend for Ray cannot return results as they come.)"""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        raise OptionError(
-            f"the address of a Ray cluster ({where.address}) needs Ray. Install it with: pip install 'bilevel[ray]'."
-        ) from None
+    ray = require("ray", extra="ray")
     mine = not ray.is_initialized()
     if mine:
         try:
@@ -188,8 +176,7 @@ def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
 
     def submit(_: Any, *arguments: Any) -> Future[Any]:
         references.append(remote.remote(*arguments))
-        future: Future[Any] = references[-1].future()
-        return future
+        return references[-1].future()  # type: ignore[no-any-return]
 
     try:
         yield submit, max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -204,4 +191,4 @@ def _reach(address: str) -> None:
     """Raise OSError if nothing listens at `host:port`: Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()

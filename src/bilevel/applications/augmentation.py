@@ -1,4 +1,4 @@
-"""Random changes of images that keep their class: drawn by torch on the device of the images, without a host read."""
+"""Random changes of images that keep their class, drawn by torch on the device of the images, without host reads."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from torch.nn.functional import affine_grid, grid_sample, pad
 
 MARGIN = 4
 TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
-"""The largest turn in radians, and the largest changes of size and place as shares, of `move_slightly`."""
+"""The largest turn (radians), change of size and shift (shares of the image) of `move_slightly`."""
 
 
 def crop_and_flip(x: Tensor) -> Tensor:
-    """Images (n, channels, height, width), each shifted by up to 4 pixels over a border of zeros and, every other one,
-    mirrored: the usual augmentation of CIFAR-10."""
+    """Shift each image (n, channels, height, width) by up to 4 pixels over zeros, and mirror it with probability 1/2.
+
+    This is the usual augmentation of CIFAR-10.
+
+    >>> crop_and_flip(torch.rand(2, 3, 32, 32)).shape
+    torch.Size([2, 3, 32, 32])
+    """
     return _moved(x, mirror=True)
 
 
 def crop(x: Tensor) -> Tensor:
-    """Images shifted as by `crop_and_flip`, and not mirrored: for digits and letters."""
+    """Shift each image like `crop_and_flip`, without mirroring: for digits and letters."""
     return _moved(x, mirror=False)
 
 
 def crop_flip_and_erase(x: Tensor) -> Tensor:
-    """Images as by `crop_and_flip`, and in each a square of half its side is zero, whose centre lies anywhere (Cutout,
-    DeVries and Taylor 2017): for large networks and few images."""
+    """Change each image like `crop_and_flip`, and set a square of half its side to zero (Cutout, DeVries and Taylor
+    2017): for large networks and few images. The centre of the square is anywhere in the image."""
     return _erased(crop_and_flip(x))
 
 
@@ -35,7 +40,7 @@ def _erased(x: Tensor) -> Tensor:
         centre = torch.randint(size, (n, 1), device=x.device)
         place = torch.arange(size, device=x.device) - centre
         holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
-    # In place, on a tensor of our own: channels stay innermost in memory, as a GPU convolves fastest.
+    # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
     return x.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
 
 
@@ -53,7 +58,7 @@ def _moved(x: Tensor, *, mirror: bool) -> Tensor:
 
 
 def move_slightly(x: Tensor) -> Tensor:
-    """Images (n, channels, height, width), each turned, stretched and shifted a little, over zeros."""
+    """Turn, stretch and shift each image (n, channels, height, width) a little, over zeros."""
     n = len(x)
     turn, across, down, right, low = (2 * torch.rand(5, n, device=x.device, dtype=x.dtype) - 1).unbind()
     angle, wide, high = TURN * turn, 1 + STRETCH * across, 1 + STRETCH * down
@@ -63,5 +68,5 @@ def move_slightly(x: Tensor) -> Tensor:
 
 
 def add_noise(x: Tensor, strength: Tensor) -> Tensor:
-    """Inputs with normal noise of this deviation: a change that can be differentiated in its strength."""
+    """Add normal noise with this deviation; the result is differentiable in `strength`."""
     return x + strength * torch.randn_like(x)

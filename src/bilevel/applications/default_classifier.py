@@ -1,4 +1,4 @@
-"""The classifier that a command takes where the user names a kind, and its augmentation."""
+"""The default classifiers of the commands, by kind and shape of the inputs, and their augmentation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import nn
 
 from bilevel._util.checks import one_of
 from bilevel._util.random_state import seeded
-from bilevel.applications import networks as models
+from bilevel.applications import networks
 from bilevel.applications.augmentation import crop, crop_and_flip
 from bilevel.applications.training import Augment
 from bilevel.errors import OptionError
 
 KINDS = ("auto", "linear", "mlp", "cnn")
 HIDDEN = 128, 300
-"""Hidden units of the MLP, and from WIDE inputs on."""
+"""Hidden units of the MLP with fewer than WIDE inputs, and with more."""
 WIDE = 500
 NUMBERS = "svhn"
 """The named set of house numbers."""
 SMALLEST = 16
-"""Pixels of the shorter side from which an image is for a convolutional network."""
+"""The least pixels of the shorter side of an image for a convolutional network."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network at its first weights. `kind` says which it is, `why` for what reason where that was not asked for."""
+    """A network with its first weights, its `kind`, and the reason `why` if the kind was chosen automatically."""
 
     network: nn.Module
     kind: str
@@ -38,11 +38,15 @@ class Classifier:
 def classifier(
     kind: str, shape: Sequence[int], classes: int, *, device: torch.device, seed: int, source: str = ""
 ) -> Classifier:
-    """The network of a kind for inputs of a shape. `auto`: convolutions for images where a GPU is at hand, else an MLP.
+    """Return a network for inputs of a shape; `kind` is "auto", "linear", "mlp" or "cnn".
 
-    Convolutions are the paper's where their size fits: MNIST's for (1, 28, 28), CIFAR-10's for (3, 32, 32), SVHN's
-    where `source`, what the inputs are of, is that set. Other images get three blocks of them that end in the mean over
-    the image. Colour images are augmented by crops and flips, those of SVHN by crops: a number mirrored is none.
+    "auto" is a convolutional network for images on a GPU, and else an MLP. The convolutional networks are the paper's
+    if the size fits: MNIST's for (1, 28, 28), and CIFAR-10's, or SVHN's if `source` is "svhn", for (3, 32, 32). Other
+    images get three blocks of convolutions. Colour images are augmented by crops and flips, SVHN by crops only, because
+    a mirrored number is none. `seed` draws the weights.
+
+    >>> classifier("mlp", (64,), 10, device=torch.device("cpu"), seed=0).kind
+    'mlp'
     """
     one_of("model", kind, KINDS)
     image = len(shape) == 3 and min(shape[1:]) >= SMALLEST
@@ -50,7 +54,7 @@ def classifier(
     if kind == "auto":
         kind = "cnn" if image and device.type == "cuda" else "mlp"
         if image and kind == "mlp":
-            why = "An MLP, as there is no GPU; --model cnn is better on images and takes longer."
+            why = "An MLP, because there is no GPU; --model cnn is better on images and takes longer."
     if kind == "cnn" and not image:
         raise OptionError(
             f"model='cnn' needs images of at least {SMALLEST} by {SMALLEST} pixels; the inputs have shape "
@@ -65,13 +69,13 @@ def classifier(
 def _built(kind: str, shape: tuple[int, ...], classes: int, source: str) -> nn.Module:
     inputs = int(torch.Size(shape).numel())
     if kind == "linear":
-        return models.linear(inputs, classes)
+        return networks.linear(inputs, classes)
     if kind == "mlp":
-        return models.mlp(inputs, (HIDDEN[inputs >= WIDE],), classes)
+        return networks.mlp(inputs, (HIDDEN[inputs >= WIDE],), classes)
     if shape == (1, 28, 28):
-        return models.mnist_cnn(classes)
+        return networks.mnist_cnn(classes)
     if shape == (3, 32, 32):
-        return models.svhn_cnn(classes) if source == NUMBERS else models.cifar_cnn(classes)
+        return networks.svhn_cnn(classes) if source == NUMBERS else networks.cifar_cnn(classes)
     blocks: list[nn.Module] = []
     for before, after in ((shape[0], 32), (32, 64), (64, 128)):
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]

@@ -1,16 +1,16 @@
 """Plain training of a classifier on weighted examples: Adam, with a rate that falls linearly to zero.
 
-Batches are drawn by index from tensors that live on the model's device. On a GPU the step is captured once and
-replayed; where there are many, it is compiled first.
+Batches are drawn by index from tensors on the model's device. On a GPU the step is captured once and replayed; if there
+are many steps, it is compiled first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,27 +28,37 @@ from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 
 Augment = Callable[[Tensor], Tensor]
-"""A batch of inputs, changed at random by torch's draws; the shape stays."""
+"""Changes a batch of inputs at random, by torch's generator; the shape stays the same."""
 Watch = Callable[[int], object]
-"""Told how many steps are done; where it returns True or raises, the training ends there, and is saved."""
+"""Called with the number of steps done; if it returns True or raises, the training is saved and ends."""
 DRAWS = 8
-"""How often inputs are changed at random where the mean of the answers is asked for."""
+"""The number of random changes of each input over which `probabilities` takes the mean."""
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""(model, inputs, targets, weights) of a batch -> its loss."""
+"""Maps (model, inputs, targets, weights) of a batch to its loss."""
 SAVES = 10
-"""How often a training is saved."""
+"""The number of checkpoints in a training."""
 
 
 def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """Return the weighted mean of the cross-entropies."""
     losses = cross_entropy(model(x), y, reduction="none")
     return (w * losses).sum() / w.sum()
 
 
-class Trainer:
-    """Trains a model on examples that stay on its device, once or several times with one record of the step.
+@dataclass
+class _Uncounted:
+    """What an engine asks of a run: the variable, and counters of evaluations, which a training leaves at zero."""
 
-    `tensors` are inputs, targets and weights; between trainings they and the model may be changed in place. `steps` is
-    how many there will be in all.
+    v: Variable
+    lower_evaluations: int = 0
+    upper_evaluations: int = 0
+
+
+class Trainer:
+    """Trains a model on examples on its device, once or several times, with one recorded step.
+
+    `tensors` are inputs, targets and weights; between trainings, they and the model can be changed in place. `steps` is
+    the number of steps of all trainings. The other options are those of `fit`.
     """
 
     def __init__(
@@ -70,7 +80,7 @@ class Trainer:
         self.x, self.y, self.w = x, y, w
         self.decay = decay
         self.descent = Descent(self.v, adam(self.v, 1.0, decay), "optimizer")
-        self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
+        self.derivatives = _Uncounted(self.v)
         self._engines = partial(Engines, engine, self, gradients=steps)
         self.engines = self._engines()
 
@@ -85,7 +95,7 @@ class Trainer:
         watch: Watch | None = None,
         checkpoint: Path | None = None,
     ) -> None:
-        """Train on these rows from the model's present weights. All draws come from `seed`."""
+        """Train on these rows from the model's present weights; all random draws come from `seed`."""
         device = self.v.device
         with seeded(seed, device) as generator:
             self.model.train()
@@ -97,12 +107,12 @@ class Trainer:
             for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
                 if k < done:
                     continue
-                self.engines.outer.call(self.inner, (index, rates[k]))
+                self.engines.outer.wrap(self.inner)(index, rates[k])
                 keeps = checkpoint if first_rank() else None
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
                     self.save(keeps, task, k + 1)
-                ends = True  # where the watch raises, too
+                ends = True  # also if the watch raises
                 try:
                     ends = watch is not None and watch(k + 1) is True
                 finally:
@@ -113,11 +123,11 @@ class Trainer:
         self.model.eval()
 
     def inner(self, index: Tensor, rate: Tensor) -> Tensor:
-        loss: Tensor = self.engines.inner.call(self.step, (index, rate))
+        loss: Tensor = self.engines.inner.wrap(self.step)(index, rate)
         return loss
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:
-        """Move by the gradient of the weighted mean of these examples' losses."""
+        """Take one step on the weighted mean of these examples' losses."""
         x, y, w = self.x[index], self.y[index], self.w[index]
         with reduced(self.precision, self.v.device):
             loss = self.loss(self.model, self.augment(x) if self.augment else x, y, w)
@@ -149,7 +159,7 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, folder: Path, task: dict[str, float]) -> int:
-        """Go on from the folder, where it holds a state; returns the steps done."""
+        """Load the state in the folder, if there is one; return the number of steps done."""
         if not store.exists(folder):
             return 0
         state = store.load(folder)
@@ -161,7 +171,7 @@ class Trainer:
         for name, tensor in self.v.tensors().items():
             tensor.copy_(state["model"][name])
         self.descent.load_state_dict(state["descent"])
-        self.engines = self._engines()  # a record holds on to the moments from before
+        self.engines = self._engines()  # a recorded step holds the old moments
         set_random_state(state["random"], self.v.device)
         return int(state["step"])
 
@@ -184,11 +194,18 @@ def fit(
     decay: float = 0.0,
     engine: str = "auto",
 ) -> None:
-    """Train the model in place on (x, y). `y` holds class indices, or one row of probabilities for each example.
+    """Train the model in place on (x, y) with Adam.
 
-    Examples of weight zero are not drawn. The draws of this function and of the model come from `seed`; the global
-    generators are put back. A `checkpoint` folder is written to, and gone on from where it holds a state. `loss` takes
-    the place of the weighted cross-entropy; what `y` holds is then for it to know. `decay` is AdamW's.
+    - `y`: class indices, or a row of probabilities for each example, or what `loss` reads.
+    - `steps`, `batch` (100), `rate` (1e-3, falling linearly to zero), `decay` (0, of AdamW).
+    - `weights`: of the examples, default 1; examples of weight 0 are not drawn.
+    - `loss(model, x, y, w)`: of a batch, default the weighted cross-entropy.
+    - `augment`: changes inputs at random. `watch(done)`: called after each step.
+    - `seed`: of all random draws, here and in the model; the global generators are restored at the end.
+    - `checkpoint`: a folder to write to, and to resume from if it holds a state.
+
+    >>> x = torch.randn(50, 3)
+    >>> fit(nn.Linear(3, 2), x, (x[:, 0] > 0).long(), steps=10)
     """
     w = torch.ones(len(x)) if weights is None else weights.float().cpu()
     trainer = Trainer(
@@ -199,7 +216,7 @@ def fit(
 
 
 def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
-    """Batches of rows without end, in a new order at every pass; a last partial batch is left out."""
+    """Yield batches of rows without end, in a new order in every pass, without partial batches."""
     size = min(size, len(rows))
     while True:
         order = rows[torch.randperm(len(rows), generator=generator)]
@@ -244,6 +261,6 @@ def probabilities(
 
 
 def accuracy(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
-    """The share of these inputs to which the model gives their label."""
+    """Return the share of these inputs for which the model predicts the label."""
     x, y = pair
     return float((probabilities(model, x).argmax(1) == y).double().mean())

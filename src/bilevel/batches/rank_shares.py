@@ -61,7 +61,7 @@ class RankShares:
         return self.chosen(range(shapes[0][0]), lambda rows: each_tensor(lambda t: t[rows.start : rows.stop], batch))
 
     def divided(self, items: Any, name: str) -> bool:
-        """Return whether the source gives each rank batches of its own already."""
+        """Return whether the source gives each rank other batches already."""
         samplers = [getattr(items, "sampler", None), getattr(getattr(items, "batch_sampler", None), "sampler", None)]
         for sampler in samplers:
             if isinstance(sampler, DistributedSampler):

@@ -33,11 +33,11 @@ from bilevel.batches.rank_shares import RankShares, SharedLoader, tensors_in
 from bilevel.errors import DataError
 
 ROOM = 0.25
-"""The share of a GPU's free memory that data may fill."""
+"""The share of a GPU's free memory that data can fill."""
 SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""They draw nothing but indices, so that those of a whole pass can be drawn at its start."""
+"""They draw only indices, so that all indices of a pass can be drawn at its start."""
 UNINDEXED = (torch.uint16, torch.uint32, torch.uint64)
-"""torch selects no rows of these."""
+"""torch cannot select rows of tensors with these types."""
 
 
 class DeviceCopies:

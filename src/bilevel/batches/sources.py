@@ -1,4 +1,4 @@
-"""Where batches come from: two iterables, each cycled on its own.
+"""The sources of batches: two iterables that are cycled independently.
 
 Each pass over a source starts from the seed (seed, source, pass), so that a resumed run draws what the straight one
 drew: it starts the pass that it was in and goes to the batch it had reached. How a pass is read: see

@@ -53,14 +53,19 @@ def versions() -> dict[str, str]:
 
 
 def data_sets() -> dict[str, str | None]:
-    """Return where each set that is read by name is; None if it is not here."""
-    try:
-        from bilevel.data import class_images, named_sets
-    except ImportError as error:
-        return {f"no set can be read ({error})": None}
-    found = {name: named_sets.found_in(name) for name in named_sets.SETS}
-    found |= {name: class_images.found_in(name) for name in class_images.NAMES}
-    return {"digits": "comes with scikit-learn"} | {n: None if path is None else str(path) for n, path in found.items()}
+    """Return where each set that is read by name is, or what is missing to look for it; None if it is not here."""
+    from bilevel.data import class_images, named_sets
+    from bilevel.errors import MissingPackageError
+
+    found: dict[str, str | None] = {"digits": "comes with scikit-learn"}
+    for module, names in ((named_sets, named_sets.SETS), (class_images, class_images.NAMES)):
+        for name in names:
+            try:
+                path = module.found_in(name)
+                found[name] = None if path is None else str(path)
+            except MissingPackageError as error:
+                found[name] = str(error)
+    return found
 
 
 def lines(found: dict[str, Any]) -> list[str]:

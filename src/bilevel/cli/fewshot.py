@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from bilevel._util.optional import require
-from bilevel.cli.options import DeviceOption, JsonOption, ResumeOption, SeedOption, asked, refuse_options
+from bilevel.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ResumeOption,
+    SeedOption,
+    asked,
+    options_given,
+    refuse_options,
+)
 from bilevel.errors import OptionError
 
 BACKBONES = "conv4, resnet"
@@ -68,23 +76,36 @@ def command(
     --queries, --tasks and --seed, or on all classes of another folder DATA that shares none with the run. With
     `--embed FOLDER` it embeds new images. --backbone then says where your network's file is now.
     """
-    if evaluate is not None and embed is not None:
-        refuse_options(context, ("data", *OF_TRAINING, *TASKS), "--evaluate and --embed, which need a run and images")
-    elif evaluate is not None:
-        refuse_options(context, (*OF_TRAINING, "out"), "--evaluate: the run is finished, and has a folder")
-    elif data is None:
+    if evaluate is not None:
+        _use_finished_run(context, evaluate)
+        return
+    if data is None:
         also = "" if embed is None else " --embed also works without DATA, with --evaluate RUN."
         raise OptionError(f"DATA is needed: {DATA}.{also}")
-    require("PIL", extra="apps")
-    require("sklearn", extra="apps")
+    _require_extra()
     from bilevel.cli import fewshot_run
 
-    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
-    moved = backbone if "backbone" in given else None
-    if evaluate is not None and embed is not None:
-        fewshot_run.embed_with(evaluate, embed, moved, device, out, json)
-    elif evaluate is not None:
-        other = {name: context.params[name] for name in TASKS if name in given}
-        fewshot_run.evaluate_again(evaluate, data, other, moved, device, json)
+    fewshot_run.run(asked(context, "fewshot"), embed, out, device, resume, json)
+
+
+def _use_finished_run(context: typer.Context, run: Path) -> None:
+    """Embed images with a finished run, or evaluate it again with the options that the command line has."""
+    params = context.params
+    if params["embed"] is not None:
+        refuse_options(context, ("data", *OF_TRAINING, *TASKS), "--evaluate and --embed, which need a run and images")
     else:
-        fewshot_run.run(asked(context, "fewshot"), embed, out, device, resume, json)
+        refuse_options(context, (*OF_TRAINING, "out"), "--evaluate: the run is finished, and has a folder")
+    _require_extra()
+    from bilevel.cli import fewshot_run
+
+    given = {name: params[name] for name in options_given(context, (*TASKS, "backbone"))}
+    moved = given.pop("backbone", None)
+    if params["embed"] is not None:
+        fewshot_run.embed_with(run, params["embed"], moved, params["device"], params["out"], params["json"])
+    else:
+        fewshot_run.evaluate_again(run, params["data"], given, moved, params["device"], params["json"])
+
+
+def _require_extra() -> None:
+    require("PIL", extra="apps")
+    require("sklearn", extra="apps")

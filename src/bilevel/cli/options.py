@@ -45,11 +45,16 @@ def asked(context: typer.Context, command: str) -> dict[str, Any]:
     return {"command": command} | {name: str(v) if isinstance(v, Path) else v for name, v in params.items()}
 
 
+def options_given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return those of the parameters that the command line has, even with their default value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
 def refuse_options(context: typer.Context, names: Sequence[str], reason: str) -> None:
     """Refuse parameters that the command line has, although they do not go with `reason`."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    options = [param.opts[0] for param in context.command.params if param.name in given]
+    given = options_given(context, names)
+    options = [param.metavar or param.opts[0] for param in context.command.params if param.name in given]
     if options:
         raise OptionError(f"{' and '.join(options)} must be left out with {reason}.")
 

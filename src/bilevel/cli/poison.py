@@ -19,17 +19,27 @@ from bilevel.cli.options import (
     asked,
 )
 
+AttackOption = Annotated[
+    Literal["untargeted", "targeted", "clean-label"],
+    typer.Option(
+        help="The goal: less accuracy (untargeted), one class taken for another (targeted), or one test row taken for "
+        "another class because of points whose labels are right (clean-label)."
+    ),
+]
+AuditOption = Annotated[
+    bool,
+    typer.Option(
+        "--audit",
+        help="Look for the smallest share of poison (clean label: the smallest epsilon) that is enough, and test "
+        "whether bilevel's own denoiser notices the points.",
+    ),
+]
+
 
 def command(
     context: typer.Context,
     data: DataArgument,
-    attack: Annotated[
-        Literal["untargeted", "targeted", "clean-label"],
-        typer.Option(
-            help="The goal: less accuracy (untargeted), one class taken for another (targeted), or one test row taken "
-            "for another class because of points whose labels are right (clean-label)."
-        ),
-    ] = "untargeted",
+    attack: AttackOption = "untargeted",
     points: Annotated[int | None, typer.Option(min=1, help="Poison points to add.")] = None,
     fraction: Annotated[
         float | None,
@@ -63,17 +73,9 @@ def command(
         str, typer.Option(help=f"The victim: {NETWORKS}, or path.py:make with make(shape, classes).")
     ] = "linear",
     steps: Annotated[int, typer.Option(min=1, help="Steps of the attack.")] = 300,
-    audit: Annotated[
-        bool,
-        typer.Option(
-            "--audit",
-            help="Look for the smallest share of poison (clean label: the smallest epsilon) that is enough, and test "
-            "whether bilevel's own denoiser notices the points.",
-        ),
-    ] = False,
+    audit: AuditOption = False,
     cost: Annotated[
-        float | None,
-        typer.Option(help="The points of accuracy lost that are enough for --audit. By default 5."),
+        float | None, typer.Option(help="Points of accuracy whose loss is enough for --audit; by default 5.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run. By default runs/poison-DATA.")] = None,
     device: DeviceOption = "auto",

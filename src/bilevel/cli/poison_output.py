@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,7 @@ def summary(
         "model": model,
         "device": str(device),
         "settings": settings,
-        "audit": None
-        if audit is None
-        else {
-            "what": audit.what,
-            "least": audit.least,
-            "values": list(audit.values),
-            "runs": audit.runs,
-            "wanted": audit.wanted,
-            "auc": audit.auc,
-        },
+        "audit": None if audit is None else asdict(audit),
         "notes": notes,
     }
 

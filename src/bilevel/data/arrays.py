@@ -89,10 +89,7 @@ def standard_scaler() -> Any:
     """
     preprocessing = require("sklearn.preprocessing", "apps")
     bounds = [
-        preprocessing.FunctionTransformer(
-            np.clip, kw_args={"a_min": -most, "a_max": most}, feature_names_out="one-to-one"
-        )
-        for most in (LARGEST, LIMIT)
+        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, LIMIT)
     ]
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 

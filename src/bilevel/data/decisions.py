@@ -90,9 +90,9 @@ def apply_decisions(
             _write_named(data, temporary, change)
         else:
             (_rewrite_parquet if suffix == ".parquet" else _rewrite_csv)(Path(source), temporary, change, str(label))
-    dropped = int((~change.kept).sum())
+    kept = int(change.kept.sum())
     relabelled = int((change.kept & (change.new != change.old)).sum())
-    return Applied(target, data.count, dropped, relabelled, data.count - dropped - relabelled, notes)
+    return Applied(target, data.count, data.count - kept, relabelled, kept - relabelled, notes)
 
 
 def read_decisions(path: Path, data: Labelled) -> Change:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair
+from bilevel.data.labelled import Labelled, Pair, reading
 from bilevel.data.labels import LEAST_ROWS, indices
 from bilevel.errors import BilevelError, DataError, OptionError
 
@@ -86,13 +86,11 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
 
 def listings(root: Path) -> dict[str, Listing]:
     """Return the images of each part of a folder; `train` is the main part."""
-    try:
+    with reading(root):
         parts = {name: root / name for name in ("train", "trusted", "test") if _is_part(root / name)}
-        found = {name: _listing(folder, set()) for name, folder in parts.items()}
+        found = {name: _listing(folder) for name, folder in parts.items()}
         if "train" not in found:
-            found["train"] = _listing(root, set(parts))
-    except OSError as error:
-        raise DataError(f"{root} cannot be read ({error.strerror}).") from None
+            found["train"] = {name: images for name, images in _listing(root).items() if name not in parts}
     for name, listing in found.items():
         if not files_of(listing):
             folder = parts.get(name, root)
@@ -106,8 +104,8 @@ def _is_part(folder: Path) -> bool:
     return folder.is_dir() and not _images(folder) and any(path.is_dir() for path in _visible(folder))
 
 
-def _listing(folder: Path, parts: set[str]) -> Listing:
-    return {path.name: _images(path) for path in _visible(folder) if path.is_dir() and path.name not in parts}
+def _listing(folder: Path) -> Listing:
+    return {path.name: _images(path) for path in _visible(folder) if path.is_dir()}
 
 
 def files_of(listing: Listing) -> list[Path]:

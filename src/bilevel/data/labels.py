@@ -24,7 +24,7 @@ LEAST_ROWS = 10
 
 
 class ClassLabels:
-    """Reads labels as classes; `classes` are those of the main part."""
+    """Reads labels as classes; `classes` are the classes of the main part."""
 
     classes: tuple[str, ...] = ()
 

@@ -16,7 +16,7 @@ import io
 import os
 import pickle
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -226,16 +226,12 @@ def _unit(x: np.ndarray) -> torch.Tensor:
 
 def found_in(name: str) -> Path | None:
     """Return the folder that has the set's files, or None if they would be downloaded."""
-    return next((folder for folder in _places(name) if _form_in(folder, SETS[name]) is not None), None)
-
-
-def _places(name: str) -> Iterator[Path]:
-    """Yield where the files can be; pooch is asked for its cache only if they are nowhere else."""
-    if given := os.environ.get("BILEVEL_DATA"):
-        yield Path(given) / name
-    if (folder := SETS[name].folder) is not None:
-        yield folder
-    yield _cache(name)
+    given, known = os.environ.get("BILEVEL_DATA"), SETS[name]
+    for folder in (Path(given) / name if given else None, known.folder):
+        if folder is not None and _form_in(folder, known) is not None:
+            return folder
+    folder = _cache(name)  # pooch is needed only if the files are nowhere else
+    return None if _form_in(folder, known) is None else folder
 
 
 def _cache(name: str) -> Path:
@@ -264,5 +260,5 @@ def _why(error: Exception) -> str:
     if answer is not None:
         return f"the server answers {answer.status_code}"
     if "hash" in str(error):
-        return "the sum of the download is not that of the published file"
+        return "the download differs from the published file"
     return error.strerror if isinstance(error, OSError) and error.strerror else "the server cannot be reached"

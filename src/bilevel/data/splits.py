@@ -76,7 +76,7 @@ def _quotas(sizes: list[int], count: int, keep: int) -> list[int]:
 def corrupt(
     y: Tensor, rate: float, classes: int, seed: int, kind: Literal["symmetric", "asymmetric"] = "symmetric"
 ) -> Tensor:
-    """Return labels of which exactly round(rate * n) are wrong, to measure how well wrong labels are found.
+    """Return labels with exactly round(rate * n) wrong ones, to measure how well wrong labels are found.
 
     The rows are drawn at random by `seed`; y does not change. `symmetric` replaces a label by any other of the
     `classes`, each with the same probability; `asymmetric` replaces class c by c + 1, and the last class by 0.

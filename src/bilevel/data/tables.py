@@ -4,11 +4,11 @@ scikit-learn turns every other column into numbers, by rules that are fitted on 
 
 - numbers, dates and durations: mean 0 and deviation 1, cut off at 10 deviations. A missing value is the median, and a
   column of 0 and 1 marks it;
-- text of which 95% of the values are numbers: numbers, with the others missing, and a note;
+- text, if at least 95% of its values are numbers: numbers, with the others missing, and a note;
 - text, categories, true and false: a column of 0 and 1 for each value, missing included. If there are more than 21
   values, the 20 most frequent have a column, and the others share one;
-- left out, with a note: constant columns, columns without values, columns that count the rows, text of which nearly all
-  values differ, and complex or nested values.
+- left out, with a note: constant columns, columns without values, columns that count the rows, text whose values nearly
+  all differ, and complex or nested values.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TableTransformer:
     @classmethod
     def fit(cls, frame: Frame, where: str) -> TableTransformer:
         """Fit the rules on a table without its labels. `where` names it in errors."""
-        pandas, kinds, values, left_out, notes = require("pandas", "tables"), {}, {}, [], []
+        kinds, values, left_out, notes = {}, {}, [], []
         for name, series in frame.items():
             kind = kind_of(series)
             found = read_column(series, kind) if kind in ("number", "date", "text") else np.empty(0)
@@ -122,8 +122,8 @@ class TableTransformer:
             raise DataError(f"{where} has no column to learn from besides the labels{': ' * bool(shown)}{shown}.")
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
-        transformer = _transformer(kinds).fit(pandas.DataFrame(values))
-        return cls(kinds, transformer, tuple(map(_feature, transformer.get_feature_names_out())), tuple(notes))
+        transformer = _transformer(kinds).fit(_numbered(values))
+        return cls(kinds, transformer, _names(transformer, kinds), tuple(notes))
 
     def transform(self, X: Frame, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns)."""
@@ -137,15 +137,14 @@ class TableTransformer:
                 raise DataError(
                     f"{where}: column {name!r} must hold {kind}s, as in the main file; got {str(present.iloc[0])!r}."
                 )
-        prepared = require("pandas", "tables").DataFrame(values)
-        return np.asarray(self.transformer.transform(prepared), dtype=np.float32)
+        return np.asarray(self.transformer.transform(_numbered(values)), dtype=np.float32)
 
 
 def _transformer(kinds: dict[str, str]) -> Any:
     """Return the sklearn.compose.ColumnTransformer for columns of these kinds, not yet fitted."""
     impute, pipeline = require("sklearn.impute", "apps"), require("sklearn.pipeline", "apps")
-    numbers = [name for name, kind in kinds.items() if kind != "text"]
-    texts = [name for name, kind in kinds.items() if kind == "text"]
+    numbers = [i for i, kind in enumerate(kinds.values()) if kind != "text"]
+    texts = [i for i, kind in enumerate(kinds.values()) if kind == "text"]
     scaled = pipeline.make_pipeline(impute.SimpleImputer(strategy="median"), standard_scaler())
     one_hot = require("sklearn.preprocessing", "apps").OneHotEncoder(
         max_categories=MOST_COLUMNS,
@@ -163,16 +162,27 @@ def _transformer(kinds: dict[str, str]) -> Any:
     return require("sklearn.compose", "apps").ColumnTransformer(used)
 
 
+def _numbered(values: dict[str, np.ndarray]) -> Frame:
+    """Return a table whose columns have numbers in place of names: scikit-learn changes names with a NUL byte."""
+    return require("pandas", "tables").DataFrame(dict(enumerate(values.values())))
+
+
+def _names(transformer: Any, kinds: dict[str, str]) -> tuple[str, ...]:
+    """Return the names of the columns that a fitted transformer makes."""
+    numbers = [name for name, kind in kinds.items() if kind != "text"]
+    texts = [name for name, kind in kinds.items() if kind == "text"]
+    steps, names = transformer.named_transformers_, list(numbers)
+    if numbers:
+        names += [f"{numbers[i]} is missing" for i in steps["missing"].features_]
+    if texts:
+        names += steps["texts"].get_feature_names_out(texts).tolist()
+    return tuple(names)
+
+
 def _category_name(column: str, value: object) -> str:
     if name_of(value) is None:
         return f"{column} is missing"
     return f"{column} is another" if value == "infrequent_sklearn" else f"{column} = {value}"
-
-
-def _feature(name: str) -> str:
-    """Return the name of a column of the result, from scikit-learn's name for it: the group, __, and the column."""
-    group, _, column = name.partition("__")
-    return f"{column.removeprefix('missingindicator_')} is missing" if group == "missing" else column
 
 
 def kind_of(series: Any) -> str:
@@ -212,7 +222,7 @@ def read_column(series: Any, kind: str) -> np.ndarray:
 
 
 def _useless(values: np.ndarray, kind: str) -> str:
-    """Return why nothing can be learnt from the values of a column; empty if something can."""
+    """Return why nothing can be learned from the values of a column; empty if something can."""
     present = require("pandas", "tables").Series(values).dropna()
     distinct = present.nunique()
     if distinct == 0:
@@ -220,7 +230,7 @@ def _useless(values: np.ndarray, kind: str) -> str:
     if distinct == 1 and len(present) == len(values):
         return "is constant"
     if kind == "text":
-        return "is text of which nearly all values differ" if distinct >= 10 and distinct > 0.7 * len(present) else ""
+        return "is text whose values nearly all differ" if distinct >= 10 and distinct > 0.7 * len(present) else ""
     counts_rows = kind == "number" and np.array_equal(values, values[0] + np.arange(len(values)))
     return "counts the rows" if counts_rows else ""
 

@@ -30,7 +30,7 @@ from bilevel.derivatives.double_backward import missing_double_backward, refuse_
 from bilevel.derivatives.evaluator import Evaluations
 from bilevel.derivatives.gram import LEAST, Layer, layers, terms
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.derivatives.prices import Gradients, Prices, added, paid
+from bilevel.derivatives.prices import Gradients, Prices, added, constraint_pull
 from bilevel.errors import BilevelWarning, ProblemError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
@@ -224,14 +224,14 @@ class Derivatives(Evaluations):
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
-        """Return the cotangent of each constraint (see `paid`); refuse values shaped unlike their multipliers."""
+        """Return the cotangent of each constraint (`constraint_pull`); refuse shapes unlike their multipliers'."""
         for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
             if m.shape != h.shape:
                 raise ProblemError(
                     f"constraint {i} must return the same shape for every batch; it returned {tuple(m.shape)} first "
                     f"and {tuple(h.shape)} now. Return a mean or a sum over the batch."
                 )
-        return paid(values, prices, len(self.problem.equalities))
+        return constraint_pull(values, prices, len(self.problem.equalities))
 
     # -- products for scales and certificates --------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Gradients:
     """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
 
 
-def paid(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:
+def constraint_pull(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:
     """Return mu + gamma_h h, or max(0, mu + gamma_h h) for inequalities: the cotangent and the next mu of each."""
     pulls = [m + c * h for m, c, h in zip(prices.mu, prices.gamma_h, values, strict=True)]
     return pulls[:equalities] + [pull.clamp(min=0) for pull in pulls[equalities:]]

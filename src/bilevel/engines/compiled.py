@@ -32,7 +32,7 @@ class Compiled(Recorded):
         with self._undone():
             self._try(step, tensors)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, and those of the step for a second time
+            warnings.simplefilter("ignore")  # from torch, and from the step for a second time
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -59,7 +59,7 @@ def _options(device: torch.device) -> dict[str, Any]:
     their order: a compiled step with dropout can then draw other masks than an eager one.
 
     On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
-    and prices become few. With these, inductor's reordering of loops fails on an assertion of its own (torch 2.11).
+    and prices become few. With these, inductor's reordering of loops fails on one of its assertions (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda
@@ -67,13 +67,13 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy of the same strides; where these overlap, as after `expand`, another name for the same memory."""
+    """Return a copy with the same strides; if these overlap, as after `expand`, another name for the same memory."""
     copy = tensor.clone()
     return copy if copy.stride() == tensor.stride() else tensor.detach()
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, those that share memory with one before as copies: what is compiled takes them to be apart."""
+    """Copy tensors that share memory with one before: compiled code assumes that all are separate."""
     seen: set[int] = set()
     found = []
     for tensor in tensors:
@@ -84,7 +84,7 @@ def _apart(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _name(tensor: Tensor) -> tuple[Any, ...]:
-    """What a leaf and its `detach` have in common. As two inputs, they would be merged anew in every call."""
+    """What a leaf and its `detach` have in common. As two inputs, they would be merged again in every call."""
     return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -15,7 +15,7 @@ from bilevel.engines.recording import Engine, Host, Recorded, recordable
 
 
 class Captured(Recorded):
-    """Captures a step, or a whole upper iteration, as one CUDA graph, with buffers of its own for the batches."""
+    """Captures a step, or a whole upper iteration, as one CUDA graph, with fixed buffers for the batches."""
 
     name = "graph"
 
@@ -25,7 +25,7 @@ class Captured(Recorded):
         self._pool: Any = None
 
     def _computing(self) -> AbstractContextManager[None]:
-        """What the steps run in, where no compiled ones are captured."""
+        """The context of the steps, unless compiled ones are captured."""
         plain = not isinstance(self.inner, Recorded) or self.inner.failed
         return recordable(self.host.optimizers()) if plain else nullcontext()
 
@@ -46,7 +46,7 @@ class Captured(Recorded):
 
         def capture() -> Any:
             # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
-            # Threads of a loader may pin memory meanwhile: only what this one does can spoil the capture.
+            # Threads of a loader can pin memory meanwhile: only what this one does can spoil the capture.
             safe = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
             with _capturing(), safe, self._computing():
                 return step(held)
@@ -77,7 +77,7 @@ def _capturing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # torch leaves the generator inside a capture that failed, where nothing can be drawn from it.
+        # After a failed capture, torch leaves the generator in a state from which nothing can be drawn.
         generator.graphsafe_set_state(before.graphsafe_get_state())
         raise
     finally:

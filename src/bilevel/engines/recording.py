@@ -10,6 +10,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bilevel._util.random_state import random_state, set_random_state
-from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.errors import BilevelWarning
+from bilevel.problem.variables import Variable
 
 Step = Callable[..., Any]
 """A step as a function of batches and tensors; whatever else it reads or writes lives on and is changed in place."""
@@ -33,10 +34,19 @@ class UnrecordableError(RuntimeError):
     """What a step does cannot be recorded."""
 
 
+class Counts(Protocol):
+    """The variable that a step moves, and the evaluations that it counts."""
+
+    v: Variable
+    lower_evaluations: int
+    upper_evaluations: int
+
+
 class Host(Protocol):
     """The run that an engine works for."""
 
-    derivatives: Derivatives
+    @property
+    def derivatives(self) -> Counts: ...
 
     def live(self) -> list[Tensor]:
         """All tensors that a step changes in place and that exist by now."""
@@ -52,9 +62,10 @@ class Host(Protocol):
 class Engine:
     """Runs the step as it is written; the others build on it."""
 
-    def call(self, step: Step, arguments: Sequence[Any], *fixed: Any) -> Any:
-        """step(*arguments, *fixed). The tensors in `arguments` change from call to call; `fixed` selects a variant."""
-        return step(*arguments, *fixed)
+    def wrap(self, step: Step) -> Step:
+        """Return the step as this engine runs it. Its tensors change from call to call; other arguments select a
+        variant."""
+        return step
 
 
 class Recorded(Engine):
@@ -65,38 +76,43 @@ class Recorded(Engine):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.failed = self._told_full = False
+        self._wrapped: dict[Step, Step] = {}
         self._units: dict[Any, Callable[[list[Tensor]], Any]] = {}
 
-    def call(self, step: Step, arguments: Sequence[Any], *fixed: Any) -> Any:
+    def wrap(self, step: Step) -> Step:
+        return self._wrapped.setdefault(step, partial(self._run, step))
+
+    def _run(self, step: Step, *arguments: Any) -> Any:
+        """Run the step by its record, which is made if these shapes are new."""
         if self.failed:
-            return step(*arguments, *fixed)
-        leaves, form = pytree.tree_flatten(tuple(arguments))
+            return step(*arguments)
+        leaves, form = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
             self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would freeze. Use tensors.")
-            return step(*arguments, *fixed)
+            return step(*arguments)
         if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
             self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
-            return step(*arguments, *fixed)
+            return step(*arguments)
         sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-        key = (getattr(step, "__func__", step), fixed, form, others, sizes)
+        key = (step, form, others, sizes)
         unit = self._units.get(key)
         if unit is None:
             if len(self._units) >= MOST_UNITS:
                 self._say_full()
-                return step(*arguments, *fixed)
+                return step(*arguments)
 
             def filled(given: Sequence[Tensor]) -> Any:
                 source = iter(given)
                 values = [next(source) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                return step(*pytree.tree_unflatten(values, form), *fixed)
+                return step(*pytree.tree_unflatten(values, form))
 
             try:
                 unit = self._units[key] = self._make(filled, tensors)
             except Exception as error:
                 self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _told(error))
-                return step(*arguments, *fixed)
+                return step(*arguments)
         return unit(tensors)
 
     def give_up(self, why: str, *, quietly: bool = False) -> None:

@@ -15,34 +15,49 @@ from torch import Tensor
 
 from bilevel._util.checks import factory
 from bilevel.derivatives.prices import Prices
-from bilevel.methods.base import Setting, State
-from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.base import MethodState, RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import StepOptions, no_constraints
 from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Alternating(StepOptions):
-    """Options of alternating descent."""
+    """Alternating descent: v descends g, u descends f with v held fixed.
+
+    It ignores how the lower solution depends on u, so its end is a solution only if that does not matter.
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
+            reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least the rate of u.
+
+    >>> Alternating(lower_steps=1)
+    Alternating(lower_steps=1)
+    """
 
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam whose first step takes away 6% of g to first order, at a
-    rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         factory("lower_optimizer", self.lower_optimizer)
 
-    def init(self, setting: Setting) -> State:
-        no_constraints("Alternating", setting.problem)
-        return _Run(self, setting)
+    def init(self, context: RunContext) -> MethodState:
+        no_constraints("Alternating", context.problem)
+        return _Run(self, context)
 
 
-class _Run(Steps):
+class _Run(MinibatchRun):
     """Lower evaluations: T + 1 for each upper step, T in the lower steps and one for the record. Upper: one."""
 
-    def __init__(self, options: Alternating, setting: Setting) -> None:
-        super().__init__(setting, **options.steps(setting.problem))
+    def __init__(self, options: Alternating, context: RunContext) -> None:
+        super().__init__(context, **options.steps(context.problem))
         measured = self._measured()
         self.lower = self._lower_descent(options.lower_optimizer, self._lower_rate(measured))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
@@ -50,8 +65,8 @@ class _Run(Steps):
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
-        g, slope = d.slope(draw[0])
-        direct = d.direct(draw[0], with_v=False)
+        g, slope = d.slope(draw)
+        direct = d.direct(draw, with_v=False)
         direct.rows = d.all_rows(direct.rows)
         if moving:
             self.upper.step(direct.u, direct.rows, left)

@@ -25,8 +25,8 @@ from bilevel._util.tensor_lists import difference, gradient
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import Setting, State
-from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.base import MethodState, RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import StepOptions, no_constraints, no_projection
 from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
 from bilevel.optim.variable_optimizer import OptimizerFactory
@@ -36,28 +36,42 @@ LINEAR_SHARE = 0.1
 """The default rate of Adam on q, as a share of the size of an entry of q."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ApproxGrad(StepOptions):
-    """Options of the approximate hypergradient."""
+    """Approximate hypergradient: solves g_vv q = f_v a few steps at a time, then u descends f_u - g_uv q.
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
+            reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least the rate of u.
+        linear_solver: "cg" (default): conjugate gradients. "adam": Adam on |g_vv q - f_v|^2 / 2, as in the paper, with
+            two products a step. "neumann": the Neumann series. "adam" needs an invertible g_vv, the others a positive
+            definite one.
+        linear_steps: Steps of the linear solver in each upper step. Default: `lower_steps`.
+        linear_rate: Learning rate of the solver "adam". Default: a tenth of the size of an entry of q at the start.
+        damping: Number added to the diagonal of g_vv. Use it if g_vv is singular. Default: 0.
+        warm_start: Whether q is kept from one upper step to the next. Default: True. With `start_lower` q starts from
+            zero in every step.
+        curvature: How to take products with g_vv. "exact": by a second backward pass. "difference": by differences of
+            gradients. "auto" (default): exact, by differences if an operator has no double backward.
+
+    >>> ApproxGrad(linear_solver="neumann", linear_steps=10)
+    ApproxGrad(linear_solver='neumann', linear_steps=10)
+    """
 
     linear_solver: Literal["cg", "adam", "neumann"] = "cg"
-    """`cg`: conjugate gradients. `adam`: Adam on |g_vv q - f_v|^2 / 2, as in the paper, two products a step.
-    `neumann`: the Neumann series, whose step follows the largest curvature. All assume that g_vv is positive definite,
-    except `adam`, which needs no more than that it is invertible."""
     linear_steps: int | None = None
-    """Steps of the linear solver in each upper step. None: `lower_steps`, as in the paper."""
     linear_rate: float | None = None
-    """The learning rate of `adam`, and of no other. None: a tenth of the size that an entry of q has at the start."""
     damping: float = 0.0
-    """What is added to the diagonal of g_vv: where g_vv is singular, q is else not determined."""
     warm_start: bool = True
-    """Whether q is kept from one upper step to the next; with `start_lower` it is zero at the start of each."""
     curvature: Literal["auto", "exact", "difference"] = "auto"
-    """How products with g_vv are taken: by a second backward, by differences of grad g, or by these where an operator
-    has no double backward."""
     lower_optimizer: OptimizerFactory | None = None
-    """None: Adam whose first step takes away 6% of g to first order, at a
-    rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,16 +84,16 @@ class ApproxGrad(StepOptions):
         factory("lower_optimizer", self.lower_optimizer)
         if self.linear_rate is not None and self.linear_solver != "adam":
             raise OptionError(
-                f"linear_rate is for linear_solver='adam' alone; got {self.linear_rate!r} with {self.linear_solver!r}."
+                f"linear_rate is only for linear_solver='adam'; got {self.linear_rate!r} with {self.linear_solver!r}."
             )
 
-    def init(self, setting: Setting) -> State:
-        no_constraints("ApproxGrad", setting.problem)
-        no_projection("ApproxGrad", setting.problem)
-        return _Run(self, setting)
+    def init(self, context: RunContext) -> MethodState:
+        no_constraints("ApproxGrad", context.problem)
+        no_projection("ApproxGrad", context.problem)
+        return _Run(self, context)
 
 
-class _Run(Steps):
+class _Run(MinibatchRun):
     """Lower evaluations: T + 1 for each upper step, as all products share the graph of the last one. Upper: one.
 
     Where that graph is not to be had, each product evaluates g anew: with `accumulate=k` once for each batch, with
@@ -87,10 +101,10 @@ class _Run(Steps):
     less each without `warm_start`), 2 linear_steps + 1 with `adam`; none in the warm-up.
     """
 
-    like_v = (*Steps.like_v, "linear")
+    like_v = (*MinibatchRun.like_v, "linear")
 
-    def __init__(self, options: ApproxGrad, setting: Setting) -> None:
-        super().__init__(setting, curvature=options.curvature, **options.steps(setting.problem))
+    def __init__(self, options: ApproxGrad, context: RunContext) -> None:
+        super().__init__(context, curvature=options.curvature, **options.steps(context.problem))
         measured = self._measured()
         self.damping = options.damping
         self.linear = self._linear(options, measured)
@@ -115,7 +129,7 @@ class _Run(Steps):
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
-        batches = d.cut(draw[0]) if moving else draw[0]
+        batches = d.cut(draw) if moving else draw
         direct = d.direct(batches)
         if not moving:
             direct.rows = d.all_rows(direct.rows)

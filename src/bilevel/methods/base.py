@@ -36,7 +36,7 @@ RECORD = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunContext:
     """Everything a method needs to know of a run."""
 
     problem: Problem
@@ -59,7 +59,7 @@ class Setting:
     """The processes that share the batches; None where one has them all."""
 
 
-class State(Protocol):
+class MethodState(Protocol):
     """A run of a method. `step` moves u and v in place and returns its record, a tensor ordered as RECORD."""
 
     mode: str
@@ -104,4 +104,4 @@ class Method(Protocol):
         """The options that were given, as text: what a checkpoint is compared by."""
         ...
 
-    def init(self, setting: Setting) -> State: ...
+    def init(self, context: RunContext) -> MethodState: ...

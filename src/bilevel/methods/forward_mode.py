@@ -25,53 +25,73 @@ from bilevel.derivatives.double_backward import missing_double_backward
 from bilevel.derivatives.prices import Prices
 from bilevel.errors import BilevelWarning, OptionError, ProblemError
 from bilevel.measures.certificate import adjoint
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 
 MANY = 20_000
-"""Second backwards in an upper step from which a user is told of them."""
+"""Second backwards in an upper step from which a warning is given."""
+MEMORY_LIMIT = 2.0
+"""Most GiB that P, and M with momentum, may take."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ForwardMode(UnrolledOptions):
-    """Options of forward-mode differentiation."""
+    """Forward-mode differentiation: carries the derivative of v in u along with T gradient steps on v.
 
-    memory_limit: float = 2.0
-    """The most GiB that P, and M with momentum, may take."""
+    For a u of few numbers: it keeps a matrix of U x V numbers, at most 2 GiB (twice that matrix with momentum).
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_rate: Step length of v (rho in the paper). Default: 1 / the largest curvature of g on the first batches.
+        momentum: Momentum of v, as in torch.optim.SGD. Default: 0.
+        lower_decay: Whether the step length of v falls as the rate of u does ("linear") or stays ("constant"). If it
+            falls, v settles on minibatches, but at the end the T steps barely depend on u. Default: `decay` with
+            data, "constant" without.
+        chunk_size: How many rows of the matrix to multiply at once. More rows are faster and need more memory, about
+            as much as that many second backward passes. Default: 32.
+
+    >>> ForwardMode(lower_steps=20, chunk_size=8)
+    ForwardMode(lower_steps=20, chunk_size=8)
+    """
+
     chunk_size: int = 32
-    """How many rows of P are multiplied at once: more take more memory, about that of as many second backwards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("memory_limit", self.memory_limit, least=0)
         in_range("chunk_size", self.chunk_size, least=1, whole=True)
 
-    def init(self, setting: Setting) -> State:
-        if setting.u.rows:
+    def init(self, context: RunContext) -> MethodState:
+        if context.u.rows:
             raise OptionError(
                 "ForwardMode differentiates v in all of u at once, and cannot with Rows. Use ReverseMode or Penalty, "
                 "or a tensor with a row an example."
             )
-        self._refuse_size(setting)
-        if (count := self.lower_steps * setting.u.size // (setting.problem.trials or 1)) > MANY:
+        self._refuse_size(context)
+        if (count := self.lower_steps * context.u.size // (context.problem.trials or 1)) > MANY:
             warnings.warn(
                 f"ForwardMode takes T x U = {count:,} second backwards in every upper step. Use ReverseMode or Penalty "
                 "for so large a u.",
                 BilevelWarning,
                 stacklevel=7,
             )
-        return _Run(self, setting)
+        return _Run(self, context)
 
-    def _refuse_size(self, setting: Setting) -> None:
-        rows, columns = setting.u.size // (setting.problem.trials or 1), setting.v.size
+    def _refuse_size(self, context: RunContext) -> None:
+        rows, columns = context.u.size // (context.problem.trials or 1), context.v.size
         copies = 2 if self.momentum else 1
-        size = copies * rows * sum(leaf.numel() * leaf.element_size() for leaf in setting.v.leaves) / 2**30
-        if size > self.memory_limit:
+        size = copies * rows * sum(leaf.numel() * leaf.element_size() for leaf in context.v.leaves) / 2**30
+        if size > MEMORY_LIMIT:
             kept = "two matrices" if copies == 2 else "a matrix"
             raise OptionError(
-                f"ForwardMode keeps {kept} of U x V = {rows:,} x {columns:,} numbers: {size:,.2f} GiB, above "
-                f"memory_limit={self.memory_limit:g}. Use ReverseMode or Penalty."
+                f"ForwardMode keeps {kept} of U x V = {rows:,} x {columns:,} numbers: {size:,.2f} GiB, and at most "
+                f"{MEMORY_LIMIT:g} GiB are allowed. Use ReverseMode or Penalty."
             )
 
 
@@ -81,9 +101,9 @@ class _Run(Unrolled):
 
     curvature = "exact"
 
-    def __init__(self, options: ForwardMode, setting: Setting) -> None:
+    def __init__(self, options: ForwardMode, context: RunContext) -> None:
         try:
-            super().__init__(options, setting)
+            super().__init__(options, context)
         except ProblemError as error:
             operator = missing_double_backward(error.__cause__)
             if operator is None:
@@ -113,10 +133,10 @@ class _Run(Unrolled):
     def _forward(self, draw: Draw, left: Tensor, carried: Any) -> tuple[list[Tensor], list[Tensor]]:
         """A lower step, and the derivatives of v and m after it."""
         P, M = carried
-        d, share, count = self.derivatives, 1.0 / len(draw[0]), len(self.v.leaves)
+        d, share, count = self.derivatives, 1.0 / len(draw), len(self.v.leaves)
         slope: list[Tensor] = []
         change = [self.lower.momentum * m for m in M]
-        for _, batch in draw[0]:
+        for _, batch in draw:
             with d.holding_u(True):
                 g = d.lower(batch) * share
                 first = gradient(g, [*self.v.leaves, *self.u.leaves], keep_graph=True)
@@ -168,8 +188,8 @@ class _Run(Unrolled):
     def _move(self, draw: Draw, left: Tensor, P: list[Tensor]) -> Tensor:
         """Move u along f_u + P f_v."""
         d = self.derivatives
-        g, slope = d.slope(detached(draw[0]))
-        direct = d.direct(draw[0])
+        g, slope = d.slope(detached(draw))
+        direct = d.direct(draw)
         trials = self.problem.trials
         shape = (self.directions, -1) if trials is None else (self.directions, trials, -1)
         total = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
@@ -189,5 +209,5 @@ class _Run(Unrolled):
     def prices(self) -> Prices:
         """minus the adjoint, from g_vv q = f_v at the present point: the method itself has none. Reads on the host."""
         if self.adjoint is None:
-            self.adjoint = adjoint(self, self.setting.sources)
+            self.adjoint = adjoint(self, self.context.sources)
         return self._adjoint_prices(self.adjoint)

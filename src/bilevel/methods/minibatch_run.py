@@ -1,7 +1,7 @@
-"""What all step-wise methods share: T lower steps, then an upper one, on draws of both sources.
+"""The run that all step-wise methods share: T lower steps, then an upper one, on draws of both sources.
 
-A method has a subclass of `Steps` that says what one lower and one upper step do. It draws the batches, keeps the
-optimizers, gives the steps to the engines, and answers what `solve` asks.
+`MinibatchRun` draws the batches, keeps the optimizers, gives the steps to the engines, and answers what `solve` asks. A
+method's subclass says what one lower and one upper step do.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +22,33 @@ from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.derivatives import make_derivatives
-from bilevel.engines.engine import Engine, Engines
+from bilevel.engines.engine import Engines
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales, measure
 from bilevel.measures.certificate import SMALL
 from bilevel.measures.lower_minimum import lower_point
-from bilevel.methods.base import Setting
+from bilevel.methods.base import RunContext
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
 
-Draw = tuple[list[Pair], list[Pair] | None]
-"""The batches of one gradient, and those that its cotangent is from where that is another's."""
+Draw = list[Pair]
+"""The batches of one gradient."""
 SCALE_BATCHES = 5
 GOLDEN = (math.sqrt(5) - 1) / 2
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
 
 
-class Steps(ABC):
+class _Parts(NamedTuple):
+    """The parts of an upper iteration, each run by an engine."""
+
+    start: Callable[..., None]
+    lower: Callable[..., None]
+    upper: Callable[..., Tensor]
+
+
+class MinibatchRun(ABC):
     """A run, step by step. A subclass sets `lower` and `upper`, then calls `_ready`."""
 
     mode = "stochastic"
@@ -57,7 +65,7 @@ class Steps(ABC):
 
     def __init__(
         self,
-        setting: Setting,
+        context: RunContext,
         *,
         lower_steps: int,
         curvature: Curvature = "auto",
@@ -67,8 +75,8 @@ class Steps(ABC):
     ) -> None:
         """`shared`: one draw for a whole upper step. `warm_up`: the share of the steps in which v alone moves.
         `falling`: the learning rates fall linearly to zero."""
-        self.setting = setting
-        self.problem, self.u, self.v = setting.problem, setting.u, setting.v
+        self.context = context
+        self.problem, self.u, self.v = context.problem, context.u, context.v
         if self.problem.constrained_below:
             raise OptionError(
                 "lower_equalities and lower_inequalities need Penalty(), which prices the KKT conditions of the lower "
@@ -80,24 +88,24 @@ class Steps(ABC):
             raise OptionError(
                 f"warm_up must be 0 with start_lower, which puts v at its start in every step; got {warm_up}."
             )
-        if setting.accumulate > 1 and self.problem.start_lower is not None:
+        if context.accumulate > 1 and self.problem.start_lower is not None:
             raise OptionError(
-                f"accumulate must be 1 with start_lower, which sees one episode; got {setting.accumulate}. Put several "
+                f"accumulate must be 1 with start_lower, which sees one episode; got {context.accumulate}. Put several "
                 "tasks into one batch."
             )
         self.derivatives = make_derivatives(
-            setting.problem,
-            setting.u,
-            setting.v,
-            ranks=setting.ranks,
-            precision=setting.precision,
+            context.problem,
+            context.u,
+            context.v,
+            ranks=context.ranks,
+            precision=context.precision,
             curvature=curvature,
-            accumulate=setting.accumulate,
+            accumulate=context.accumulate,
         )
-        self.tolerance = setting.tolerance
+        self.tolerance = context.tolerance
         self.lower_steps, self.falling = lower_steps, falling
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
-        self.warm_up = round(warm_up * setting.max_steps)
+        self.warm_up = round(warm_up * context.max_steps)
         self.last: list[Pair] | None = None
         self.before: list[list[int]] = []
         self.moving = False
@@ -115,12 +123,12 @@ class Steps(ABC):
             if self.problem.start_lower is not None:
                 with torch.no_grad():
                     self.problem.start_lower(self.v.value, self._episode_of(prepared))
-            measured = measure(d, prepared, self.setting.accumulate)
+            measured = measure(d, prepared, self.context.accumulate)
         self._scale_values = measured.sizes
         return measured
 
     def _sample(self) -> list[Pair]:
-        upper, lower, _ = self.setting.sources.sample(self.scale_batches)
+        upper, lower, _ = self.context.sources.sample(self.scale_batches)
         count = max(len(upper), len(lower))
         return list(itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count))
 
@@ -131,57 +139,62 @@ class Steps(ABC):
         u = self.u if u is None else u
         if factory is not None:
             return Descent(u, factory, "upper_optimizer")
-        moving = max(1, self.setting.max_steps - self.warm_up)
+        moving = max(1, self.context.max_steps - self.warm_up)
         rows = 2 * REACH / max(1.0, moving * measured.coverage)
         return Descent(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
 
     def _lower_rate(self, measured: BatchScales) -> float:
         """The default rate where v descends g alone. Without data it is no less than that of u, which v must follow."""
-        moving = max(1, self.setting.max_steps - self.warm_up)
-        return max(measured.lower_rate(None), 0.0 if self.setting.sources else 2 * REACH / moving)
+        moving = max(1, self.context.max_steps - self.warm_up)
+        return max(measured.lower_rate(None), 0.0 if self.context.sources else 2 * REACH / moving)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
         """What moves v: the user's optimizer, or Adam at this rate."""
         return Descent(self.v, factory or adam(self.v, rate), "lower_optimizer")
 
     def _ready(self) -> None:
-        """All that a step changes is there: count the draws of a step, and make the engines."""
-        self.draws = self.setting.accumulate * (1 if self.shared else self.lower_steps + 1)
+        """Count the draws of a step and make the engines. Call this when all that a step changes is there."""
+        self.draws = self.context.accumulate * (1 if self.shared else self.lower_steps + 1)
         each = self.lower_steps + 1
-        self.engines = Engines(self.setting.engine, self, gradients=self.setting.max_steps * each, each=each)
+        self.engines = Engines(self.context.engine, self, gradients=self.context.max_steps * each, each=each)
+        inner, outer = self.engines.inner.wrap, self.engines.outer.wrap
+        upper = self._upper_step if self.problem.prepare is None else self._episode
+        self._parts = _Parts(inner(self._start_episode), inner(self._lower_step), inner(upper))
+        self._outer_parts = _Parts(*map(outer, self._parts))
+        self._whole: Callable[..., Tensor] = outer(self._iteration)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, k: int) -> Tensor:
+        draws, left = self._begin(k)
+        if self.engines.whole:
+            return self._stepped(self._recorded(draws, left))
+        draw = self._descend(draws, left, self.moving, self._parts)
+        return self._stepped(self._parts.upper(draw, left, self.moving))
+
+    def _stepped(self, record: Tensor) -> Tensor:
+        """Called after each step with its record, which it returns."""
+        return record
+
+    def _begin(self, k: int) -> tuple[Iterator[Draw], Tensor]:
+        """Return the draws of upper iteration k, and the factor on its learning rates."""
         if not self.moving and k >= self.warm_up:
             self.moving = True
             self._warmed(k)
-        share = 1.0 - k / self.setting.max_steps if self.falling else 1.0
-        left = torch.full((), share, dtype=self.v.dtype, device=self.v.device)
-        draws = self._draws(k)
-        if not self.engines.whole:
-            return self._iteration(draws, left, self.moving)
-        held = list(draws)
-        if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch among them
-            return self._iteration(held, left, self.moving, self.engines.outer)
-        record: Tensor = self.engines.outer.call(self._iteration, (held, left), self.moving)
-        return record
+        share = 1.0 - k / self.context.max_steps if self.falling else 1.0
+        return self._draws(k), torch.full((), share, dtype=self.v.dtype, device=self.v.device)
 
     def _warmed(self, k: int) -> None:  # noqa: B027
         """Called once, before the first step that moves u."""
 
     def _draws(self, k: int) -> Iterator[Draw]:
-        """The draws of upper iteration k: one for each of its steps, that of the upper step last, or one for all.
+        """Yield the draws of upper iteration k: one for each step, the upper step's last, or a single shared one.
 
-        Which of the T + 1 is the upper step's changes without a period: of batches in a fixed order it would else see
-        only some.
+        The position of the upper step's draw among the T + 1 changes without a period. Otherwise it would see only
+        some of the batches if these come in a fixed order.
         """
         if self.shared:
-            batches, other = self._draw()
-            yield batches, other
-            if other is not None:
-                for _ in range(self.lower_steps):
-                    yield batches, self._draw_other()
+            yield self._draw()
             return
         turn = int(k * GOLDEN % 1.0 * (self.lower_steps + 1))
         for i in range(self.lower_steps + 1):
@@ -192,50 +205,53 @@ class Steps(ABC):
                 yield draw
         yield last
 
-    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, outer: Engine | None = None) -> Tensor:
-        """T lower steps and the upper step. `outer` runs each of them, where it does not run all of this."""
-        run = (outer or Engine()).call
+    def _recorded(self, draws: Iterator[Draw], left: Tensor) -> Tensor:
+        """Run an upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
+        held = list(draws)
+        if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch is among them
+            return self._iteration(held, left, self.moving, self._outer_parts)
+        return self._whole(held, left, self.moving)
+
+    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts | None = None) -> Tensor:
+        """Run T lower steps and the upper step, as one function for the outer engine."""
+        parts = self._parts if parts is None else parts
+        return parts.upper(self._descend(draws, left, moving, parts), left, moving)
+
+    def _descend(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts) -> Draw:
+        """Take the lower steps; return the draw of the upper step."""
         source = iter(draws)
         draw = next(source)
-        record: Tensor
         if self.problem.prepare is not None:
-            record = run(self._run, (draw, left), self._episode, moving)
-            return record
+            return draw
         if self.problem.start_lower is not None:
-            run(self._run, (draw, left), self._start_episode)
+            parts.start(draw)
         for _ in range(self.lower_steps):
-            run(self._run, (draw, self._lower_left(left)), self._lower_step, moving)
+            parts.lower(draw, self._lower_left(left), moving)
             draw = next(source, draw)
-        record = run(self._run, (draw, left), self._upper_step, moving)
-        return record
-
-    def _run(self, draw: Draw, left: Tensor, step: Any, *fixed: Any) -> Any:
-        """One step, by the inner engine."""
-        return self.engines.inner.call(step, (draw, left), *fixed)
+        return draw
 
     def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """An upper iteration on what `prepare` makes of one draw: its graph runs through all of it."""
-        batches = self.derivatives.prepare(draw[0], graph=moving)
-        still = (detached(batches), draw[1])
-        self._start_episode(still, left)
+        """Run an upper iteration on what `prepare` makes of one draw: its graph runs through all of it."""
+        batches = self.derivatives.prepare(draw, graph=moving)
+        still = detached(batches)
+        self._start_episode(still)
         for _ in range(self.lower_steps):
             self._lower_step(still, self._lower_left(left), moving)
-        return self._upper_step((batches, draw[1]), left, moving)
+        return self._upper_step(batches, left, moving)
 
     def _lower_left(self, left: Tensor) -> Tensor:
-        """What the rate of v is multiplied by. A lower problem that starts anew needs as many steps at the end of a
-        run as at its start."""
+        """Return the factor on v's learning rate. It stays 1 if every step starts a new lower problem."""
         return torch.ones_like(left) if self.problem.start_lower is not None else left
 
     def _episode_of(self, batches: Sequence[Pair]) -> Any:
-        """What `start_lower` receives: what was prepared, or else the pair of batches."""
+        """Return what `start_lower` receives: the prepared batch, or the pair of batches without `prepare`."""
         return batches[0] if self.problem.prepare is None else batches[0][0]
 
-    def _start_episode(self, draw: Draw, _: Tensor) -> None:
-        """Put v at its start, and with it all that belongs to the lower problem of one episode."""
+    def _start_episode(self, draw: Draw) -> None:
+        """Put v at its start, and reset all that belongs to the lower problem of one episode."""
         if self.problem.start_lower is not None:
             with torch.no_grad():
-                self.problem.start_lower(self.v.value, self._episode_of(draw[0]))
+                self.problem.start_lower(self.v.value, self._episode_of(draw))
             self.lower.restart()
             self._restart()
 
@@ -243,14 +259,13 @@ class Steps(ABC):
         """Called with v at the start of a new episode."""
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        """Move v: down g, where a method has nothing else to say. `left` is what the learning rates are multiplied by;
-        `moving` is False in the warm-up."""
-        _, slope = self.derivatives.slope(draw[0])
+        """Move v, by default down g. `left` is the factor on the learning rates; `moving` is False in the warm-up."""
+        _, slope = self.derivatives.slope(draw)
         self.lower.step(slope, (), left)
 
     @abstractmethod
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Move u where it is `moving`; returns the record."""
+        """Move u if `moving`; return the record."""
 
     def _record(
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
@@ -281,14 +296,11 @@ class Steps(ABC):
         return torch.stack(squares).sum(0).detach().sqrt() if squares else torch.zeros_like(moved.f)
 
     def _draw(self) -> Draw:
-        sources, count = self.setting.sources, self.setting.accumulate
+        sources, count = self.context.sources, self.context.accumulate
         if self.problem.start_lower is not None:
             self.before = sources.state_dict()
         self.last = sources.draw(count)
-        return self.last, self._draw_other()
-
-    def _draw_other(self) -> list[Pair] | None:
-        return None
+        return self.last
 
     # -- what the engines ask --------------------------------------------------------------------------------------
 
@@ -297,8 +309,8 @@ class Steps(ABC):
             return "ranks average gradients in the midst of a step, which a record does not hold."
         if self.curved and self.derivatives.curvature == "difference":
             return "curvature='difference' sets the random generators back within a step."
-        if self.setting.accumulate > 1:
-            return f"accumulate={self.setting.accumulate} sets the random generators back within a step."
+        if self.context.accumulate > 1:
+            return f"accumulate={self.context.accumulate} sets the random generators back within a step."
         for name, descent in (("lower_optimizer", self.lower), ("upper_optimizer", self.upper)):
             if not descent.recordable:
                 return f"{name} is {type(descent.optimizer).__name__}, whose first state is not zero. Use Adam or SGD."
@@ -327,13 +339,13 @@ class Steps(ABC):
 
         Of a v that is not small it is tried only where a tolerance makes the status depend on it: g is minimised anew.
         """
-        if self.setting.sources or self.problem.start_lower is not None:
+        if self.context.sources or self.problem.start_lower is not None:
             return None
         if self.tolerance is None and self.v.size > SMALL:
             return None
         d = self.derivatives
         curvature = norm(d.hessian_product(self._still(), self._unit(), with_u=False)).item()
-        return lower_point(d, self.setting.generator, self.tolerance or 1e-6, curvature) is None
+        return lower_point(d, self.context.generator, self.tolerance or 1e-6, curvature) is None
 
     def _still(self) -> list[Pair]:
         return self.derivatives.prepare([(None, None)], graph=False)
@@ -379,7 +391,7 @@ class Steps(ABC):
         self._scale_values = tuple(state["scales"])
         self.before, self.moving = state["before"], state["moving"]
         if self.before:  # v belongs to the batches of the last step: draw them again
-            self.setting.sources.load_state_dict(self.before)
+            self.context.sources.load_state_dict(self.before)
             self._draw()
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]
 

@@ -1,4 +1,4 @@
-"""Options of the methods: checks that name the option, and those that all step-wise methods share."""
+"""Options that methods share, and the checks that need to know a problem."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.problem.problem import Problem
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """What the other methods than `Penalty` share. Each adds its own."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MethodOptions:
+    """A method's options: a frozen dataclass that shows only what differs from the defaults."""
+
+    def __repr__(self) -> str:
+        public = {name: value for name, value in self._changed().items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{name}={_code(value)}' for name, value in public.items())})"
+
+    def describe(self) -> dict[str, str]:
+        """Return the options that differ from the defaults, as text. A checkpoint is compared by them."""
+        return {name.lstrip("_"): _text(value) for name, value in self._changed().items()}
+
+    def _changed(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StepOptions(MethodOptions):
+    """Options that all methods except `Penalty` share. Each class lists and explains its own."""
 
     lower_steps: int = 5
-    """Steps on v before each step on u (T in the paper)."""
     warm_up: float | None = None
-    """The share of `max_steps` in which v alone moves. None: a tenth; 0 with `start_lower`."""
     decay: Literal["linear", "constant"] = "linear"
-    """Whether the learning rates fall linearly to zero over `max_steps`."""
     lower_batches: Literal["fresh", "shared"] = "fresh"
-    """`fresh`: a new pair of batches for every lower step; `shared`: one pair for the whole upper step."""
     upper_optimizer: OptimizerFactory | None = None
-    """`partial(torch.optim.Adam, lr=...)` or any factory; None: Adam whose rate lets a coordinate travel by 5."""
 
     def __post_init__(self) -> None:
         in_range("lower_steps", self.lower_steps, least=1, whole=True)
@@ -34,12 +45,8 @@ class StepOptions:
         one_of("lower_batches", self.lower_batches, ("fresh", "shared"))
         factory("upper_optimizer", self.upper_optimizer)
 
-    def describe(self) -> dict[str, str]:
-        """The options that were given, as text: what a checkpoint is compared by."""
-        return described(self)
-
     def steps(self, problem: Problem) -> dict[str, Any]:
-        """What `bilevel.methods.minibatch_run.Steps` is told of them."""
+        """Return the arguments of `MinibatchRun` that these options set."""
         warm_up = (0.0 if problem.start_lower is not None else 0.1) if self.warm_up is None else self.warm_up
         return {
             "lower_steps": self.lower_steps,
@@ -49,29 +56,32 @@ class StepOptions:
         }
 
 
-def described(options: Any) -> dict[str, str]:
-    """The options of a dataclass that are not the defaults, as text."""
-    given = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
-    return {name: _text(value) for name, value in given.items()}
-
-
 def _text(value: Any) -> str:
+    """Return an option as a checkpoint names it."""
     if isinstance(value, partial):
         options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
         return f"{_text(value.func)}({options})"
     return str(getattr(value, "__qualname__", type(value).__qualname__ if callable(value) else value))
 
 
+def _code(value: Any) -> str:
+    """Return an option as a user would write it."""
+    if isinstance(value, partial):
+        options = "".join(f", {key}={_code(item)}" for key, item in value.keywords.items())
+        return f"partial({_text(value.func)}{options})"
+    return _text(value) if callable(value) else repr(value)
+
+
 def no_constraints(method: str, problem: Problem) -> None:
     """Refuse upper-level constraints, which need multipliers."""
     if problem.equalities or problem.inequalities:
         raise OptionError(
-            f"{method} has no multipliers for equalities and inequalities. Use Penalty, or project_upper where u lives "
-            "in a set with a known projection."
+            f"{method} has no multipliers for equalities and inequalities. Use Penalty, or project_upper if u lives in "
+            "a set with a known projection."
         )
 
 
 def no_projection(method: str, problem: Problem) -> None:
-    """Refuse `project_lower`: on the border of the set grad_v g is not zero, and the implicit derivative is another."""
+    """Refuse `project_lower`: on the border of its set grad_v g is not zero, so the implicit derivative differs."""
     if problem.project_lower is not None:
         raise OptionError(f"{method} differentiates through grad_v g = 0, which project_lower changes. Use Penalty.")

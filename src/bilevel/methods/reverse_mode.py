@@ -23,19 +23,37 @@ from bilevel._util.nested import detached
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.errors import OptionError
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 from bilevel.problem.rows import Parts, together
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ReverseMode(UnrolledOptions):
-    """Options of reverse-mode differentiation."""
+    """Reverse-mode differentiation: u descends the derivative of f through T gradient steps on v, taken backwards.
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_rate: Step length of v (rho in the paper). Default: 1 / the largest curvature of g on the first batches.
+        momentum: Momentum of v, as in torch.optim.SGD. Default: 0.
+        lower_decay: Whether the step length of v falls as the rate of u does ("linear") or stays ("constant"). If it
+            falls, v settles on minibatches, but at the end the T steps barely depend on u. Default: `decay` with
+            data, "constant" without.
+        truncate: How many of the lower steps to differentiate, counted from the last one; only their iterates are
+            kept. Default: all.
+
+    >>> ReverseMode(lower_steps=20, truncate=10)
+    ReverseMode(lower_steps=20, truncate=10)
+    """
 
     truncate: int | None = None
-    """How many of the T lower steps are differentiated, from the last one back; only their iterates are kept. None:
-    all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,8 +61,8 @@ class ReverseMode(UnrolledOptions):
         if self.truncate is not None and self.truncate > self.lower_steps:
             raise OptionError(f"truncate must be at most lower_steps={self.lower_steps}; got {self.truncate}.")
 
-    def init(self, setting: Setting) -> State:
-        return _Run(self, setting)
+    def init(self, context: RunContext) -> MethodState:
+        return _Run(self, context)
 
 
 class _Run(Unrolled):
@@ -53,8 +71,8 @@ class _Run(Unrolled):
 
     like_v = (*Unrolled.like_v, "adjoint")
 
-    def __init__(self, options: ReverseMode, setting: Setting) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: ReverseMode, context: RunContext) -> None:
+        super().__init__(options, context)
         self.kept = options.truncate or options.lower_steps
         self.adjoint = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves]
         self._ready()
@@ -63,7 +81,7 @@ class _Run(Unrolled):
 
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
         device = self.v.device
-        upper = self.derivatives.cut(upper[0]), upper[1]
+        upper = self.derivatives.cut(upper)
         first = len(lower) - self.kept
         trace = []
         for t, (draw, live) in enumerate(zip(lower, self._live(lower, upper), strict=True)):
@@ -96,22 +114,22 @@ class _Run(Unrolled):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Parts]:
         """(f, g, |s|), the point, f_v, f_u and what of f_u belongs to Rows, at v_T."""
         d = self.derivatives
-        g, slope = d.slope(detached(draw[0]))
-        direct = d.direct(draw[0])
+        g, slope = d.slope(detached(draw))
+        direct = d.direct(draw)
         rows = direct.rows or [[] for _ in self.u.rows]
         return [direct.f, g, d.norm(slope)], self._point(), direct.v, direct.u, rows
 
     def _back(self, draw: Draw, left: Tensor, carried: Any) -> tuple[tuple[list[Tensor], ...], Parts]:
         """One step back from (q, w, p, sum of w): those before it, and what of p belongs to Rows."""
         point, q, w, p, total = carried
-        d, share, count = self.derivatives, 1.0 / len(draw[0]), len(self.v.leaves)
+        d, share, count = self.derivatives, 1.0 / len(draw), len(self.v.leaves)
         pull = self.lower.scaled(q, left)
         if w:
             pull = [x + self.lower.momentum * y for x, y in zip(pull, w, strict=True)]
         self._put(point)
         parts: Parts = [[] for _ in self.u.rows]
         ends = [*q, *p]
-        for pair in draw[0]:  # one by one: each reads rows of its own
+        for pair in draw:  # one by one: each reads rows of its own
             found = d.hessian_product([pair], pull, with_u=True)
             ends = [x - share * y for x, y in zip(ends, found, strict=False)]
             rest = iter(found[len(ends) :])

@@ -2,7 +2,7 @@
 
 With s = grad_v g(u, v), or v - P(v - s) where the lower variable is projected,
 
-    v descends g(u, .) + mu/2 |.|^2,     w descends f(u, .) + theta/2 |.|^2 + p (g(u, .) - <s, .>)     (T times)
+    v descends g(u, .),     w descends f(u, .) + p (g(u, .) - <s, .>)     (T times)
     u descends f_u(u, w) + p (g_u(u, w) - g_u(u, v))
 
 The user's v is the lower solution. w lies beside it, where f pulls it to at the price p of the gap g(u, w) - g(u, v):
@@ -28,8 +28,8 @@ from bilevel._util.nested import Pair
 from bilevel._util.tensor_lists import spread
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import RECORD, Setting
-from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.base import RECORD, RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import StepOptions
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.rows import together
@@ -38,7 +38,7 @@ from bilevel.problem.variables import Variable
 GAMMA = RECORD.index("gamma")
 
 
-class ValueSteps(Steps):
+class TwoLowerVariablesRun(MinibatchRun):
     """A run with two lower variables.
 
     Lower evaluations: 2 (T + 1) for each upper step, one of each variable. Upper: T + 1. In the warm-up, in which v
@@ -46,21 +46,21 @@ class ValueSteps(Steps):
     """
 
     curved = False
-    like_v = (*Steps.like_v, "w", "shadow")
+    like_v = (*MinibatchRun.like_v, "w", "shadow")
 
-    def __init__(self, options: StepOptions, lower_optimizer: OptimizerFactory | None, setting: Setting) -> None:
+    def __init__(self, options: StepOptions, lower_optimizer: OptimizerFactory | None, context: RunContext) -> None:
         # Steps are of first order. What is measured before and after them may not ask for more.
-        super().__init__(setting, curvature="difference", **options.steps(setting.problem))
+        super().__init__(context, curvature="difference", **options.steps(context.problem))
         measured = self._measured()
         named = zip(self.v.names, self.v.leaves, strict=True)
-        shadow = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
+        second = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
         rate = self._lower_rate(measured)
         self.lower = self._lower_descent(lower_optimizer, rate)
-        self.shadow = Descent(
-            Variable(shadow, "v", self.problem.project_lower), lower_optimizer or adam(self.v, rate), "lower_optimizer"
+        self.second_optimizer = Descent(
+            Variable(second, "v", self.problem.project_lower), lower_optimizer or adam(self.v, rate), "lower_optimizer"
         )
         self.upper = self._upper_descent(options.upper_optimizer, measured)
-        self.w = self.shadow.variable.leaves
+        self.w = self.second_optimizer.variable.leaves
         self.price = torch.zeros(self._shape(), dtype=self.v.dtype, device=self.v.device)
         self._start(measured)
         self._ready()
@@ -85,10 +85,6 @@ class ValueSteps(Steps):
     @abstractmethod
     def _advance(self) -> float:
         """Called after each step on u; returns what w - v is multiplied by for it."""
-
-    def _regular(self) -> tuple[Tensor, Tensor] | None:
-        """(mu, theta), where they are not zero."""
-        return None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -118,17 +114,16 @@ class ValueSteps(Steps):
 
     def _restart(self) -> None:
         self._meet()
-        self.shadow.restart()
+        self.second_optimizer.restart()
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        d, batches = self.derivatives, draw[0]
-        g, slope = d.slope(batches)
-        slope = self._regularised(slope)
+        d = self.derivatives
+        g, slope = d.slope(draw)
         if not moving:
             self.lower.step(slope, (), left)
             return
         with self._at_w():
-            found = d.first_order(batches, None)
+            found = d.first_order(draw, None)
         residual, scale = d.residual(slope), self._scale()
         pull = self._pull(found.v, found.slope, residual, self._priced(self._gap(found.g, g, residual)))
         with torch.no_grad():
@@ -136,22 +131,21 @@ class ValueSteps(Steps):
             self.lower.step(slope, (), left)
             for w, leaf, old in zip(self.w, self.v.leaves, held, strict=True):
                 w += leaf - old
-        self.shadow.step([x / spread(scale, x) for x in pull], (), left)
+        self.second_optimizer.step([x / spread(scale, x) for x in pull], (), left)
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        d, batches = self.derivatives, draw[0]
+        d = self.derivatives
         if not moving:
-            g, slope = d.slope(batches)
-            slope = self._regularised(slope)
-            direct = d.direct(batches, with_v=False)
+            g, slope = d.slope(draw)
+            direct = d.direct(draw, with_v=False)
             direct.rows = d.all_rows(direct.rows)
             return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
-        batches = d.cut(batches)
+        batches = d.cut(draw)
         below = self._lower_slopes(batches)
         with self._at_w():
             above = self._lower_slopes(batches)
             direct = d.direct(batches)
-        residual = d.residual(self._regularised(below.v))
+        residual = d.residual(below.v)
         p = self._priced(self._gap(above.g, below.g, residual))
         total = Gradients(
             f=direct.f,
@@ -190,31 +184,18 @@ class ValueSteps(Steps):
         return d.mean_gradients_over_ranks(reduce(added, parts))
 
     def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
-        """g(u, w) - g(u, v) - mu/2 |v|^2 - <s, w - v>."""
-        d, leaves = self.derivatives, [leaf.detach() for leaf in self.v.leaves]
-        gap = above - below - d.dot(residual, [w.detach() - leaf for w, leaf in zip(self.w, leaves, strict=True)])
-        regular = self._regular()
-        return gap if regular is None else gap - regular[0] / 2 * d.dot(leaves, leaves)
-
-    def _regularised(self, slope: list[Tensor]) -> list[Tensor]:
-        """The gradient of g + mu/2 |v|^2, from that of g."""
-        regular = self._regular()
-        if regular is None:
-            return slope
-        return [s + spread(regular[0], s) * leaf.detach() for s, leaf in zip(slope, self.v.leaves, strict=True)]
+        """Return g(u, w) - g(u, v) - <s, w - v>."""
+        apart = [w.detach() - leaf.detach() for w, leaf in zip(self.w, self.v.leaves, strict=True)]
+        return above - below - self.derivatives.dot(residual, apart)
 
     def _pull(self, f_v: list[Tensor], slope: list[Tensor], residual: list[Tensor], p: Tensor) -> list[Tensor]:
-        """The gradient of what w descends."""
-        pull = [f + spread(p, s) * (s - r) for f, s, r in zip(f_v, slope, residual, strict=True)]
-        regular = self._regular()
-        if regular is None:
-            return pull
-        return [x + spread(regular[1], x) * w.detach() for x, w in zip(pull, self.w, strict=True)]
+        """Return the gradient along which w descends."""
+        return [f + spread(p, s) * (s - r) for f, s, r in zip(f_v, slope, residual, strict=True)]
 
     # -- what the engines and solve ask --------------------------------------------------------------------------
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return super().optimizers() + [o for o in [self.shadow.optimizer] if o is not None]
+        return super().optimizers() + [o for o in [self.second_optimizer.optimizer] if o is not None]
 
     def prices(self) -> Prices:
         """nu = p (w - v)."""
@@ -225,7 +206,7 @@ class ValueSteps(Steps):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "w": self.w,
-            "shadow": self.shadow.state_dict(),
+            "shadow": self.second_optimizer.state_dict(),
             "price": self.price,
         }
 
@@ -234,5 +215,5 @@ class ValueSteps(Steps):
         super().load_state_dict(state)
         for w, saved in zip(self.w, state["w"], strict=True):
             w.copy_(saved)
-        self.shadow.load_state_dict(state["shadow"])
+        self.second_optimizer.load_state_dict(state["shadow"])
         self.price.copy_(state["price"])

@@ -22,29 +22,24 @@ from bilevel._util.random_state import keeping, random_state
 from bilevel._util.tensor_lists import spread
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients
-from bilevel.engines.engine import Engine
-from bilevel.methods.base import RECORD, Setting
-from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.base import RECORD, RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
 from bilevel.methods.options import StepOptions, no_constraints, no_projection
 from bilevel.optim.variable_optimizer import Descent
 from bilevel.problem.variables import Variable
 
 POWER_ITERATIONS = 10
 Run = Callable[..., Any]
-"""run(step, draw, left, carried, *fixed): the step, by the engines where these can run it."""
+"""run(step, *arguments) runs a step by the engines if they can."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class UnrolledOptions(StepOptions):
-    """What `ReverseMode` and `ForwardMode` share."""
+    """The options that `ReverseMode` and `ForwardMode` share."""
 
     lower_rate: float | None = None
-    """The step length of v (rho in the paper). None: one over the largest curvature of g on the first batches."""
     momentum: float = 0.0
-    """That of v, as torch.optim.SGD's."""
     lower_decay: Literal["linear", "constant"] | None = None
-    """Whether the step length of v falls with the rate of u. Where it does, v settles on minibatches, but T steps reach
-    less far, and at the end their derivative is little more than f_u. None: `decay` with data, `constant` without."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,23 +91,23 @@ class HeavyBall(Descent):
         self.rates = [(rate, self.lengths.mean().item()) for rate, _ in self.rates]
 
 
-class Unrolled(Steps):
+class Unrolled(MinibatchRun):
     """A run of T differentiated steps on v and one on u. In the warm-up the lower evaluations are T + 1."""
 
     lower: HeavyBall
     curvature: Curvature = "auto"
 
-    def __init__(self, options: UnrolledOptions, setting: Setting) -> None:
+    def __init__(self, options: UnrolledOptions, context: RunContext) -> None:
         name = type(options).__name__
-        no_constraints(name, setting.problem)
-        no_projection(name, setting.problem)
-        super().__init__(setting, curvature=self.curvature, **options.steps(setting.problem))
+        no_constraints(name, context.problem)
+        no_projection(name, context.problem)
+        super().__init__(context, curvature=self.curvature, **options.steps(context.problem))
         measured = self._measured()
         with keeping([*self.v.buffers(), *self.u.buffers()]):
             pairs = self.derivatives.prepare(self._sample(), graph=False)
             self.random = self._draws_numbers(pairs)
             lengths = self._lengths(pairs, options.lower_rate)
-        decay = options.lower_decay or (options.decay if setting.sources else "constant")
+        decay = options.lower_decay or (options.decay if context.sources else "constant")
         self.lower = HeavyBall(self.v, lengths, options.momentum, falling=decay == "linear")
         self.upper = self._upper_descent(options.upper_optimizer, measured)
 
@@ -136,7 +131,7 @@ class Unrolled(Steps):
         start = []
         for leaf in self.v.leaves:  # every trial starts from the same direction
             one = leaf.shape if trials is None else leaf.shape[1:]
-            direction = torch.randn(one, generator=self.setting.generator, dtype=leaf.dtype).to(leaf.device)
+            direction = torch.randn(one, generator=self.context.generator, dtype=leaf.dtype).to(leaf.device)
             start.append(direction.expand(leaf.shape))
         found = []
         for pair in pairs:
@@ -149,30 +144,30 @@ class Unrolled(Steps):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, outer: Engine | None = None) -> Tensor:
+    def step(self, k: int) -> Tensor:
+        draws, left = self._begin(k)
+        return self._recorded(draws, left) if self.engines.whole else self._iteration(draws, left, self.moving)
+
+    def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts | None = None) -> Tensor:
         if not moving or self.problem.prepare is not None:
-            return super()._iteration(draws, left, moving, outer)
-        call = (outer or Engine()).call
+            return super()._iteration(draws, left, moving, parts)
+        inner, outer = self.engines.inner.wrap, self.engines.outer.wrap
         held = list(draws)
         if self.problem.start_lower is not None:
-            call(self._run, (held[0], left), self._start_episode)
+            (parts or self._parts).start(held[0])
 
-        def run(step: Any, draw: Draw, left: Tensor, carried: Any, *fixed: Any) -> Any:
-            return call(self._run_carrying, (draw, left, carried), step, *fixed)
+        def run(step: Any, *arguments: Any) -> Any:
+            return (inner(step) if parts is None else outer(inner(step)))(*arguments)
 
         return self._unrolled(run, held[:-1] or held * self.lower_steps, held[-1], left)
-
-    def _run_carrying(self, draw: Draw, left: Tensor, carried: Any, step: Any, *fixed: Any) -> Any:
-        """One step with tensors that the steps hand on, by the inner engine."""
-        return self.engines.inner.call(step, (draw, left, carried), *fixed)
 
     def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         if not moving:
             return super()._episode(draw, left, moving)
-        batches = self.derivatives.prepare(draw[0], graph=True)
-        still = (detached(batches), draw[1])
-        self._start_episode(still, left)
-        return self._unrolled(_as_written, [still] * self.lower_steps, (batches, draw[1]), left)
+        batches = self.derivatives.prepare(draw, graph=True)
+        still = detached(batches)
+        self._start_episode(still)
+        return self._unrolled(_as_written, [still] * self.lower_steps, batches, left)
 
     @abstractmethod
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
@@ -188,8 +183,8 @@ class Unrolled(Steps):
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """The record of a step of the warm-up."""
         d = self.derivatives
-        g, slope = d.slope(draw[0])
-        direct = d.direct(draw[0], with_v=False)
+        g, slope = d.slope(draw)
+        direct = d.direct(draw, with_v=False)
         direct.rows = d.all_rows(direct.rows)
         return self._record(direct.f, g, direct, d.norm(slope), d.norm(slope), left, moving)
 
@@ -203,5 +198,5 @@ class Unrolled(Steps):
         return row
 
 
-def _as_written(step: Any, draw: Draw, left: Tensor, carried: Any, *fixed: Any) -> Any:
-    return step(draw, left, carried, *fixed)
+def _as_written(step: Any, *arguments: Any) -> Any:
+    return step(*arguments)

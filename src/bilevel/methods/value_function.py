@@ -1,15 +1,15 @@
 """The value-function interior-point method (BVFIM): first order only, a barrier keeps w among the lower solutions.
 
-    m(u) = min_v  g(u, v) + mu/2 |v|^2,  and a margin on top
-    w descends f(u, w) + theta/2 |w|^2 + P(g(u, w) - m(u) - margin)
+    m(u) = min_v  g(u, v),  and a margin on top
+    w descends f(u, w) + P(g(u, w) - m(u) - margin)
     u descends f_u(u, w) + P'(g(u, w) - m(u) - margin) (g_u(u, w) - g_u(u, v))
     P(t) = -tau ln(-t) up to t = -delta,    tau/2 (((t + 2 delta) / delta)^2 - 1) - tau ln(delta) from there on
 
 Liu, Liu, Yuan, Zeng and Zhang, *A value-function-based interior-point method for non-convex bilevel optimization*, ICML
 2021. Among several lower solutions w finds one that is good for f: no curvature of g is asked for, and no uniqueness.
 The parabola, with delta = margin/2, has the value and two derivatives of the barrier where they meet: a w outside is
-pulled back, and nothing is ever the logarithm of a negative number. tau, mu and theta shrink by the same factor in each
-step on u, and the margin by its square, so that the price P' of the gap grows as the reciprocal of tau.
+pulled back, and nothing is ever the logarithm of a negative number. tau shrinks by the same factor in each step on u,
+and the margin by its square, so that the price P' of the gap grows as the reciprocal of tau.
 """
 
 from __future__ import annotations
@@ -22,58 +22,69 @@ from torch import Tensor
 
 from bilevel._util.checks import factory, in_range
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.options import StepOptions, no_constraints
-from bilevel.methods.two_lower_variables import ValueSteps
+from bilevel.methods.two_lower_variables import TwoLowerVariablesRun
 from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ValueFunction(StepOptions):
-    """Options of the value-function interior-point method."""
+    """Value-function interior-point method (BVFIM): a barrier keeps a second lower variable w near the minimum of g.
+
+    First order only. Among several lower solutions, w finds one that is good for f.
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
+            whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
+            the rate of u.
+        barrier: First weight tau of the barrier. Default: such that the first price, tau / margin, is
+            |f_v| / |grad_v g| at the start.
+        margin: How far g at w may first be above its minimum. Default: |s|^3 / |g_vv s| with s = grad_v g at the start.
+        shrink: Last tau as a multiple of the first; the margin shrinks by the square of it. Default: 0.01.
+
+    >>> ValueFunction(shrink=0.1)
+    ValueFunction(shrink=0.1)
+    """
 
     barrier: float | None = None
-    """The first tau. None: so that the first price, tau / margin, is |f_v| / |grad_v g| at the start."""
     margin: float | None = None
-    """How far g may first be above its minimum at w. None: |s|^3 / |g_vv s|, for s = grad_v g at the start."""
-    lower_regularisation: float = 0.0
-    """The first mu. Positive where g has no minimum of its own."""
-    upper_regularisation: float = 0.0
-    """The first theta. Positive where f does not determine w among the lower solutions."""
     shrink: float = 0.01
-    """The last tau, mu and theta as multiples of the first; of the margin, its square."""
     lower_optimizer: OptimizerFactory | None = None
-    """What moves v and, in an instance of its own, w. None: Adam whose first step takes away 6% of g to first order, at
-    a rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("barrier", "margin"):
             in_range(name, getattr(self, name), above=0)
-        for name in ("lower_regularisation", "upper_regularisation"):
-            in_range(name, getattr(self, name), least=0)
         in_range("shrink", self.shrink, above=0, most=1)
         factory("lower_optimizer", self.lower_optimizer)
 
-    def init(self, setting: Setting) -> State:
-        no_constraints("ValueFunction", setting.problem)
-        return _Run(self, setting)
+    def init(self, context: RunContext) -> MethodState:
+        no_constraints("ValueFunction", context.problem)
+        return _Run(self, context)
 
 
-class _Run(ValueSteps):
-    """Evaluations: see `ValueSteps`."""
+class _Run(TwoLowerVariablesRun):
+    """Evaluations: see `TwoLowerVariablesRun`."""
 
-    def __init__(self, options: ValueFunction, setting: Setting) -> None:
+    def __init__(self, options: ValueFunction, context: RunContext) -> None:
         self.options = options
-        super().__init__(options, options.lower_optimizer, setting)
+        super().__init__(options, options.lower_optimizer, context)
 
     def _start(self, measured: BatchScales) -> None:
         options = self.options
         # |s| / |g_vv s| is gamma / lam: both are |f_v| over one of them.
         margin = measured.sizes[1] ** 2 * measured.gamma / measured.lam if options.margin is None else options.margin
         tau = measured.lam * margin if options.barrier is None else options.barrier
-        self.margin, self.tau, self.level = (torch.full_like(self.price, x) for x in (margin, tau, 1.0))
-        self.factor: float = options.shrink ** (1.0 / max(1, self.setting.max_steps - self.warm_up - 1))
+        self.margin, self.tau = (torch.full_like(self.price, x) for x in (margin, tau))
+        self.factor: float = options.shrink ** (1.0 / max(1, self.context.max_steps - self.warm_up - 1))
 
     def _priced(self, gap: Tensor) -> Tensor:
         return barrier_slope(self.margin - gap, self.tau, self.margin / 2)
@@ -82,22 +93,17 @@ class _Run(ValueSteps):
         return self.tau / self.margin
 
     def _advance(self) -> float:
-        self.level.mul_(self.factor)
         self.tau.mul_(self.factor)
         self.margin.mul_(self.factor**2)
         return 1.0  # w may be far from v, at a lower solution that is better for f
 
-    def _regular(self) -> tuple[Tensor, Tensor] | None:
-        mu, theta = self.options.lower_regularisation, self.options.upper_regularisation
-        return (mu * self.level, theta * self.level) if mu or theta else None
-
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"level": self.level, "tau": self.tau, "margin": self.margin}
+        return super().state_dict() | {"tau": self.tau, "margin": self.margin}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for name in ("level", "tau", "margin"):
+        for name in ("tau", "margin"):
             getattr(self, name).copy_(state[name])
 
 

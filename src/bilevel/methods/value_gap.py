@@ -19,23 +19,37 @@ from torch import Tensor
 
 from bilevel._util.checks import factory, in_range
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import Setting, State
+from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.options import StepOptions, no_constraints
-from bilevel.methods.two_lower_variables import ValueSteps
+from bilevel.methods.two_lower_variables import TwoLowerVariablesRun
 from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ValueGap(StepOptions):
-    """Options of the value-gap penalty."""
+    """Value-gap penalty: a price on how far g at a second lower variable w is above its minimum. First order only.
+
+    Options:
+        lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
+        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
+            lower steps and the upper step.
+        upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
+            lets each coordinate move by 5.
+        lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
+            whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
+            the rate of u.
+        gamma: First price of the gap. Default: |f_v| / |grad_v g| at the start.
+        gamma_growth: Last gamma as a multiple of the first. Default: 100.
+
+    >>> ValueGap(gamma_growth=1000.0)
+    ValueGap(gamma_growth=1000.0)
+    """
 
     gamma: float | None = None
-    """The first price of the gap. None: |f_v| / |grad_v g| at the start."""
     gamma_growth: float = 100.0
-    """The last gamma as a multiple of the first."""
     lower_optimizer: OptimizerFactory | None = None
-    """What moves v and, in an instance of its own, w. None: Adam whose first step takes away 6% of g to first order, at
-    a rate between 1e-4 and 3e-2; without data, at no less than the rate of u."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,22 +57,22 @@ class ValueGap(StepOptions):
         in_range("gamma_growth", self.gamma_growth, least=1)
         factory("lower_optimizer", self.lower_optimizer)
 
-    def init(self, setting: Setting) -> State:
-        no_constraints("ValueGap", setting.problem)
-        return _Run(self, setting)
+    def init(self, context: RunContext) -> MethodState:
+        no_constraints("ValueGap", context.problem)
+        return _Run(self, context)
 
 
-class _Run(ValueSteps):
-    """Evaluations: see `ValueSteps`."""
+class _Run(TwoLowerVariablesRun):
+    """Evaluations: see `TwoLowerVariablesRun`."""
 
-    def __init__(self, options: ValueGap, setting: Setting) -> None:
+    def __init__(self, options: ValueGap, context: RunContext) -> None:
         self.options = options
-        super().__init__(options, options.lower_optimizer, setting)
+        super().__init__(options, options.lower_optimizer, context)
 
     def _start(self, measured: BatchScales) -> None:
         first = measured.lam if self.options.gamma is None else self.options.gamma
         self.gamma = torch.full_like(self.price, first)
-        self.growth: float = self.options.gamma_growth ** (1.0 / max(1, self.setting.max_steps - self.warm_up - 1))
+        self.growth: float = self.options.gamma_growth ** (1.0 / max(1, self.context.max_steps - self.warm_up - 1))
 
     def _priced(self, gap: Tensor) -> Tensor:
         return self.gamma.clone()

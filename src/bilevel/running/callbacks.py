@@ -1,4 +1,4 @@
-"""What watches a run: progress bar, CSV and TensorBoard writers, early stopping. The only printing in the library."""
+"""Callbacks of a run: progress bar, CSV and TensorBoard writers, early stopping. Nothing else in the library prints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import io
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bilevel.errors import OptionError
-from bilevel.results import COLUMNS, History, Solution
+from bilevel.results import ALIASES, COLUMNS, History, Solution
 
 ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
-"""What a terminal is told at once: a step may take long."""
+"""The message after the first Ctrl-C, which is shown at once: a step can take long."""
 
 
 @dataclass
 class Run:
-    """A run as callbacks see it: `rows()` are the history's rows since the last call."""
+    """The state of a run, as callbacks receive it. `rows()` yields the rows of the history since the last call."""
 
     mode: str
     max_steps: int
@@ -31,42 +31,53 @@ class Run:
     seen: int = 0
     seconds: float = 0.0
     engine: str = "eager"
-    """What runs the steps: `compile` among it means a first step that takes a minute or two."""
+    """The engine of the steps. With `compile`, the first step takes a minute or two."""
     ranks: int = 1
-    """How many processes share the batches."""
+    """The number of processes that share the batches."""
     bytes_per_step: float = 0.0
-    """What each of them hands to the others in a step."""
+    """The bytes that each of them sends to the others in a step."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the history since the last call, each a dict of its columns."""
         return self.history.rows(self.seen)
 
 
 class Callback:
-    """Override what you need. `log` is called every `log_every` steps; returning True stops the run.
+    """The base class of callbacks: override the methods that you need.
 
-    Under torchrun the first rank alone calls it, and stops all. With `every_rank = True` all ranks call it.
+    `log` is called every `log_every` steps; if it returns True, the run stops. Under torchrun only the first rank calls
+    it, and stops all. With `every_rank = True` all ranks call it.
+
+    >>> class StopBelow(Callback):
+    ...     def log(self, run):
+    ...         return run.history["f"][-1] < 0.1
     """
 
     every_rank = False
 
     def start(self, run: Run) -> None:
-        """Before the first step, or before the first resumed one."""
+        """Run before the first step, or before the first step after a resume."""
 
     def log(self, run: Run) -> bool | None:
-        """After `log_every` steps, when the history has new rows."""
+        """Run every `log_every` steps, when the history has new rows. Return True to stop the run."""
 
     def interrupted(self) -> None:
-        """Ctrl-C came: the run ends after the step in hand. This is called within whatever was going on."""
+        """Run at once after Ctrl-C, in the middle of a step; the run ends after this step."""
 
     def end(self, solution: Solution) -> None:
-        """After the last step and the certificate."""
+        """Run after the last step and the certificate."""
 
     def close(self) -> None:
-        """Last of all, also where the run ended with an exception."""
+        """Run last of all, even if the run ended with an exception."""
 
 
 class Progress(Callback):
-    """A bar on standard error: steps per second, f, |grad_v g|, gamma, time left. Quiet where that is no terminal."""
+    """Shows a bar on standard error: steps per second, f, |grad_v g|, gamma, time left.
+
+    Args:
+        label: The text before the bar.
+        force: Whether to show the bar even if standard error is not a terminal.
+    """
 
     def __init__(self, label: str = "solving", *, force: bool = False) -> None:
         self.label, self.force = label, force
@@ -104,14 +115,14 @@ class Progress(Callback):
         if run.ranks > 1:
             values += f"  {run.ranks} ranks, {run.bytes_per_step / 1e6:.2g} MB a step"
         rate = f"{steps / seconds:.1f}" if seconds > 0 and not self._compiling else "-"
-        if self._compiling:  # the steps from here on tell how fast they are
+        if self._compiling:  # the first step says nothing of the speed of the others
             self._compiling, self._first = False, (run.step, run.seconds)
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
 
     def interrupted(self) -> None:
         if self._bar is not None:
-            with suppress(OSError):  # past the bar, which may be at work on the same stream; a notebook has no file
+            with suppress(OSError):  # not by the bar, which can be writing now; a notebook has no file
                 os.write(sys.stderr.fileno(), ENDING.encode())
 
     def close(self) -> None:
@@ -121,14 +132,16 @@ class Progress(Callback):
 
 
 class CSVHistory(Callback):
-    """Writes the history to a CSV file as the run goes, over one that is there; a killed run leaves its rows."""
+    """Writes the history to the CSV file `path` during the run, and replaces a file that is there.
+
+    A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def start(self, run: Run) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The rows of a resumed run are in its history: written again, so that the file has each step once.
         run.history.to_csv(self.path)
 
     def log(self, run: Run) -> bool | None:
@@ -140,7 +153,7 @@ class CSVHistory(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes every column to TensorBoard (`pip install bilevel[tensorboard]`)."""
+    """Writes every column to TensorBoard files in `folder` (`pip install bilevel[tensorboard]`)."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -163,13 +176,29 @@ class TensorBoard(Callback):
 
 
 class EarlyStopping(Callback):
-    """Stops when `monitor` has not fallen by `least` (relative) for `patience` steps.
+    """Stops the run if a value has not fallen for `patience` steps.
 
-    The upper objective is part of v's own step, so it cannot tell over-fitting: pass `value`, a function of no
-    arguments that measures what you care about on data held out from both levels.
+    The upper objective is part of the step on v, and does not show over-fitting: pass `value`.
+
+    Args:
+        monitor: A column of the history, such as `upper` (f, the default) or `residual`.
+        patience: The number of steps without progress.
+        least: The relative fall that counts as progress.
+        value: A function without arguments that is observed instead of a column: it measures what matters to you, on
+            data that neither level uses.
+
+    >>> stop = EarlyStopping("residual", patience=50)
     """
 
-    def __init__(self, monitor: str = "upper", *, patience: int = 100, least: float = 1e-4, value: Any = None) -> None:
+    def __init__(
+        self,
+        monitor: str = "upper",
+        *,
+        patience: int = 100,
+        least: float = 1e-4,
+        value: Callable[[], float] | None = None,
+    ) -> None:
+        monitor = ALIASES.get(monitor, monitor)
         if monitor not in COLUMNS:
             raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
         if value is not None and not callable(value):
@@ -180,7 +209,7 @@ class EarlyStopping(Callback):
         self.best, self.best_step = math.inf, 0
 
     def start(self, run: Run) -> None:
-        """Begin anew; of a resumed run, with what its history shows."""
+        """Start from scratch; after a resume, from the rows of the history."""
         self.best, self.best_step = math.inf, run.step if self.value else 0
         if self.value is None:
             self._see((row["step"], row[self.monitor]) for row in run.history.rows())

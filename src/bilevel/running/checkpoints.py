@@ -1,8 +1,8 @@
 """Atomic save and exact load of a run's state: one safetensors file whose header carries the rest as JSON.
 
-The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest over all
-of it is stored beside it, so that a truncated or altered file is never taken for a good one; the state before is kept
-beside it, and gone on from where the last one is not good. No pickle.
+The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest of
+everything is stored with it, so that a truncated or altered file is never taken for a good one. The state before is
+kept next to it, and is used if the last one is not good. No pickle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bilevel._util.atomic_files import whole
-from bilevel.errors import BilevelError, BilevelWarning, CheckpointError, reason
+from bilevel._util.checks import warn_user
+from bilevel.errors import BilevelError, CheckpointError, reason
 
 VERSION = 1
 FILE = "state.safetensors"
@@ -68,7 +68,7 @@ def exists(folder: Path) -> bool:
 def load(folder: Path) -> dict[str, Any]:
     """Read a state back, or say in one sentence why it cannot be.
 
-    Where the last one is not good and the one before is, that is returned, with a warning that names both.
+    If the last one is not good and the one before is, the one before is returned, with a warning that names both.
     """
     path, before = folder / FILE, folder / BEFORE
     if not before.exists():
@@ -83,7 +83,7 @@ def load(folder: Path) -> dict[str, Any]:
         except CheckpointError:
             raise CheckpointError(f"{error} The one before, {before}, cannot be read either.") from error
         step = f", of step {state['step']}," if isinstance(state.get("step"), int) else ""
-        warnings.warn(f"{error} The one before, {before}{step} is gone on from.", BilevelWarning, stacklevel=2)
+        warn_user(f"{error} The one before, {before}{step} is used instead.")
         return state
 
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def understood(folder: Path) -> Iterator[None]:
-    """Say in one sentence where what is done with a state shows that it is not one of such a run."""
+    """Raise a CheckpointError if an operation inside shows that the state is of another kind of run."""
     try:
         yield
     except BilevelError:
@@ -135,7 +135,7 @@ def understood(folder: Path) -> Iterator[None]:
 def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A JSON tree of the node; tensors go to `tensors` and leave their name behind."""
     if isinstance(node, Tensor):
-        # A copy of its own: safetensors refuses tensors that share memory.
+        # A copy: safetensors refuses tensors that share memory.
         tensors[name] = node.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(node, dict):

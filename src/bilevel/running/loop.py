@@ -20,7 +20,7 @@ from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
 from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
 from bilevel.measures.certificate import certify
-from bilevel.methods.base import RECORD, Setting, State
+from bilevel.methods.base import RECORD, MethodState, RunContext
 from bilevel.problem.variables import Variable
 from bilevel.results import Certificate, History, Solution, Status
 from bilevel.running import checkpoints as store
@@ -32,8 +32,8 @@ class Loop:
 
     def __init__(
         self,
-        setting: Setting,
-        state: State,
+        setting: RunContext,
+        state: MethodState,
         callbacks: Sequence[Callback],
         folder: Path | None,
         *,
@@ -55,7 +55,7 @@ class Loop:
         self.kept: dict[str, Any] | None = None
         """If requested: the state to resume from after `max_steps`, in checkpoint format."""
         self.sent = self.counted = 0
-        """Bytes that were sent to other ranks by the steps of this process, and the number of these steps."""
+        """The number of bytes that the steps of this process sent to other ranks, and the number of steps."""
         self.history = History()
         self.step = 0
         self.seconds = 0.0
@@ -164,7 +164,7 @@ class Loop:
             if bad:
                 self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
                 return Status.DIVERGED
-        if status is Status.INFEASIBLE:  # of a cut, where no constraint of the user's is violated
+        if status is Status.INFEASIBLE:  # of a cut: no constraint of the user is violated
             stationary = certificate.infeasibility <= (tolerance or 0.0) and certificate.lower_minimiser is False
             return Status.STATIONARY if stationary else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
@@ -179,7 +179,7 @@ class Loop:
         return Status.STALLED if status is Status.CONVERGED else status
 
     def _fetch(self, watch: Run) -> Status | None:
-        """Bring the pending records to the host; look for divergence; tell the callbacks."""
+        """Bring the pending records to the host, look for divergence, and call the callbacks."""
         if not self.pending:
             return None
         table = torch.stack([record for record, *_ in self.pending]).cpu().tolist()

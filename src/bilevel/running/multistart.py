@@ -38,7 +38,7 @@ SAME = 1e-4
 FIRST, LATER, FEW = 500, 300, 4
 AGREE = 3
 ALIKE = 1e-5
-"""How much two values of f may differ, relative to 1 + |f|, to count as one."""
+"""The largest difference of two values of f, relative to 1 + |f|, that counts as none."""
 Runner = Callable[[RunRequest, PausedRun | None], Solution]
 
 
@@ -61,9 +61,9 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
         solution = run(replace(request, max_steps=most, folder=folder, seed=seed + k, start=k), paused)
         kept[k] = paused
         found[k] = solution, candidate(solution, Derivatives(request.problem, *both), k, sources)
-        for other in set(kept) - {best_paused()}:  # a state may be large
+        for other in set(kept) - {best_paused()}:  # a state can be large
             del kept[other]
-        # Ctrl-C may reach one rank after the run of all has ended.
+        # Ctrl-C can reach one rank after the run of all has ended.
         interrupted = solution.interrupted if ranks is None else any(ranks.all_gather_object(solution.interrupted))
         return not interrupted and not agreed([c for _, c in found.values()])
 
@@ -116,13 +116,13 @@ def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
 
 
 def drawn_seed(ranks: ProcessGroup | None) -> int:
-    """A seed from torch's global generator, that of the first rank on all of them."""
+    """Draw a seed from torch's global generator; all ranks get the seed of the first."""
     seed = int(torch.randint(2**62, ()).item())
     return seed if ranks is None else int(ranks.broadcast_object(seed))
 
 
 def agreed(candidates: Sequence[Candidate]) -> bool:
-    """Whether enough of these are solutions with one f, the least of all solutions."""
+    """Return whether enough candidates are solutions with the same f, and no solution has a smaller one."""
     values = [c.upper for c in candidates if c.status is Status.CONVERGED]
     least = min(values, default=0.0)
     return sum(value <= least + ALIKE * (1 + abs(least)) for value in values) >= AGREE

@@ -1,4 +1,4 @@
-"""The pessimistic reading: where the lower problem has several solutions, f counts at the worst of them.
+"""The pessimistic choice: if the lower problem has several solutions, f counts at the worst of them.
 
     min_{u, t} t   subject to   f(u, v_k) <= t,   h(u, v_k) = 0 or <= 0,   v_k a lower solution at u,   k = 1..K
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import in_range
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import Derivatives
@@ -31,10 +32,12 @@ from bilevel.measures.constrained_lower_minimum import minimise_constrained
 from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.measures.problem_check import variables
 from bilevel.measures.problem_scales import lower_curvature, measure
+from bilevel.methods.penalty import Penalty
 from bilevel.problem.problem import Objective, Problem, Projection
 from bilevel.problem.variables import Variable
 from bilevel.results import Solution, Status
-from bilevel.running.multistart import candidate, drawn_seed
+from bilevel.running.callbacks import Callback
+from bilevel.running.multistart import candidate, drawn_seed, run_starts
 from bilevel.running.run_once import PausedRun, RunRequest, run_once
 from bilevel.running.starting_points import copied, write_tensors
 
@@ -74,12 +77,12 @@ class Copies:
 
 
 def refuse(problem: Problem, u: Variable) -> None:
-    """Refuse what the pessimistic reading does not know."""
+    """Refuse what the pessimistic choice does not support."""
     for name in ("start_lower", "trials"):
         if getattr(problem, name) is not None:
-            raise OptionError(f"reading='pessimistic' cannot be used with {name}. Use reading='optimistic'.")
+            raise OptionError(f"solve_pessimistic cannot be used with {name}. Use solve.")
     if u.rows:
-        raise OptionError("reading='pessimistic' cannot be used with Rows. Use a tensor for u.")
+        raise OptionError("solve_pessimistic cannot be used with Rows. Use a tensor for u.")
 
 
 def lower_solutions(
@@ -178,17 +181,83 @@ def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> 
     return Copies(rewritten, [*u.leaves, t], moved, variables, uppers, gamma, STEADY * size)
 
 
+def solve_pessimistic(
+    problem: Problem,
+    method: Penalty,
+    u: Any,
+    v: Any,
+    *,
+    max_steps: int,
+    tolerance: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    starts: int = 1,
+    seed: int | None = None,
+    hypergradient: bool | None = None,
+) -> Solution:
+    """Solve a bilevel problem without data, where f counts at the worst of several lower solutions.
+
+    It solves in rounds: it searches for lower solutions at u, keeps the best ones, minimises the largest f over them,
+    and searches again, until it finds no others. u and v are updated in place; v ends at the worst of the kept lower
+    solutions. `Solution.candidates` lists these, the worst first.
+
+    Args:
+        problem: The problem, without `trials` and `start_lower`.
+        method: `Penalty` in its deterministic mode.
+        u: The upper variable, without `Rows`.
+        v: The lower variable.
+        max_steps: Most steps of each round.
+        tolerance: As in `solve`. Default: 1e-6.
+        callbacks: Called in each round.
+        starts: The number of starting points. The best end is kept; `Solution.candidates` lists the distinct ends.
+        seed: The seed of the search and of the starting points. None (default): one from torch's global generator.
+        hypergradient: As in `solve`.
+
+    >>> import torch
+    >>> from bilevel import Penalty, Problem, solve_pessimistic
+    >>> problem = Problem(
+    ...     upper=lambda u, v, batch: (u - v).square(),
+    ...     lower=lambda u, v, batch: (v.square() - 1).square() + 0 * u,
+    ... )
+    >>> u, v = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.7, 0.8))
+    >>> solution = solve_pessimistic(problem, Penalty(), u, v, max_steps=500, seed=0)
+    >>> abs(solution.u.item()) < 1e-4  # both v = 1 and v = -1 minimise g, and u = 0 is best for the worse of them
+    True
+    """
+    if not isinstance(method, Penalty) or method.mode == "stochastic":
+        raise OptionError(f"method must be Penalty() in its deterministic mode; got {method!r}.")
+    in_range("max_steps", max_steps, least=1, whole=True)
+    in_range("starts", starts, least=1, whole=True)
+    in_range("tolerance", tolerance, above=0)
+    upper, lower = variables(problem, u, v)
+    refuse(problem, upper)
+    request = RunRequest(
+        problem=problem,
+        method=method,
+        upper=upper,
+        lower=lower,
+        data=None,
+        max_steps=max_steps,
+        tolerance=tolerance or TOLERANCE,
+        callbacks=callbacks,
+        folder=None,
+        every=None,
+        resume=False,
+        log_every=None,
+        engine="auto",
+        precision=None,
+        accumulate=1,
+        hypergradient=hypergradient,
+        seed=seed,
+    )
+    return worst_case(request) if starts == 1 else run_starts(request, starts, worst_case)
+
+
 def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution:
     """Run in rounds with copies of v, one for each lower solution that was found.
 
-    u and v are left at the end, v at the worst of the kept lower solutions; `Solution.candidates` lists them, the worst
-    first.
+    u and v are left at the end, v at the worst of the kept lower solutions.
     """
     problem, u, v, seed = request.problem, request.upper, request.lower, request.seed
-    if request.data is not None or request.folder is not None:
-        given = "data" if request.data is not None else "checkpoint"
-        raise OptionError(f"reading='pessimistic' cannot be used with {given}. Leave it out.")
-    refuse(problem, u)
     seed = drawn_seed(ProcessGroup.from_environment(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
@@ -201,14 +270,13 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
                 break
             made = copies(problem, u, v, points)
             both = variables(made.problem, made.u, made.v)
-            method = inner(request.method, made)
+            method = inner(cast(Penalty, request.method), made)
             round_ = replace(
                 request,
                 problem=made.problem,
                 method=method,
                 upper=both[0],
                 lower=both[1],
-                tolerance=request.tolerance or TOLERANCE,
                 seed=seed,
                 start=1,  # a start that stays near where it is
             )
@@ -222,7 +290,7 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
         write_tensors(first[1], v)
         raise
     if solution is None:
-        raise OptionError("reading='pessimistic' needs a lower problem with a solution; none was found.")
+        raise OptionError("solve_pessimistic needs a lower problem with a solution; none was found.")
     ends = []
     values = [copied(variable) for variable in made.variables]  # the first is v, which the others are put into
     for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
@@ -232,18 +300,18 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
 
 
 def unsettled(solution: Solution) -> Solution:
-    """The last round as one after which others would follow: it is stationary for lower solutions that are not all."""
+    """Return a last round that others would follow as stalled: it is stationary only for the kept lower solutions."""
     if solution.status is not Status.CONVERGED:
         return solution
-    message = f"After {ROUNDS} rounds of the pessimistic reading the search still finds other lower solutions."
+    message = f"After {ROUNDS} rounds the search still finds other lower solutions."
     return replace(solution, status=Status.STALLED, message=message)
 
 
-def inner(method: Any, made: Copies) -> Any:
-    """The method for one round: optimistic, with first prices for the copies unless some were given."""
+def inner(method: Penalty, made: Copies) -> Penalty:
+    """Return the method for one round, with first prices for the copies unless some were given."""
     gamma = made.gamma if method.gamma is None else method.gamma
     gamma_h = made.gamma_h if method.gamma_h is None else method.gamma_h
-    return replace(method, reading="optimistic", gamma=gamma, gamma_h=gamma_h)
+    return replace(method, gamma=gamma, gamma_h=gamma_h)
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

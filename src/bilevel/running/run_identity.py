@@ -92,7 +92,7 @@ def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of every number of these tensors."""
+    """Return a digest of all numbers in the tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -156,7 +156,7 @@ def run_many(
         function: Takes an item and returns a dict that JSON can hold. With several workers, import it from a module,
             and call `run_many` under `if __name__ == "__main__":`.
         items: Dicts of plain settings: a seed, a target, a point of a grid. The file names are made of their values.
-        folder: Where the results are kept, one file each.
+        folder: The folder of the results, one file each.
         workers: The number of processes of this machine (default: 1, this process). More than one needs joblib.
         address: The address of a Ray cluster to run on instead: `auto`, `host:6379` or `ray://host:10001`.
         gpus: The number of GPUs of the cluster that each run uses; it can be a fraction.

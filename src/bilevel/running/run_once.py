@@ -19,7 +19,7 @@ from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.synchronise import check_same_arguments, run_on_first, seed_by_rank
 from bilevel.errors import CheckpointError, OptionError
 from bilevel.measures.problem_check import first_evaluation
-from bilevel.methods.base import Method, Setting
+from bilevel.methods.base import Method, RunContext
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Solution
@@ -78,7 +78,7 @@ def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
         sources = Sources(data, seed, lower.device, shares)
         identity = _identity(request, seed, saved, ranks)
         with seeded(seed, lower.device) as generator:
-            setting = _setting(request, sources, generator, None if shares is None else ranks)
+            setting = _context(request, sources, generator, None if shares is None else ranks)
             try:
                 with _unchanged_on_error(upper, lower):
                     loop = _start(request, setting, seed, identity, ranks, keeps=paused is not None)
@@ -112,7 +112,7 @@ def _open(request: RunRequest) -> dict[str, Any] | None:
 
 
 def _seed(request: RunRequest, saved: dict[str, Any] | None, ranks: ProcessGroup | None) -> int:
-    """Return the seed that was passed, or that of the checkpoint, or one from torch's global generator."""
+    """Return the seed that was passed, the seed of the checkpoint, or a new one from torch's global generator."""
     if request.seed is not None:
         return request.seed
     seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
@@ -137,8 +137,10 @@ def _identity(
     return identity
 
 
-def _setting(request: RunRequest, sources: Sources, generator: torch.Generator, ranks: ProcessGroup | None) -> Setting:
-    return Setting(
+def _context(
+    request: RunRequest, sources: Sources, generator: torch.Generator, ranks: ProcessGroup | None
+) -> RunContext:
+    return RunContext(
         problem=request.problem,
         u=request.upper,
         v=request.lower,
@@ -156,7 +158,7 @@ def _setting(request: RunRequest, sources: Sources, generator: torch.Generator, 
 
 def _start(
     request: RunRequest,
-    setting: Setting,
+    setting: RunContext,
     seed: int,
     identity: dict[str, Any],
     ranks: ProcessGroup | None,

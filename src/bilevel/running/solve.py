@@ -18,7 +18,6 @@ from bilevel.problem.rows import Rows
 from bilevel.results import Solution
 from bilevel.running.callbacks import Callback
 from bilevel.running.multistart import run_starts
-from bilevel.running.pessimistic import worst_case
 from bilevel.running.run_once import RunRequest, run_once
 
 Optimised = Tensor | nn.Module | Rows | Mapping[str, Tensor] | Mapping[str, Tensor | Rows] | Sequence[Tensor | Rows]
@@ -73,8 +72,8 @@ def solve(
             stay in their own precision, and so does the certificate. None (default): no autocast.
         accumulate: The number of batches that every gradient is the mean of.
         starts: The number of starting points. The first is the point that was passed. The best end is kept: feasible,
-            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has a folder of
-            its own in `checkpoint`. See `bilevel.running.multistart`.
+            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has
+            its folder in `checkpoint`. See `bilevel.running.multistart`.
         seed: The seed of all random numbers of the run. None (default): one from torch's global generator.
         hypergradient: Whether the certificate solves for the exact hypergradient. None (default): if v is small.
 
@@ -97,7 +96,7 @@ def solve(
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")
     if starts > 1 and problem.trials is not None:
-        raise OptionError(f"starts must be 1 with trials, each of which starts where it is; got starts={starts}.")
+        raise OptionError(f"starts must be 1 with trials, which start at different points; got starts={starts}.")
     if starts > 1 and checkpoint is not None and seed is None:
         raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
     upper, lower = variables(problem, u, v)
@@ -121,9 +120,7 @@ def solve(
         hypergradient=hypergradient,
         seed=seed,
     )
-    pessimistic = getattr(method, "reading", "optimistic") == "pessimistic"
-    run = worst_case if pessimistic else run_once
-    return run(request) if starts == 1 else run_starts(request, starts, run)
+    return run_once(request) if starts == 1 else run_starts(request, starts)
 
 
 def _check(problem: object, method: object, callbacks: object) -> None:

@@ -9,8 +9,8 @@ shows f. Every other start is the best point that is left (the most feasible, th
 better than all of their nearest neighbours come first, so that one valley does not take the starts of another). The
 starts in between are the points whose u is farthest from all starts before.
 
-With data, the points are used as they are drawn, and each tensor of v moves by a normal draw of its own root mean
-square. Points at which f or g is not finite are drawn again.
+With data, the points are used as they are drawn, and each tensor of v moves by a normal draw of the tensor's root
+mean square. Points at which f or g is not finite are drawn again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12
 NEIGHBOURS = 4
-"""How many of the nearest draws a draw is better than where it is the best of a valley."""
+"""The number of nearest draws that a draw must beat to count as the best of its valley."""
 ROUGH = 1e-4
 """The tolerance of the lower solutions at points that are only looked at."""
 
@@ -166,7 +166,7 @@ def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
 
 
 def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
-    """The present point with v at a lower solution; None where the objectives are not finite there."""
+    """The present point with v at a lower solution; None if the objectives are not finite there."""
     d = Derivatives(problem, u, v)
     if problem.constrained_below:
         batch = d.prepare([(None, None)], graph=False)[0][1]
@@ -204,7 +204,7 @@ def spread_points(u: Variable, v: Variable, count: int, seed: int, fits: Callabl
 
 
 def _own_sizes(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The root mean square of each tensor; if it is zero, that of all tensors, or one."""
+    """The root mean square of each tensor; if it is zero, the root mean square of all tensors, or one."""
     sizes = [leaf.square().mean().sqrt() for leaf in leaves]
     every = torch.cat([leaf.reshape(-1) for leaf in leaves]).square().mean().sqrt()
     every = torch.where(every > 0, every, torch.ones_like(every))

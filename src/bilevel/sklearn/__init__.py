@@ -1,7 +1,11 @@
-"""Estimators with scikit-learn's interface: `fit`, `predict`, and what was learnt in attributes that end in `_`."""
+"""Estimators with scikit-learn's interface: `fit`, `predict`, and what was learned in attributes that end in `_`."""
 
-from bilevel.sklearn.denoising import DenoisingClassifier
-from bilevel.sklearn.logistic import TunedLogisticRegression
-from bilevel.sklearn.ridge import TunedRidge
+from bilevel._util.optional import require
+
+require("sklearn", "apps")
+require("scipy", "apps")
+
+from bilevel.sklearn.denoising import DenoisingClassifier  # noqa: E402
+from bilevel.sklearn.linear import TunedLogisticRegression, TunedRidge  # noqa: E402
 
 __all__ = ["DenoisingClassifier", "TunedLogisticRegression", "TunedRidge"]

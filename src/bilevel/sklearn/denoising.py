@@ -1,8 +1,7 @@
-"""Denoising as a scikit-learn estimator: `fit`, `predict`, and what was learnt of each row in attributes.
+"""Denoising as a scikit-learn estimator.
 
-scikit-learn hands arrays in and out, and labels of any kind; `bilevel.applications.denoising.denoise` has tensors
-and class
-indices. This module is the way from one to the other and back, and finds the trusted rows where they are part of X.
+scikit-learn passes arrays, and labels of any kind; `denoise` takes tensors and class indices. This module converts
+between them, and finds the trusted rows if they are part of X.
 """
 
 from __future__ import annotations
@@ -32,32 +31,44 @@ from bilevel.methods.base import Method
 from bilevel.running.callbacks import Progress
 
 ModuleFactory = Callable[[int, int], nn.Module]
-"""Called with the numbers in one input and the count of classes; returns the network at its first weights."""
+"""Called with the count of numbers in one input and the count of classes; returns a network."""
 CHUNK = 32
-"""Rows that are predicted together; a last part is filled up to it."""
+"""The number of rows that are predicted together; the last part is padded to it."""
 
 
 class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """A classifier for labels of which some are wrong, and a finder of these, led by a few labels known to be right.
+    """A classifier for data with some wrong labels, which also finds these labels, with the help of a few right ones.
 
-    Parameters: `module` is a network that gives one score for each class. None: fully connected layers with `hidden`
-    units. A function is called with the numbers in one input and the count of classes, and its first weights come from
-    `random_state`. An `nn.Module` is copied, first weights included. It is trained in float32. With a `module`, X may
-    have more than two dimensions, as images (n, channels, height, width) have. `method`, `steps`, `batch` and `rate`
-    are those of `bilevel.applications.denoising.denoise.denoise`. `trusted_share` is the share of rows that stands
-    in for the
-    trusted ones where none are passed. `standardize` brings each column of X to mean 0 and deviation 1, as measured in
-    `fit`, and cuts what is beyond 10 deviations; each channel, where X has more than two dimensions. `device` is where
-    the module is trained and predicts; None: where it is. `verbose` shows a progress bar of the bilevel run where
-    standard error is a terminal.
+    Parameters
+    ----------
+    module : a network that gives one score for each class, trained in float32. None (default): fully connected layers
+        with `hidden` units. A function is called with the count of numbers in one input and the count of classes, and
+        its first weights come from `random_state`. An `nn.Module` is copied with its weights. With a `module`, X can
+        have more than two dimensions, as images (n, channels, height, width) have.
+    hidden : the units of the default network, default (128,).
+    method, steps, batch, rate : those of `bilevel.applications.denoising.denoise`.
+    trusted_share : the share of the rows that replaces the trusted rows if `fit` gets none, default 0.1.
+    standardize : scale each column of X (or each channel) to mean 0 and deviation 1, as measured in `fit`, and clip at
+        10 deviations. Default True.
+    device : where the module is trained and predicts; None (default): where it is.
+    random_state : the same value gives the same bits.
+    verbose : show a progress bar of the bilevel run if standard error is a terminal.
 
-    Attributes: `importance_` has one number in [0, 1] for each row of X, `quality_` the importance times the
-    probability of the label as given, `suggested_` the class that the classifier gives it. `suspects_` are the indices
-    of the rows whose label is held for wrong, lowest quality first. `noise_rate_` is their share of the rows that were
-    judged. Importance and quality are 1 in rows passed as trusted, and NaN in rows that stood in for trusted ones:
-    neither are judged, and neither are among the suspects. `classes_`, `n_features_in_` (`X.shape[1]`) and
-    `feature_names_in_` are scikit-learn's, `module_` is the trained network and `history_` the record of the bilevel
-    run. The same `random_state` gives the same bits.
+    Attributes
+    ----------
+    importance_ : a number in [0, 1] for each row of X. 1 in rows passed as trusted, NaN in rows that replace trusted
+        rows; neither are judged, and neither are suspects.
+    quality_ : the importance times the probability of the given label; 1 and NaN as above.
+    suggested_ : the class that the classifier predicts for each row.
+    suspects_ : the indices of the rows whose label is considered wrong, lowest quality first.
+    noise_rate_ : the share of suspects in the rows that were judged.
+    module_, history_ : the trained network, and the record of the bilevel run.
+    classes_, n_features_in_, feature_names_in_ : as in scikit-learn; `n_features_in_` is `X.shape[1]`.
+
+    >>> X = np.random.default_rng(0).normal(size=(80, 4))
+    >>> model = DenoisingClassifier(steps=20, random_state=0).fit(X, X[:, 0] > 0, trusted=np.arange(80) < 20)
+    >>> model.importance_.shape
+    (80,)
     """
 
     def __init__(
@@ -92,8 +103,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> DenoisingClassifier:
         """Learn the importance of each row of X, and the classifier.
 
-        `trusted` is a tuple (X, y) of further rows, or a mask of those rows of X whose labels are known to be right.
-        There must be some of each class. None: a part of X stands in for them, which a warning speaks of.
+        `trusted` is a tuple (X, y) of further rows, or a mask of the rows of X whose labels are known to be right, with
+        some rows of each class. With None, a part of X replaces them, and a warning says so.
         """
         true_or_false("standardize", self.standardize)
         steps, batch = _plain(self.steps), _plain(self.batch)
@@ -120,7 +131,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "these classes out of X and y."
             )
         if known.all():
-            raise DataError(f"some rows of X must be left to judge; all {len(labels)} are trusted or stand in for it.")
+            raise DataError(f"some rows of X must be left to judge; all {len(labels)} are trusted or replace them.")
         module = self._network(x, seed)
         found = denoise(
             (x[~known], labels[~known]),
@@ -144,13 +155,13 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        """The class of each row."""
+        """Return the class of each row."""
         found: np.ndarray = self.predict_proba(X).argmax(1)
         predicted: np.ndarray = self.classes_[found]
         return predicted
 
     def predict_proba(self, X: ArrayLike) -> np.ndarray:
-        """The probability of each class, in the order of `classes_`."""
+        """Return the probability of each class, in the order of `classes_`."""
         check_is_fitted(self, "module_")
         return self._probabilities(self._tensor(self._like_fitted(X)))
 
@@ -160,34 +171,34 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _validated(self, X: ArrayLike, *y: ArrayLike, **rules: Any) -> Any:
-        """X, and y where it is given, as arrays that scikit-learn has checked."""
-        # Only what is scaled may be beyond the range of float32: a number that is infinite there is refused.
+        """Return X, and y if given, as arrays that scikit-learn has checked."""
+        # Only numbers that are scaled can exceed the range of float32; others would become infinite, and are refused.
         dtype = [np.float64, np.float32] if self.standardize else np.float32
         with np.errstate(over="ignore", invalid="ignore"):
             return validate_data(self, X, *y, dtype=dtype, allow_nd=self.module is not None, **rules)
 
     def _like_fitted(self, X: ArrayLike, **rules: Any) -> np.ndarray:
-        """Further inputs, which must be like those of `fit`."""
+        """Return further inputs, which must be like those of `fit`."""
         found: np.ndarray = self._validated(X, reset=False, **rules)
         if found.shape[1:] != self._shape:
             raise DataError(f"inputs must have shape {self._shape}, as those of X in fit; got {found.shape[1:]}.")
         return found
 
     def _tensor(self, X: np.ndarray) -> Tensor:
-        """What the module sees of X."""
+        """Return X as the module takes it."""
         if self._scale is not None and len(X):
             scaled = self._scale.transform(_columns(X))
             X = np.moveaxis(scaled.reshape(len(X), *X.shape[2:], X.shape[1]), -1, 1)
         return torch.from_numpy(np.array(X, dtype=np.float32, order="C"))
 
     def _probabilities(self, x: Tensor) -> np.ndarray:
-        # Products of matrices round by their number of rows: with one number, a row's result is its own.
+        # Rounding depends on the number of rows: with a fixed number, the result of a row depends on no other row.
         padded = torch.cat([x, x.new_zeros(-len(x) % CHUNK, *x.shape[1:])])
         found = probabilities(self.module_, padded, batch=CHUNK)[: len(x)].double()
         return (found / found.sum(1, keepdim=True)).numpy()
 
     def _pair(self, trusted: tuple[ArrayLike, ...]) -> tuple[Tensor, np.ndarray]:
-        """Trusted rows that are not of X, their labels as indices into `classes_`."""
+        """Return trusted rows that are not in X, with labels as indices into `classes_`."""
         if len(trusted) != 2:
             raise DataError(f"trusted must be a pair (X, y) or a mask of the rows of X; got a tuple of {len(trusted)}.")
         labels = np.asarray(trusted[1])
@@ -205,7 +216,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._tensor(X), np.array([index[label] for label in labels.tolist()], dtype=np.int64)
 
     def _stand_in(self, labels: np.ndarray, random: np.random.RandomState) -> np.ndarray:
-        """A mask of rows drawn from each class in its share, one at least."""
+        """Return a mask of rows drawn from each class in proportion, at least one of each."""
         share = _plain(self.trusted_share)
         in_range("trusted_share", share, above=0, below=1)
         known = np.zeros(len(labels), dtype=np.bool_)
@@ -213,8 +224,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             members = random.permutation(np.flatnonzero(labels == i))
             known[members[: max(1, round(share * len(members)))]] = True
         warnings.warn(
-            f"fit has no trusted labels: {known.sum()} of the {len(labels)} rows stand in for them. Their labels may "
-            "be as wrong as the others, so that wrong labels are found less surely, and they are not judged: their "
+            f"fit has no trusted labels: {known.sum()} of the {len(labels)} rows replace them. Their labels can be as "
+            "wrong as the others, so wrong labels are found less reliably, and these rows are not judged: their "
             "importance is NaN. Pass trusted=(X, y), or a mask of rows whose labels are known to be right.",
             BilevelWarning,
             stacklevel=3,
@@ -222,7 +233,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return known
 
     def _network(self, x: Tensor, seed: int) -> nn.Module:
-        """The network at its first weights, on its device; refuses one whose scores are not one a class."""
+        """Return the network with its first weights, on its device; refuse one without one score for each class."""
         classes = len(self.classes_)
         module: Any = None
         with seeded(seed):
@@ -259,7 +270,7 @@ def _columns(X: np.ndarray) -> np.ndarray:
 
 
 def _mask(trusted: ArrayLike, rows: int) -> np.ndarray:
-    """A mask of rows. Indices are refused: cross-validation would hand them to parts of X that they do not count."""
+    """Return a mask of rows. Indices are refused: cross-validation would pass them with parts of X."""
     try:
         mask = np.array(trusted)
     except ValueError:  # a list of arrays of several lengths
@@ -274,12 +285,12 @@ def _mask(trusted: ArrayLike, rows: int) -> np.ndarray:
 
 
 def _spread(values: Tensor, known: np.ndarray, unjudged: float) -> np.ndarray:
-    """The values of the rows that were judged, in their places among all."""
+    """Return the values of the judged rows in their places among all rows."""
     spread = np.full(len(known), unjudged)
     spread[~known] = values.double().numpy()
     return spread
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, as a search over parameters hands out, as Python's."""
+    """Return a NumPy number, as a parameter search passes, as a Python number."""
     return value.item() if isinstance(value, np.generic) else value

@@ -25,7 +25,7 @@ Out = Annotated[Path, typer.Option(help="Folder for cells, tables and figures. F
 Results = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the study's JSON file with all results: studies/results in a checkout. Default: --out"
+        help="Folder of the study's JSON file with all results: studies/results in a checkout. By default --out."
     ),
 ]
 NoRun = Annotated[bool, typer.Option("--no-run", help="Run nothing; write the tables of the results so far.")]

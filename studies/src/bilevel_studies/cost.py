@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Method, Setting, State
+from bilevel.methods.base import Method, MethodState, RunContext
 from bilevel.problem.problem import Problem
 
 HORIZON = 10**6
@@ -95,7 +95,7 @@ def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) 
     return Cost(operations.get_total_flops() / one.get_total_flops(), memory.most, evaluations, min(times, default=0.0))
 
 
-def _moving(state: State) -> int:
+def _moving(state: MethodState) -> int:
     """Take the first step that moves u, where step 0 did not; returns the number of the next."""
     first: int = getattr(state, "warm_up", 0)
     if first:
@@ -103,10 +103,10 @@ def _moving(state: State) -> int:
     return first + 1
 
 
-def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> State:
+def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> MethodState:
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)
-    setting = Setting(
+    setting = RunContext(
         problem,
         upper,
         lower,

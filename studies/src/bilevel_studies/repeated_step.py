@@ -24,7 +24,7 @@ def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], 
     like = moved[0]
     engines = Engines("graph" if like.is_cuda else "eager", _Host(moved, descent), gradients=count)
     for left in (1 - torch.arange(count, dtype=like.dtype, device=like.device) / count).unbind():
-        engines.outer.call(step, (left,))
+        engines.outer.wrap(step)(left)
 
 
 def let_go(device: torch.device) -> None:

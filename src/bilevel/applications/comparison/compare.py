@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import in_range
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.methods.alternating import Alternating
 from bilevel.methods.approx_grad import ApproxGrad
@@ -49,7 +49,7 @@ UNROLLED = ("reverse-mode", "forward-mode")
 POINTS = 200
 """The number of points on the curve of a run."""
 TRIAL_STEPS = 4
-UNITS = ("evaluations", "steps", "seconds")
+Unit = Literal["evaluations", "steps", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,11 @@ class Budget:
     10000
     """
 
-    unit: Literal["evaluations", "steps", "seconds"]
+    unit: Unit
     most: float
 
     def __post_init__(self) -> None:
-        one_of("unit", self.unit, UNITS)
-        in_range("most", self.most, above=0)
+        in_range(self.unit, self.most, above=0)
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,9 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> C
     """
     runs = []
     for start in subject.starts(method):
-        steps = steps_of(start, method, budget)
-        u, v = copy.deepcopy((start.u, start.v))
-        watch = _Watch(start, u, v, budget)
+        steps, watch = steps_of(start, method, budget), _Watch(start, budget)
         every = 1 if deterministic(method, start) else max(1, steps // POINTS)
-        solution = _solve(start, method, u, v, steps, seed, every, watch)
+        solution = _solve(start, method, watch.u, watch.v, steps, seed, every, [watch])
         if solution.interrupted:
             return None
         runs.append((solution, watch))
@@ -159,7 +156,7 @@ def steps_of(start: Start, method: Method, budget: Budget) -> int:
     Runs a few steps on copies of the variables, and so raises what the method raises on this problem.
     """
     steps = int(budget.most) if budget.unit == "steps" else TRIAL_STEPS
-    found = _solve(start, method, *copy.deepcopy((start.u, start.v)), min(steps, TRIAL_STEPS), 0, 1, None)
+    found = _solve(start, method, *copy.deepcopy((start.u, start.v)), min(steps, TRIAL_STEPS), 0, 1, [])
     if budget.unit == "steps":
         return max(1, steps)
     if deterministic(method, start):
@@ -176,7 +173,7 @@ def deterministic(method: Method, start: Start) -> bool:
 
 
 def _solve(
-    start: Start, method: Method, u: Any, v: Any, steps: int, seed: int, log_every: int, watch: Callback | None
+    start: Start, method: Method, u: Any, v: Any, steps: int, seed: int, log_every: int, callbacks: Sequence[Callback]
 ) -> Solution:
     return solve(
         start.problem,
@@ -185,7 +182,7 @@ def _solve(
         v,
         start.data,
         max_steps=steps,
-        callbacks=[] if watch is None else [watch],
+        callbacks=callbacks,
         log_every=log_every,
         seed=seed,
         hypergradient=False,
@@ -195,8 +192,9 @@ def _solve(
 class _Watch(Callback):
     """Records the error, or f, during a run, and ends the run when its budget is spent."""
 
-    def __init__(self, start: Start, u: Any, v: Any, budget: Budget) -> None:
-        self.error, self.u, self.v, self.budget = start.error, u, v, budget
+    def __init__(self, start: Start, budget: Budget) -> None:
+        self.error, self.budget = start.error, budget
+        self.u, self.v = copy.deepcopy((start.u, start.v))
         self.curve = [] if self.error is None else [(0.0, self._error())]
         self.spent = False
         self.seconds, self.upper = 0.0, float("nan")

@@ -177,9 +177,8 @@ def _duplicates(data: Labelled) -> list[str]:
     if not found:
         return []
     other = sum(a != b for a, b in found)
-    rows, are = counted(len(found), "row"), agreeing(len(found), "is", "are")
     stay = agreeing(len(found), "it stays in", "they stay in")
-    return [f"{rows} {are} also in the trusted set, {other} of them with another label; {stay}."]
+    return [f"{_also(len(found), 'in the trusted set')}, {other} of them with another label; {stay}."]
 
 
 def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
@@ -194,20 +193,26 @@ def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[s
             "another one, or none."
         )
     out = int((~rows).sum())
-    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
-    note = f"{counted(out, 'row')} of the {name} {are} also in the trusted set, which is trained on; {left}."
-    return replace(data, test=(x[rows], y[rows])), [note]
+    note = _also(out, "in the trusted set, which is trained on", f" of the {name}")
+    return replace(data, test=(x[rows], y[rows])), [f"{note}; {_left_out(out)}."]
 
 
 def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
     """Remove the rows that are in the test set, which must not be trained on."""
     rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
-    if len(rows) == data.count:
-        return data, truth, []
     out = data.count - len(rows)
-    are, left = agreeing(out, "is", "are"), agreeing(out, "it is left out", "they are left out")
-    note = f"{counted(out, 'row')} {are} also in the test set or the held-out part; {left}."
+    if not out:
+        return data, truth, []
+    note = f"{_also(out, 'in the test set or the held-out part')}; {_left_out(out)}."
     return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
+
+
+def _also(count: int, place: str, part: str = "") -> str:
+    return f"{counted(count, 'row')}{part} {agreeing(count, 'is', 'are')} also {place}"
+
+
+def _left_out(count: int) -> str:
+    return agreeing(count, "it is left out", "they are left out")
 
 
 def _twins(x: Tensor, pair: Pair) -> list[int | None]:

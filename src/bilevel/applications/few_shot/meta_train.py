@@ -46,7 +46,7 @@ from bilevel.running.solve import solve
 GAMMA, LOWER_STEPS = 4.0, 10
 """A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient."""
 REACH = 0.864
-"""The lower rate times the curvature of F, to which the loss adds about 1. Steps diverge from 2."""
+"""The lower rate times the curvature of F, to which the loss adds about 1 besides the proximity; from 2 on, F rises."""
 UPPER_RATE = TRAINING["conv4"].rate
 
 

@@ -136,8 +136,8 @@ def attack(
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
-    in_range("steps", steps, least=1, whole=True)
-    in_range("batch", batch, least=1, whole=True)
+    for name, value in {"steps": steps, "batch": batch}.items():
+        in_range(name, value, least=1, whole=True)
     in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
@@ -147,46 +147,32 @@ def attack(
     within = Within(base, low, high, bound)
     x, y, aim = mapped(features, x, device), y.to(device), mapped(features, goal.x, device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
-    if whiten:
-        v = whitened(v, x, recipe.decay) or v
+    linear = whitened(v, x, recipe.decay) if whiten else None
+    if linear is not None:
+        v, x, aim = linear, linear.mapped(x), linear.mapped(aim)
     v.train()
-    linear = isinstance(v, Whitened)
-    if isinstance(v, Whitened):
-        x, aim = v.mapped(x), v.mapped(aim)
     if tether is None:
-        tether = 0.0 if linear or recipe.optimizer == "lbfgs" else TETHER
-    method = method or default_method(within, linear)
+        tether = 0.0 if linear is not None or recipe.optimizer == "lbfgs" else TETHER
+    method = method or default_method(within, linear is not None)
     batch = BATCH if batch is None and len(y) > FULL else batch
     price = partial(_price, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
     pair = aim, goal.y.to(device)
     problem = _problem(goal, (x, y), pair, features, loss, price, within, isinstance(method, Penalty))
     u = base.clone().requires_grad_()
-    solution = solve(
-        problem,
-        method,
-        u,
-        v,
-        None if batch is None else (_loader(pair, batch), _loader((x, y), batch)),
-        max_steps=steps,
-        seed=seed,
-        hypergradient=False,
-        callbacks=callbacks,
-        checkpoint=checkpoint,
-        resume=resume,
-    )
+    data = None if batch is None else (_loader(pair, batch), _loader((x, y), batch))
+    options: dict[str, Any] = {"max_steps": steps, "seed": seed, "callbacks": callbacks, "hypergradient": False}
+    solution = solve(problem, method, u, v, data, checkpoint=checkpoint, resume=resume, **options)
     _check_end(solution)
     settings = {
         "steps": steps,
         "batch": batch,
         "seed": seed,
         "recipe": recipe.describe(),
-        "whitened": linear,
+        "whitened": linear is not None,
         "tether": tether,
-        "epsilon": bound and bound.epsilon,
-        "norm": bound and bound.norm,
         "method": type(method).__name__,
         "options": method.describe(),
-    }
+    } | within.describe()
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
 
 

@@ -65,6 +65,10 @@ class Within:
                 f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or give another box."
             )
 
+    def describe(self) -> dict[str, Any]:
+        """Return the bound, for the record of a result."""
+        return {"epsilon": self.bound and self.bound.epsilon, "norm": self.bound and self.bound.norm}
+
     def _box(self) -> Projection:
         return (lambda u: u) if self.low is None and self.high is None else Box(self.low, self.high)
 

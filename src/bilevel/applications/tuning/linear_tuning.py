@@ -60,7 +60,6 @@ class LinearTuned:
     path: list[float]
     """The validation loss plus the price of the caution, after each step, those of the single penalty first."""
     seconds: list[float]
-    single_steps: int
     converged: bool
     interrupted: bool = False
     stages: Sequence[tuple[float, Tensor]] = ()
@@ -152,7 +151,7 @@ def tune_linear(
     t = every.free(torch.full_like(model.center[:1], START)).requires_grad_()
     found = run.stage("one penalty", lambda t: unit * every.value(t), t, lambda t: 0.0)
     single = unit * every.value(t.detach())
-    alpha, count = single.expand(rows.x.shape[1]).clone(), len(found.path)
+    alpha = single.expand(rows.x.shape[1]).clone()
     single_loss = loss = model.upper(model.v).item()
     stages: list[tuple[float, Tensor]] = []
     if penalty == "per-feature" and len(alpha) > 1:
@@ -182,7 +181,6 @@ def tune_linear(
         valid_loss=loss,
         path=run.path,
         seconds=run.times,
-        single_steps=count,
         converged=found.converged,
         interrupted=found.interrupted,
         stages=stages,

@@ -85,7 +85,8 @@ class SparseInputs(Inputs):
     def __init__(self, x: Tensor, center: Tensor) -> None:
         self.dense = None
         self._x, self._center = x, center
-        self._across, self._squares = _turned(x, x.values()), _turned(x, x.values().square())
+        self._across = _transposed(x)
+        self._squares = _with(self._across, self._across.values().square())
 
     def scores(self, w: Tensor) -> Tensor:
         return _linear(w, self._scores, self._pulled)
@@ -137,16 +138,19 @@ def _sums(x: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(x.shape[1]).index_add_(0, x.col_indices(), values)
 
 
-def _turned(x: Tensor, values: Tensor) -> Tensor:
-    """Return the transpose, with `values` in place of its own values."""
-    order = x.col_indices().argsort(stable=True)
-    row = torch.arange(len(x), device=x.device).repeat_interleave(x.crow_indices().diff())
-    counts = torch.bincount(x.col_indices(), minlength=x.shape[1])
-    crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return _csr(crow, row[order], values[order], (x.shape[1], len(x)))
+def _transposed(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that CSC is new
+        csc = x.to_sparse_csc()
+    return _csr(csc.ccol_indices(), csc.row_indices(), csc.values(), (x.shape[1], x.shape[0]))
+
+
+def _with(x: Tensor, values: Tensor) -> Tensor:
+    """Return x with other values in the same places."""
+    return _csr(x.crow_indices(), x.col_indices(), values, tuple(x.shape))
 
 
 def _csr(crow: Tensor, column: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that CSR is new to torch
+        warnings.simplefilter("ignore")  # torch warns that CSR is new
         return torch.sparse_csr_tensor(crow, column, values, size=size, check_invariants=False)

@@ -124,15 +124,9 @@ def tune(
         in_range(name, value, least=1, whole=True)
     in_range("rate", rate, above=0)
     count = steps or (CONVEX_STEPS if mode == "convex" else STEPS)
-    folder = None if checkpoint is None else Path(checkpoint)
-    task: dict[str, Any] = {}
+    folder, task = None if checkpoint is None else Path(checkpoint), dict[str, Any]()
     if folder is not None:
-        task = {
-            "examples": digest_of([*columns, *kept]),
-            "mode": mode,
-            "loss": [described(loss), described(valid_loss)],
-        }
-        task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
+        task = _task([*columns, *kept], mode, hyper, loss, valid_loss)
         claim(folder, task)
     u = starts(hyper, sizes, like)
     settings: dict[str, Any] = {
@@ -152,20 +146,23 @@ def tune(
         if rate is None:
             rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
         settings |= {"final_steps": final_steps or count, "rate": rate}
-        train_with(
-            objective,
-            tuned,
-            model,
-            columns,
-            steps=settings["final_steps"],
-            batch=batch,
-            rate=rate,
-            seed=seed + 1,
-            watch=lambda done: watch("training", done, settings["final_steps"]),
-            checkpoint=folder and folder / "training",
-        )
+        last: dict[str, Any] = {"steps": settings["final_steps"], "batch": batch, "rate": rate, "seed": seed + 1}
+        last |= {"watch": lambda done: watch("training", done, last["steps"])}
+        train_with(objective, tuned, model, columns, checkpoint=folder and folder / "training", **last)
     loss_on_valid = objective.measured(tuned, model, kept)
     return Tuned(tuned, model, curve, loss_on_valid, mode, time.perf_counter() - began, solution, settings)
+
+
+def _task(
+    examples: Sequence[Tensor], mode: Mode, hyper: Mapping[str, Knob], loss: OwnLoss | None, valid_loss: OwnLoss | None
+) -> dict[str, Any]:
+    """Return what identifies a tuning."""
+    return {
+        "examples": digest_of(examples),
+        "mode": mode,
+        "loss": [described(loss), described(valid_loss)],
+        "hyper": {name: described(knob) for name, knob in hyper.items()},
+    }
 
 
 def _mode(

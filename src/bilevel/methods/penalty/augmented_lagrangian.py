@@ -1,8 +1,8 @@
-"""The penalty method without data: the augmented Lagrangian, minimised over z = (u, v) together by L-BFGS.
+"""The penalty method without data: the augmented AugmentedLagrangianRun, minimised over z = (u, v) together by L-BFGS.
 
     v minimises g(u, .) first;  Lg = |g_vv|, Lf = |f_zz| by power iterations
     gamma = 10 max(Lf, 1e-3 |f_z| / (1 + |u| + |v|)) / Lg^2;   nu = 0;   epsilon = 0.1 |grad F|
-    rounds: L-BFGS on F until |grad F| <= epsilon, or for at most `inner_steps` iterations
+    rounds: L-BFGS on F until |grad F| <= epsilon, or for at most INNER_STEPS iterations
         unbounded (moved by more than 100 (1 + |z|), or not finite): back to the round's start, gamma *= 10
         nu += gamma r;  if the round met epsilon:  epsilon /= 10, and gamma *= 10 if |r| fell by less than 4 times
     at the end: move v away and minimise g again; if g falls, v was no minimiser, and the run goes on from there
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +28,19 @@ from torch import Tensor
 from bilevel._util.nested import Pair, each_tensor
 from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Derivatives
-from bilevel.derivatives.prices import Gradients, Prices, paid, violation
+from bilevel.derivatives.prices import Gradients, Prices, constraint_pull, violation
 from bilevel.errors import BilevelWarning, OptionError
 from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
 from bilevel.measures.problem_scales import Scales, measure
-from bilevel.methods.base import Setting
+from bilevel.methods.base import RunContext
+from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.results import Status
 
-if TYPE_CHECKING:
-    from bilevel.methods.penalty import Penalty
-
+MEMORY = 100
+"""Pairs that L-BFGS keeps."""
+INNER_STEPS = 50
+"""L-BFGS iterations of a round: the multipliers move after them even if the tolerance is not met."""
 RESTARTS = 5
 SETTLING = 20
 """Most L-BFGS iterations on v after the last projection of u."""
@@ -53,7 +55,7 @@ def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
     return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
 
 
-class Lagrangian:
+class AugmentedLagrangianRun:
     """A run of the deterministic mode. Lower and upper evaluations: one for each gradient of F."""
 
     mode = "deterministic"
@@ -63,18 +65,18 @@ class Lagrangian:
     shortest = 0.0
     """A step of this length along its direction, or less, counts as none."""
 
-    def __init__(self, options: Penalty, setting: Setting) -> None:
-        self.options, self.setting = options, setting
-        self.problem, self.u, self.v = setting.problem, setting.u, setting.v
-        if setting.engine not in ("auto", "eager"):
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        self.options, self.context = options, context
+        self.problem, self.u, self.v = context.problem, context.u, context.v
+        if context.engine not in ("auto", "eager"):
             raise OptionError(
-                f"engine={setting.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
+                f"engine={context.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
                 "it out, or pass mode='stochastic'."
             )
-        if setting.precision is not None:
+        if context.precision is not None:
             raise OptionError(
                 f"precision must be None in deterministic mode, which works to the last digits; got "
-                f"{setting.precision!r}. Leave it out, or pass mode='stochastic'."
+                f"{context.precision!r}. Leave it out, or pass mode='stochastic'."
             )
         self.u.make_dense()
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
@@ -84,10 +86,10 @@ class Lagrangian:
         coarse = str(dtypes[-1]).removeprefix("torch.")
         if torch.finfo(dtypes[-1]).eps > 1e-4:
             raise OptionError(f"u and v must be float32 or float64 in deterministic mode; got {coarse}. Use .double().")
-        self.tolerance: float | None = setting.tolerance or default_tolerance(dtypes)
+        self.tolerance: float | None = context.tolerance or default_tolerance(dtypes)
         # What the rounds aim at, so that the certificate passes, which is measured after the last projection.
         self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
-        if setting.tolerance is None and dtypes[-1] != torch.float64:
+        if context.tolerance is None and dtypes[-1] != torch.float64:
             warnings.warn(
                 f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
                 "that precision can reach. Use float64 for more digits.",
@@ -163,7 +165,7 @@ class Lagrangian:
         self.sizes = scales
 
     def _sizes(self) -> Scales:
-        return measure(self.derivatives, self.setting.generator)
+        return measure(self.derivatives, self.context.generator)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Lagrangian:
         metric[: self.split] = 1 / (self.sizes.f + gamma * self.sizes.cross**2)
         metric[self.split :] = 1 / (self.sizes.f + gamma * self.sizes.g**2)
         pairs = (self.search.moves, self.search.bends) if keep else ([], [])
-        self.search = LBFGS.start(self._penalised, z, memory=self.options.memory or 100, metric=metric)
+        self.search = LBFGS.start(self._penalised, z, memory=MEMORY, metric=metric)
         self.search.moves, self.search.bends = pairs
         self.search.shortest = self.shortest
         self.origin, self.taken = self.search.x.clone(), 0
@@ -200,8 +202,8 @@ class Lagrangian:
             return self._record(0)
         write(self.search.x, self.leaves)  # the line search may have left another trial there
         met = self.search.gradient.norm().item() <= self.epsilon or self._stationarity() <= 0.1 * self.goal
-        record = self._record(1 if met else 3 if not moved or self.taken >= (self.options.inner_steps or 50) else 0)
-        if met or not moved or self.taken >= (self.options.inner_steps or 50):
+        record = self._record(1 if met else 3 if not moved or self.taken >= INNER_STEPS else 0)
+        if met or not moved or self.taken >= INNER_STEPS:
             self._end_round(met, moved)
         return record
 
@@ -221,7 +223,7 @@ class Lagrangian:
         with torch.no_grad():
             for n, r in zip(self.price.nu, self.at().residual, strict=True):
                 n += self.price.gamma * r
-            self.price.mu = paid(self.at().constraints, self.price, len(self.problem.equalities))
+            self.price.mu = constraint_pull(self.at().constraints, self.price, len(self.problem.equalities))
             if self.u.projected:
                 self.set_mu = [self.set_price * o for o in self._outside()]
         raised = False
@@ -302,7 +304,7 @@ class Lagrangian:
 
     def _lower_point(self) -> Tensor | None:
         """A v with a lower g, or None where none was found."""
-        return lower_point(self.derivatives, self.setting.generator, self.goal, self.sizes.g)
+        return lower_point(self.derivatives, self.context.generator, self.goal, self.sizes.g)
 
     def _restart(self, better: Tensor) -> None:
         write(better, self.v.leaves)

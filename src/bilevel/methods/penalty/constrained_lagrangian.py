@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,9 @@ from bilevel.derivatives.prices import Gradients, violation
 from bilevel.measures.constrained_lower_minimum import LowerPoint, Resolved, minimise_constrained, resolve
 from bilevel.measures.lower_minimum import flatten, write
 from bilevel.measures.problem_scales import Scales, lower_curvature
-from bilevel.methods.base import Setting
-from bilevel.methods.penalty.augmented_lagrangian import Lagrangian, default_tolerance
-
-if TYPE_CHECKING:
-    from bilevel.methods.penalty import Penalty
+from bilevel.methods.base import RunContext
+from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun, default_tolerance
+from bilevel.methods.penalty.options import PenaltyOptions
 
 TOLERANCE = 1e-7
 """By default, relative. Prices of several kinds at once leave fewer digits than without lower constraints."""
@@ -47,7 +45,7 @@ LESS = 1e-6
 """How much less f must be, relative to 1 + |f|, for a run to go on at another lower solution."""
 
 
-class Constrained(Lagrangian):
+class ConstrainedLagrangianRun(AugmentedLagrangianRun):
     """A run with lower constraints.
 
     Each gradient of F evaluates f, g and each lower constraint once, and for each cut g and these once more.
@@ -56,32 +54,32 @@ class Constrained(Lagrangian):
     patience = 8
     shortest = 1e-4
 
-    def __init__(self, options: Penalty, setting: Setting) -> None:
-        setting.u.make_dense()
-        if setting.tolerance is None:
-            dtypes = [leaf.dtype for leaf in (*setting.u.leaves, *setting.v.leaves)]
-            setting = replace(setting, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
-        d = setting.problem.prepare
-        batch = None if d is None else d(setting.u.value, None)
-        self.kkt = KKT(setting.problem, setting.u, setting.v, batch)
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        context.u.make_dense()
+        if context.tolerance is None:
+            dtypes = [leaf.dtype for leaf in (*context.u.leaves, *context.v.leaves)]
+            context = replace(context, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
+        d = context.problem.prepare
+        batch = None if d is None else d(context.u.value, None)
+        self.kkt = KKT(context.problem, context.u, context.v, batch)
         self.pieces, self.rounds = 0, 0
         self.exact_goal = 0.0
         self.resolved: Resolved | None = None
         self.gaps = [math.inf, math.inf]
         self.tie = self.closing = False
-        super().__init__(options, replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
+        super().__init__(options, replace(context, problem=self.kkt.problem(), u=self.kkt.u))
         self.derivatives.kkt = self.kkt
 
     # -- the start -----------------------------------------------------------------------------------------------------
 
     def _minimise_lower(self) -> None:
         d = self.derivatives
-        self.kkt.measure(self._batches(graph=False)[0][1], lower_curvature(d, self.setting.generator))
+        self.kkt.measure(self._batches(graph=False)[0][1], lower_curvature(d, self.context.generator))
         point = minimise_constrained(d, self.kkt, self.goal)
-        self.kkt.measure(self._batches(graph=False)[0][1], lower_curvature(d, self.setting.generator))
+        self.kkt.measure(self._batches(graph=False)[0][1], lower_curvature(d, self.context.generator))
         self.kkt.write(point.alpha, point.beta)
         self.exact_goal = min(self.goal, 0.1 * (self.tolerance or 1.0))
-        if self.setting.start % 2:
+        if self.context.start % 2:
             self._piece()
         else:
             self._smooth()
@@ -105,7 +103,7 @@ class Constrained(Lagrangian):
 
     def _measure(self) -> None:
         super()._measure()
-        factor = PRICES[self.setting.start % len(PRICES)]
+        factor = PRICES[self.context.start % len(PRICES)]
         for price in (self.price.gamma, *self.price.gamma_h, self.set_price):
             price.mul_(factor)
 
@@ -188,7 +186,7 @@ class Constrained(Lagrangian):
 
     def _lower_point(self) -> Tensor | None:
         slope = norm(self.derivatives.slope(self._batches(graph=False))[1]).item()
-        self.resolved = found = resolve(self.derivatives, self.kkt, self.setting.generator, self.goal, slope)
+        self.resolved = found = resolve(self.derivatives, self.kkt, self.context.generator, self.goal, slope)
         self.kkt.gap, self.kkt.gap_starts = found.gap, found.starts
         self.gaps = [self.gaps[1], found.gap]
         self.tie = False
@@ -228,10 +226,10 @@ class Constrained(Lagrangian):
         if self.resolved is None or self.resolved.better is None:
             raise RuntimeError("a restart needs a better point")
         self.kkt.cuts.add(flatten(self.v.leaves) if self.tie else better)
-        if self.tie or (self.restarts + self.setting.start // 2) % 2:
+        if self.tie or (self.restarts + self.context.start // 2) % 2:
             write(better, self.v.leaves)
             self.kkt.write(self.resolved.better.alpha, self.resolved.better.beta)
-        if self.tie or self.setting.start % 2:
+        if self.tie or self.context.start % 2:
             self._piece()
         else:
             self._smooth()

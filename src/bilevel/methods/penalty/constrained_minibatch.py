@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +33,13 @@ from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.measures.constrained_lower_minimum import resolve
 from bilevel.measures.problem_scales import lower_curvature
-from bilevel.methods.base import Setting
+from bilevel.methods.base import RunContext
 from bilevel.methods.minibatch_run import Draw
-from bilevel.methods.penalty.minibatch import Stepwise
+from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
+from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.problem import Objective
 from bilevel.problem.variables import Variable
-
-if TYPE_CHECKING:
-    from bilevel.methods.penalty import Penalty
 
 FIRST_T = 0.1
 """The first t, in the unit of one number of v."""
@@ -50,7 +48,7 @@ RHO = 1.0
 """The price of a lower constraint in A, in the unit of g's curvature."""
 
 
-class ConstrainedSteps(Stepwise):
+class ConstrainedMinibatchRun(PenaltyMinibatchRun):
     """A run on minibatches with lower constraints.
 
     Each gradient evaluates f and g once, and each lower constraint three times: in L, in its own condition, and in A.
@@ -58,15 +56,15 @@ class ConstrainedSteps(Stepwise):
 
     multipliers: Descent
 
-    def __init__(self, options: Penalty, setting: Setting) -> None:
-        problem = setting.problem
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        problem = context.problem
         for name in ("prepare", "start_lower"):
             if getattr(problem, name) is not None:
                 raise OptionError(
                     f"{name} cannot be used with lower_equalities or lower_inequalities on minibatches, where these "
                     "are functions of u and v alone. Use project_lower, or pass data=None."
                 )
-        if setting.v.shards or setting.u.shards:
+        if context.v.shards or context.u.shards:
             raise OptionError(
                 "lower_equalities and lower_inequalities cannot be used where v is sharded by fully_shard. Use "
                 "project_lower."
@@ -76,11 +74,11 @@ class ConstrainedSteps(Stepwise):
             lower_equalities=[without_batch(h) for h in problem.lower_equalities],
             lower_inequalities=[without_batch(h) for h in problem.lower_inequalities],
         )
-        self.kkt = KKT(alone, setting.u, setting.v, None)
-        self._measure_units(setting)
-        super().__init__(options, replace(setting, problem=self.kkt.problem(), u=self.kkt.u))
+        self.kkt = KKT(alone, context.u, context.v, None)
+        self._measure_units(context)
+        super().__init__(options, replace(context, problem=self.kkt.problem(), u=self.kkt.u))
         self.derivatives.kkt = self.kkt
-        if setting.v.device.type == "cuda":
+        if context.v.device.type == "cuda":
             self._leave_uncompiled()
 
     def _leave_uncompiled(self) -> None:
@@ -88,20 +86,20 @@ class ConstrainedSteps(Stepwise):
         why = "on a GPU, steps with lower constraints are not compiled."
         for engine in self.engines.made:
             if isinstance(engine, Compiled):
-                engine.give_up(why, quietly=self.setting.engine == "auto")
+                engine.give_up(why, quietly=self.context.engine == "auto")
 
     # -- before the first step -----------------------------------------------------------------------------------
 
-    def _measure_units(self, setting: Setting) -> None:
+    def _measure_units(self, context: RunContext) -> None:
         """|g_vv| on the first batches, |J| of each constraint, and the first t."""
         kkt = self.kkt
-        d = make_derivatives(kkt.problem(), kkt.u, setting.v, ranks=setting.ranks, precision=setting.precision)
-        upper, lower, _ = setting.sources.sample(1)
+        d = make_derivatives(kkt.problem(), kkt.u, context.v, ranks=context.ranks, precision=context.precision)
+        upper, lower, _ = context.sources.sample(1)
         pairs = [(upper[0], lower[0])]
-        slope, size = d.size(d.slope(pairs)[1]).item(), 1 + norm(setting.v.leaves).item()
-        kkt.bend = max(lower_curvature(d, setting.generator, pairs), slope / size, TINY)
+        slope, size = d.size(d.slope(pairs)[1]).item(), 1 + norm(context.v.leaves).item()
+        kkt.bend = max(lower_curvature(d, context.generator, pairs), slope / size, TINY)
         kkt.measure_rows(None)
-        kkt.t.fill_(FIRST_T * size / setting.v.size**0.5)
+        kkt.t.fill_(FIRST_T * size / context.v.size**0.5)
 
     def _measured(self) -> BatchScales:
         measured = super()._measured()
@@ -129,10 +127,13 @@ class ConstrainedSteps(Stepwise):
         """Move v, alpha and beta."""
         factor = self._factor(self.lower_power, left)
         if not moving:
-            gradients = self.derivatives.first_order(draw[0], None)
+            gradients = self.derivatives.first_order(draw, None)
         else:
             with self._holding_u():
-                gradients = self._penalised(draw, with_u=True)
+                gradients = self.derivatives.penalised(
+                    draw, self.schedule.prices, with_u=True, slope=self._mean_slope()
+                )
+            self._note_slope(gradients.slope)
         self.lower.step(self._lowered(gradients), (), factor)
         self._move_multipliers(gradients.u, factor, moving)
 
@@ -194,11 +195,11 @@ class ConstrainedSteps(Stepwise):
 
     def finish(self) -> bool | None:
         """Without data, the lower problem is solved again from several points."""
-        if self.setting.sources:
+        if self.context.sources:
             return None
         d, kkt = self.derivatives, self.kkt
         slope = norm(d.slope([(None, None)])[1]).item()
-        found = resolve(d, kkt, self.setting.generator, self.tolerance or 1e-6, slope)
+        found = resolve(d, kkt, self.context.generator, self.tolerance or 1e-6, slope)
         kkt.gap, kkt.gap_starts = found.gap, found.starts
         return found.better is None and found.met > 0
 

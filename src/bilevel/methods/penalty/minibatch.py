@@ -12,44 +12,36 @@ warm-up. In the warm-up v descends f + lam g. The learning rates fall linearly t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import spread
 from bilevel.derivatives.prices import Gradients, Prices, violation
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import gamma_now
-from bilevel.methods.base import Setting
-from bilevel.methods.minibatch_run import Draw, Steps
+from bilevel.methods.base import RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun
+from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.schedule import Schedule
 from bilevel.optim.variable_optimizer import Descent
 from bilevel.results import REASONS
 
-if TYPE_CHECKING:
-    from bilevel.methods.penalty import Penalty
 
-
-class Stepwise(Steps):
+class PenaltyMinibatchRun(MinibatchRun):
     """A run of the penalty method, step by step.
 
     Lower evaluations: one for each of the T + 1 gradients; docs/method.md has the exceptions.
     """
 
-    like_v = (*Steps.like_v, "running", *(f"schedule/{name}" for name in ("nu", "nu_start", "mean", "smooth")))
+    like_v = (*MinibatchRun.like_v, "running", *(f"schedule/{name}" for name in ("nu", "nu_start", "mean")))
 
-    def __init__(self, options: Penalty, setting: Setting) -> None:
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
         self.options = options
-        if options.cotangent == "other" and (setting.problem.prepare or setting.problem.start_lower):
-            raise OptionError(
-                "cotangent='other' cannot be used with prepare or start_lower: another batch is another lower problem. "
-                "Use cotangent='same'."
-            )
         super().__init__(
-            setting,
+            context,
             lower_steps=options.lower_steps or 0,
             curvature=options.curvature,
             shared=options.lower_batches == "shared",
@@ -57,7 +49,7 @@ class Stepwise(Steps):
             falling=options.decay == "linear",
         )
         asked = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
-        if setting.problem.start_lower is not None and all(option is not None for option in asked):
+        if context.problem.start_lower is not None and all(option is not None for option in asked):
             self.scale_batches = 1  # nothing is chosen by the scales, and an episode may be a pass of a large network
         self._start()
         self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
@@ -83,20 +75,17 @@ class Stepwise(Steps):
         )
         every = options.advance_every
         if every is None and options.advances:
-            every = max(1, (self.setting.max_steps - self.warm_up) // options.advances)
+            every = max(1, (self.context.max_steps - self.warm_up) // options.advances)
         self.schedule = Schedule(
             prices,
             new("lam", lam),
             None if options.epsilon is None else new("epsilon", options.epsilon),
             factors=(options.gamma_factor or 1.0, options.lam_factor or 1.0, options.epsilon_factor or 1.0),
             every=every,
-            smoothing=options.smoothing,
             multipliers=bool(options.multipliers),
-            averaged=bool(options.average_residual),
+            averaged=bool(options._average_residual),
             equalities=len(self.problem.equalities),
-            like=[*self.u.leaves, *self.v.leaves],
             shrinking=self._shrinking(),
-            square=self.derivatives.square,
         )
         self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
@@ -134,8 +123,7 @@ class Stepwise(Steps):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def step(self, k: int) -> Tensor:
-        record = super().step(k)
+    def _stepped(self, record: Tensor) -> Tensor:
         if self.moving and self.schedule.count():
             record[-1:].fill_(REASONS.index("steps"))  # an assignment would wait for the device
         return record
@@ -148,30 +136,37 @@ class Stepwise(Steps):
         self.schedule.restart_multipliers()
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        gradients = self._gradients(draw, moving, with_u=False, lam=self.schedule.lam)
+        d, lam = self.derivatives, self.schedule.lam
+        if not moving:
+            gradients = d.first_order(draw, lam)
+        else:
+            gradients = d.penalised(draw, self.schedule.prices, with_u=False, slope=self._mean_slope(), lam=lam)
+            self._note_slope(gradients.slope)
         self.lower.step(gradients.v, (), self._factor(self.lower_power, left))
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Move u, and v where that is `joint`, then the schedule; returns the record of the step."""
-        schedule = self.schedule
+        """Move u, and v if `joint`, then the schedule; return the record of the step."""
+        d, schedule = self.derivatives, self.schedule
         factor = self._factor(self.lower_power, self._lower_left(left))
         upper_factor = self._factor(self.upper_power, left)
-        gradients = self._gradients(draw, moving, with_u=moving)
-        gradients.rows = self.derivatives.all_rows(gradients.rows)
+        if moving:
+            gradients = d.penalised(draw, schedule.prices, with_u=True, slope=self._mean_slope())
+            self._note_slope(gradients.slope)
+        else:
+            gradients = d.first_order(draw, None)
+        gradients.rows = d.all_rows(gradients.rows)
         lowered = self._lowered(gradients)
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         self._move_upper(gradients, (upper_factor, factor), moving)
-        size_u = self._size_u(gradients)
-        size_v = self.derivatives.norm(lowered)
-        residual, worst = self.derivatives.norm(gradients.residual), self._worst(gradients.constraints)
+        size_u, size_v, residual = self._size_u(gradients), d.norm(lowered), d.norm(gradients.residual)
         record = [
             gradients.f,
             gradients.g,
             size_u,
             size_v,
             residual,
-            worst,
+            self._worst(gradients.constraints),
             schedule.prices.gamma,
             schedule.lam,
             schedule.epsilon,
@@ -181,50 +176,38 @@ class Stepwise(Steps):
         row = torch.stack([x.detach().to(torch.float64).mean() for x in record])
         reason = torch.zeros_like(row[0])
         if moving:
-            reason = schedule.observe(size_u**2 + size_v**2, gradients, [*gradients.u, *lowered])
+            reason = schedule.observe(size_u**2 + size_v**2, gradients)
         return torch.cat([row, reason.to(torch.float64).amax().reshape(1)])
 
     def _lowered(self, gradients: Gradients) -> list[Tensor]:
-        """What v descends along: the derivative of F + lam g, from that of F and s."""
+        """Return the derivative of F + lam g in v, from F's and s."""
         lam = self.schedule.lam
         return [(spread(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
 
     def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
-        """Move u, where it is time; `factors` are those of the rates of u and of v."""
+        """Move u if `moving`; `factors` are those on the rates of u and of v."""
         if moving:
             self.upper.step(gradients.u, gradients.rows, factors[0])
 
     def _shrinking(self) -> list[tuple[Tensor, float]]:
-        """What else an advance of the schedule multiplies, and by what."""
+        """Return what else an advance of the schedule multiplies, each with its factor."""
         return []
 
-    def _draw_other(self) -> list[Pair] | None:
-        if self.options.cotangent != "other":
-            return None
-        return self.setting.sources.draw_lower(self.setting.accumulate)
-
     def _factor(self, power: float, left: Tensor) -> Tensor:
-        """What a learning rate is multiplied by: `left` of it, and less as gamma grows."""
+        """Return the factor on a learning rate: `left`, and less as gamma grows."""
         return left if power == 0 else self.schedule.gamma_growth() ** -power * left
 
-    def _gradients(self, draw: Draw, moving: bool, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
-        """The derivative of F, in the warm-up that of f: nothing is paid yet. With lam g where lam is given."""
-        if not moving:
-            return self.derivatives.first_order(draw[0], lam)
-        return self._penalised(draw, with_u=with_u, lam=lam)
+    def _mean_slope(self) -> list[Tensor] | None:
+        """Return the running mean of s if it is the cotangent; None for s of the batch."""
+        if self.options.cotangent != "running":
+            return None
+        weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
+        return [m / weight for m in self.running]
 
-    def _penalised(self, draw: Draw, *, with_u: bool, lam: Tensor | None = None) -> Gradients:
-        (batches, other), d, slope = draw, self.derivatives, None
-        if other is not None:
-            _, slope = d.slope(other)
-        elif self.options.cotangent == "running":
-            weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
-            slope = [m / weight for m in self.running]
-        gradients = d.penalised(batches, self.schedule.prices, with_u=with_u, slope=slope, lam=lam)
+    def _note_slope(self, slope: list[Tensor]) -> None:
         if self.options.cotangent == "running":
-            torch._foreach_lerp_(self.running, gradients.slope, 0.1)
+            torch._foreach_lerp_(self.running, slope, 0.1)
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
-        return gradients
 
     def _worst(self, values: Sequence[Tensor]) -> Tensor:
         return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)

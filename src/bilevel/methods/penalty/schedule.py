@@ -3,7 +3,6 @@
 With G = (grad_u F, grad_v (F + lam g)) after an upper step, the schedule advances when the first of these holds:
 
     tolerance   |G| <= epsilon
-    smoothed    |running mean of G since the last advance| <= epsilon    (the noise of minibatches averages out)
     steps       `every` upper steps have passed since the last advance
 
 and an advance does
@@ -18,14 +17,14 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilevel._util.tensor_lists import spread
-from bilevel.derivatives.prices import Gradients, Prices, paid
+from bilevel.derivatives.prices import Gradients, Prices, constraint_pull
 
 
 class Schedule:
@@ -37,20 +36,16 @@ class Schedule:
         *,
         factors: tuple[float, float, float],
         every: int | None,
-        smoothing: float | None,
         multipliers: bool,
         averaged: bool,
         equalities: int,
-        like: Sequence[Tensor] = (),
-        square: Callable[[Sequence[Tensor]], Tensor],
         shrinking: Sequence[tuple[Tensor, float]] = (),
     ) -> None:
-        """`square` makes |G|^2 of tensors like `like`."""
-        self.prices, self.lam, self._square = prices, lam, square
+        self.prices, self.lam = prices, lam
         self.tolerant = epsilon is not None
         self.epsilon = torch.zeros_like(lam) if epsilon is None else epsilon
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
-        self.every, self.smoothing, self.multipliers, self.equalities = every, smoothing, multipliers, equalities
+        self.every, self.multipliers, self.equalities = every, multipliers, equalities
         self.shrinking = list(shrinking)
         """What else an advance multiplies, and by what; the owner keeps it."""
         self.gamma_start = prices.gamma.clone()
@@ -58,9 +53,6 @@ class Schedule:
         self.since = torch.zeros_like(lam, dtype=torch.int64)
         self.counted = 0
         """Steps since the last advance, where the host knows them."""
-        # The running mean of G, of the shapes of `like`, where the smoothed rule is on.
-        on = self.tolerant and smoothing is not None
-        self.smooth = [torch.zeros_like(t, requires_grad=False) for t in like] if on else []
         # The running mean of r since the last advance: one minibatch's r is mostly noise. Not averaged, the last r.
         self.averaged = averaged
         held = multipliers and (averaged or not self.tolerant)
@@ -68,11 +60,10 @@ class Schedule:
         self.last = [torch.zeros_like(m) for m in prices.mu]
 
     @torch.no_grad()
-    def observe(self, square: Tensor, gradients: Gradients, dense: Sequence[Tensor] = ()) -> Tensor:
-        """Take in one upper step with |G|^2 = `square`; with an epsilon, advance if it is time.
+    def observe(self, square: Tensor, gradients: Gradients) -> Tensor:
+        """Take in one upper step with |G|^2 = `square`; advance if the tolerance or the number of steps says so.
 
-        `dense` are the tensors of G that the smoothed rule averages (Rows, of which each step sees others, are not
-        among them). Returns the position in `REASONS`, as a tensor.
+        Returns the position in `REASONS`, as a tensor.
         """
         self.since += 1
         if self.mean:
@@ -84,11 +75,9 @@ class Schedule:
         if not self.tolerant:
             return torch.zeros_like(self.since)
         tolerance = square <= self.epsilon**2
-        off = torch.zeros_like(tolerance)
-        smoothed = self._smoothed(dense) if self.smoothing is not None else off
-        steps = off if self.every is None else self.since >= self.every
-        self._advance(tolerance | smoothed | steps, self.mean or gradients.residual)
-        return torch.where(tolerance, 1, torch.where(smoothed, 2, torch.where(steps, 3, 0)))
+        steps = torch.zeros_like(tolerance) if self.every is None else self.since >= self.every
+        self._advance(tolerance | steps, self.mean or gradients.residual)
+        return torch.where(tolerance, 1, torch.where(steps, 3, 0))
 
     @torch.no_grad()
     def count(self) -> bool:
@@ -102,20 +91,12 @@ class Schedule:
         self.counted = 0
         return True
 
-    def _smoothed(self, dense: Sequence[Tensor]) -> Tensor:
-        memory = self.smoothing or 0.0
-        # A mean over fewer steps than it is meant to span is no mean yet: the first step since an advance replaces it.
-        keep = (self.since > 1).to(self.lam.dtype) * memory
-        for mean, g in zip(self.smooth, dense, strict=True):
-            mean.lerp_(g, spread(1 - keep, g).to(mean.dtype))
-        return (self._square(self.smooth) <= self.epsilon**2) & (self.since * (1 - memory) >= 1)
-
     def _advance(self, fire: Tensor, residual: Sequence[Tensor]) -> None:
         prices, on = self.prices, fire.to(self.lam.dtype)
         if self.multipliers:
             for n, r in zip(prices.nu, residual, strict=True):
                 n.add_(r * spread(on * prices.gamma, r))
-        for m, moved in zip(prices.mu, paid(self.last, prices, self.equalities), strict=True):
+        for m, moved in zip(prices.mu, constraint_pull(self.last, prices, self.equalities), strict=True):
             m.copy_(torch.where(fire, moved, m))
         for value, factor in (
             (prices.gamma, self.gamma_factor),
@@ -150,7 +131,6 @@ class Schedule:
             "gamma_start": self.gamma_start,
             "nu_start": self.nu_start,
             "since": self.since,
-            "smooth": self.smooth,
             "mean": self.mean,
             "last": self.last,
             "counted": self.counted,

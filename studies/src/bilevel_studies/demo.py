@@ -84,7 +84,7 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
     """Fill in the results; return False after Ctrl-C. Each start has its own matrix A, as in the paper."""
     count = len(examples(DIMENSION))
     try:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("", total=count * starts)
             for i in range(count):
                 for k in range(starts):

@@ -277,7 +277,7 @@ class Study:
     def _run(self, cells: Sequence[RunItem], function: Function) -> None:
         left = self.possible([cell for cell in cells if self.store.get(cell) is None])
         where = Where(min(self.workers, os.cpu_count() or 1), self.address, self.gpus)
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             task, before = bar.add_task(self.name, total=len(left)), self.done
 
             def tell(cell: RunItem) -> None:

@@ -216,13 +216,12 @@ class MinibatchRun(ABC):
 
     def _iteration(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts | None = None) -> Tensor:
         """Run T lower steps and the upper step, as one function for the outer engine."""
+        record = left
         for part in self._in_turn(draws, left, moving, self._parts if parts is None else parts):
             record = part()
         return record
 
-    def _in_turn(
-        self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts
-    ) -> Iterator[Callable[[], Any]]:
+    def _in_turn(self, draws: Iterable[Draw], left: Tensor, moving: bool, parts: _Parts) -> Iterator[Callable[[], Any]]:
         """Yield the lower steps and then the upper step, each as a call; only the last returns a record."""
         source = iter(draws)
         draw = next(source)

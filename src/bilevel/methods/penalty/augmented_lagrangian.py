@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -116,10 +117,15 @@ class AugmentedLagrangianRun:
     def _batches(self, *, graph: bool) -> list[Pair]:
         return self.derivatives.prepare([(None, None)], graph=graph)
 
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which one gradient of F is taken."""
+        return nullcontext()
+
     def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
         """F, grad F and their parts at z; leaves u and v there."""
         write(z, self.leaves)
-        at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
+        with self._evaluating():
+            at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
         slope = flatten([*at.u, *at.v])
         value = at.f + dot(self.price.nu, at.residual) + self.price.gamma / 2 * dot(at.residual, at.residual)
         equal = len(self.problem.equalities)

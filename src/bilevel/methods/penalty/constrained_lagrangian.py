@@ -12,6 +12,7 @@ See `bilevel.derivatives.lower_constraints` for the conditions and `lagrangian` 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.lower_constraints import KKT
-from bilevel.derivatives.prices import Gradients, violation
+from bilevel.derivatives.prices import violation
 from bilevel.measures.constrained_lower_minimum import LowerPoint, Resolved, minimise_constrained, resolve
 from bilevel.measures.lower_minimum import flatten, write
 from bilevel.measures.problem_scales import Scales, lower_curvature
@@ -135,9 +136,8 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         """That of u and v: multipliers of the lower level need not be bounded."""
         return 1 + norm([*self.kkt.plain_u.leaves, *self.v.leaves]).item()
 
-    def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
-        with self.kkt.sharing():
-            return super()._penalised(z)
+    def _evaluating(self) -> AbstractContextManager[None]:
+        return self.kkt.sharing()
 
     # -- phases --------------------------------------------------------------------------------------------------------
 

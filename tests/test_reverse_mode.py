@@ -121,9 +121,9 @@ def test_derivative_goes_through_prepare(accumulate):
     data = [torch.tensor(x) for x in (1.0, 2.0)], [torch.tensor(x) for x in (0.5, -0.5, 1.5)]
     method = ReverseMode(lower_steps=3, lower_rate=0.1, momentum=0.4, **FIXED)
     state = start(problem, method, u, v, data, accumulate=accumulate)
-    plain = state.setting.sources.draw
+    plain = state.context.sources.draw
     drawn: list[Any] = []
-    state.setting.sources.draw = lambda count: drawn.append(plain(count)) or drawn[-1]
+    state.context.sources.draw = lambda count: drawn.append(plain(count)) or drawn[-1]
     calls.clear()
     found = watch(state, steps=3)
     assert calls == [True] * 3 * accumulate

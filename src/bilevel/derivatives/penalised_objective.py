@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -90,9 +89,7 @@ class Derivatives(Evaluations):
         """
         if with_u and lam is not None:
             raise ProblemError("lam must be None with with_u=True: u descends F, without lam g.")
-        if not batches:
-            raise ProblemError("penalised needs at least one batch; got none.")
-        if len(batches) > 1:
+        if len(batches) != 1:
             return self._several(batches, prices, with_u, lam, slope)
         if self._proved:
             return self._one(batches[0], prices, with_u, lam, slope)
@@ -122,7 +119,7 @@ class Derivatives(Evaluations):
 
         # g and h are evaluated again with the draws that they had; f continues from the state after the last batch.
         onward = random_state(self.v.device)
-        parts: list[Gradients] = []
+        total: Gradients | None = None  # a running sum: memory does not grow with the number of batches
         for batch, state in zip(batches, states, strict=True):
             part = Part(share, pulled, mean[count:], onward)
 
@@ -130,9 +127,11 @@ class Derivatives(Evaluations):
                 set_random_state(state, self.v.device)
                 return self._one(batch, prices, with_u, lam, pulled, part)
 
-            parts.append(self._guarded(one))
+            of_batch: Gradients = self._guarded(one)
+            total = of_batch if total is None else added(total, of_batch)
             onward = random_state(self.v.device)
-        total = reduce(added, parts)
+        if total is None:
+            raise ProblemError("penalised needs at least one batch; got none.")
         total.slope, total.constraints, total.residual = mean[:count], mean[count:], self.residual(mean[:count])
         return total
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from common import Each, Once, leaf
-from conftest import Quadratic
+from quadratic import Quadratic
 from test_contract import Case, Counter
 from test_contract import run as run_case
 from test_engine import ENGINES, device  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Quadratic
+from quadratic import Quadratic
 from torch import Tensor
 
 from bilevel import Callback, Penalty, Problem, Run, solve

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Quadratic
+from quadratic import Quadratic
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

@@ -22,7 +22,7 @@ from bilevel.applications.default_classifier import classifier
 from bilevel.applications.denoising.clean_dataset import Prepared, _advice, as_bytes, clean, prepare, thumbnails
 from bilevel.applications.denoising.denoise import denoise, importance_problem
 from bilevel.applications.training import probabilities
-from bilevel.cli.denoise import FIT
+from bilevel.cli.denoise_run import FIT
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
 

@@ -2,9 +2,8 @@
 
 from bilevel.data.decisions import Applied, apply_decisions
 from bilevel.data.labelled import Kind, Labelled, Pair
-from bilevel.data.load import load
+from bilevel.data.load import load, load_numbers
 from bilevel.data.named_sets import NAMES
-from bilevel.data.regression import load_numbers
 from bilevel.data.splits import corrupt, split_test, split_trusted
 
 __all__ = [

@@ -20,12 +20,12 @@ import torch
 
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair, reading, row_keys
-from bilevel.data.labels import ClassLabels
+from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
+ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
 COPIES = 4
 """Memory that reading a file takes, as a multiple of the size of its numbers."""
 LIMIT = 10.0
@@ -35,14 +35,14 @@ LARGEST = 1e100
 Arrays = dict[str, np.ndarray]
 
 
-def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+def load_npz(path: Path, further: dict[str, Path], labels: LabelReader) -> Labelled:
     """Return the file as `Labelled`.
 
     `further` has the files, with arrays x and y, of the parts `trusted` and `test`. `labels` reads the labels.
     """
     found = read_npz(path)
     x, values = _part(found, "", path)
-    y = labels.main(values, f"{path}, y")
+    y, classes = labels(values, f"{path}, y", None)
     images = x.ndim > 2
     transformer, notes = (_images if images else _columns)(x, f"{path}, x")
     parts: dict[str, Pair] = {}
@@ -61,14 +61,17 @@ def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Label
             raise DataError(f"{where} must have rows of shape {x.shape[1:]}, as x has; got {x_part.shape[1:]}.")
         if images and (x_part.dtype.kind == "f") != (x.dtype.kind == "f"):
             raise DataError(f"{where} must have whole numbers or fractions as x has, {x.dtype}; got {x_part.dtype}.")
-        parts[part] = torch.from_numpy(transformer.transform(x_part)), labels.part(values_part, f"{file}, y{suffix}")
+        parts[part] = (
+            torch.from_numpy(transformer.transform(x_part)),
+            labels(values_part, f"{file}, y{suffix}", classes)[0],
+        )
     return Labelled(
         name=path.stem,
         kind="images" if images else "arrays",
         x=torch.from_numpy(transformer.transform(x)),
         y=y,
-        classes=labels.classes,
-        keys=array_keys(x, [labels.classes[c] for c in y] if labels.classes else list(map(str, y.tolist()))),
+        classes=classes,
+        keys=array_keys(x, [classes[c] for c in y] if classes else list(map(str, y.tolist()))),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
@@ -94,52 +97,41 @@ def standard_scaler() -> Any:
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 
 
-def read_npz(path: Path) -> Arrays:
-    """Return the arrays with the names above. Nothing is unpickled."""
-    wanted = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
+def read_npz(path: Path, *, every: bool = False) -> Arrays:
+    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled."""
     with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
-        _refuse_claims(path, wanted)
+        with zipfile.ZipFile(path) as archive:
+            wanted = [each for each in archive.infolist() if every or each.filename.removesuffix(".npy") in ARRAYS]
+            for member in wanted:
+                _check_header(archive, member, path)
+        total = sum(member.file_size for member in wanted)
+        refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
-            found = {name: file[name] for name in wanted if name in held}
-    for name, array in found.items():
-        if not isinstance(array, np.ndarray):  # numpy returns a member that is not an .npy file as bytes
-            raise DataError(f"{path} must hold {name!r} as an array; it holds something else.")
+            found = {name: file[name] for name in held if every or name in ARRAYS}
     for name in ("x", "y"):
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
     return found
 
 
-def _refuse_claims(path: Path, wanted: tuple[str, ...]) -> None:
-    """Refuse headers that claim more than the archive holds, and archives that unpack to more than the memory."""
-    with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in wanted]
-        for member in members:
-            with archive.open(member) as file:
-                if (header := array_header(file)) is None:  # refused by its name
-                    continue
-                shape, dtype = header
-                held = member.file_size - file.tell()
-            if dtype.hasobject:
-                raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
-            if math.prod(shape) * dtype.itemsize != held:
-                raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
-        total = sum(member.file_size for member in members)
-    refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
-
-
-def array_header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """Read the header of an .npy file: its shape and type; None if it is not such a file."""
-    try:
-        version = np.lib.format.read_magic(file)
-    except ValueError:
-        return None
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return shape, dtype
+def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+    """Refuse a member of an archive that is not an array, has Python objects, or claims more than it holds."""
+    formats = np.lib.format
+    with archive.open(member) as file:
+        try:
+            version = formats.read_magic(file)
+        except ValueError:
+            raise DataError(f"{path} must hold {member.filename!r} as an array; it holds something else.") from None
+        read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+        shape, _, dtype = read(file)
+        held = member.file_size - file.tell()
+    if dtype.hasobject:
+        raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
+    if math.prod(shape) * dtype.itemsize != held:
+        raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
 
 
 def free_memory() -> int | None:

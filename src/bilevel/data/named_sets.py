@@ -1,8 +1,8 @@
-"""Image sets that are known by name: where their files are, and how they are read.
+"""Find, download and read the image sets that have a name.
 
-The files of a set are looked for in `$BILEVEL_DATA/<name>`, then where a Debian package puts them, then in the cache
-(`~/.cache/bilevel/<name>` on Linux). If they are nowhere, they are downloaded into the cache and checked against their
-published sums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed seed,
+The files of a set are looked for in `$BILEVEL_DATA/<name>`, then in the folder of a Debian package, then in the cache
+(`~/.cache/bilevel/<name>` on Linux). If no folder has them, they are downloaded into the cache and compared with their
+published checksums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed seed,
 are its test part.
 
 Each reader takes the folder with the files and returns uint8 images (n, channels, height, width) and labels from 0 to
@@ -125,12 +125,8 @@ def _checked(x: np.ndarray, y: np.ndarray, where: Path) -> Part:
     return x, y.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form in which a set is stored: the names of its files, and the reader of a folder with them."""
-
-    names: tuple[str, ...]
-    read: Callable[[Path], tuple[Part, Part]]
+Form = tuple[tuple[str, ...], Callable[[Path], tuple[Part, Part]]]
+"""A form in which a set is stored: the names of its files, and the reader of a folder with them."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ class ImageSet:
 SETS = {
     "mnist": ImageSet(
         DIGITS,
-        (Form(IDX, _read_idx),),
+        ((IDX, _read_idx),),
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         {
             IDX[0]: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -159,7 +155,7 @@ SETS = {
     ),
     "fashion-mnist": ImageSet(
         ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        (Form(IDX, _read_idx),),
+        ((IDX, _read_idx),),
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         {
             IDX[0]: "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -171,13 +167,13 @@ SETS = {
     ),
     "cifar10": ImageSet(
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        (Form(ARCHIVE, _read_archive), Form(SHEETS, _read_sheets)),
+        ((ARCHIVE, _read_archive), (SHEETS, _read_sheets)),
         "https://www.cs.toronto.edu/~kriz/",
         {ARCHIVE[0]: "md5:c58f30108f718f92721af3b95e74349a"},
     ),
     "svhn": ImageSet(
         DIGITS,
-        (Form(MAT, _read_mat),),
+        ((MAT, _read_mat),),
         "http://ufldl.stanford.edu/housenumbers/",
         {MAT[0]: "md5:e26dedcc434d2e4c54c9b2d4a06d8373", MAT[1]: "md5:eb5a983be6a315427106f1b164d9cef3"},
     ),
@@ -194,7 +190,8 @@ def load_named(name: str) -> Labelled:
     if folder is None:
         folder = _cache(name)
         _download(name, known, folder)
-    (x, y), (x_test, y_test) = (_form_in(folder, known) or known.forms[0]).read(folder)
+    _, read = _form_in(folder, known) or known.forms[0]
+    (x, y), (x_test, y_test) = read(folder)
     return Labelled(
         name=name,
         kind="images",
@@ -239,16 +236,16 @@ def _cache(name: str) -> Path:
 
 
 def _form_in(folder: Path, known: ImageSet) -> Form | None:
-    return next((form for form in known.forms if all((folder / name).is_file() for name in form.names)), None)
+    return next((form for form in known.forms if all((folder / name).is_file() for name in form[0])), None)
 
 
 def _download(name: str, known: ImageSet, cache: Path) -> None:
     pooch = require("pooch", "apps")
     try:
-        for file in known.forms[0].names:
+        for file in known.forms[0][0]:
             pooch.retrieve(known.address + file, known_hash=known.sums[file], fname=file, path=cache)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong sum is a ValueError
-        wanted = " (or ".join(", ".join(form.names) for form in known.forms) + ")" * (len(known.forms) - 1)
+        wanted = " (or ".join(", ".join(names) for names, _ in known.forms) + ")" * (len(known.forms) - 1)
         raise DataError(
             f"{name} is not here and cannot be downloaded from {known.address} ({_why(error)}): put {wanted} into "
             f"$BILEVEL_DATA/{name} or {cache}."

@@ -28,8 +28,7 @@ from bilevel._util.checks import did_you_mean
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
 from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
-from bilevel.data.labelled import Labelled, Pair, reading, row_keys
-from bilevel.data.labels import ClassLabels, name_of
+from bilevel.data.labelled import Labelled, LabelReader, Pair, name_of, reading, row_keys
 from bilevel.errors import DataError, OptionError, reason
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -58,14 +57,14 @@ Frame = Any
 """A pandas.DataFrame; pandas is an optional package without types."""
 
 
-def load_table(path: Path, label: str | None, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+def load_table(path: Path, label: str | None, further: dict[str, Path], labels: LabelReader) -> Labelled:
     """Return the table as `Labelled`.
 
     `label` is the column of the labels, which `labels` reads. `further` has the tables of the parts `trusted` and
     `test`.
     """
     frame = read_table(path, label)
-    y = labels.main(frame[label], f"{path}, column {label!r}")
+    y, classes = labels(frame[label], f"{path}, column {label!r}", None)
     transformer = TableTransformer.fit(frame.drop(columns=[label]), str(path))
     infer = require("pandas", "tables").api.types.infer_dtype
     as_text = [name for name in frame.columns if infer(frame[name], skipna=True) == "string"]
@@ -73,13 +72,13 @@ def load_table(path: Path, label: str | None, further: dict[str, Path], labels: 
     for part, file in further.items():
         other = read_table(file, label, as_text)
         x = torch.from_numpy(transformer.transform(other, str(file)))
-        parts[part] = x, labels.part(other[label], f"{file}, column {label!r}")
+        parts[part] = x, labels(other[label], f"{file}, column {label!r}", classes)[0]
     return Labelled(
         name=path.stem,
         kind="table",
         x=torch.from_numpy(transformer.transform(frame, str(path))),
         y=y,
-        classes=labels.classes,
+        classes=classes,
         keys=row_keys("\x1f".join(map(str, row)).encode("utf-8", "surrogateescape") for row in frame.to_numpy(object)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),

@@ -75,7 +75,7 @@ def load_npz(path: Path, further: dict[str, Path], labels: LabelReader) -> Label
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
-        features=() if isinstance(transformer, PixelScale) else transformer.features,
+        features=() if images else tuple(f"column {j}" for j in np.flatnonzero(x.min(axis=0) < x.max(axis=0))),
         transformer=transformer,
     )
 
@@ -187,11 +187,6 @@ class ColumnScale:
     varies: np.ndarray
     scaler: Any
     """A fitted `standard_scaler`."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the columns that are used."""
-        return tuple(f"column {j}" for j in np.flatnonzero(self.varies))
 
     def transform(self, X: np.ndarray, /) -> np.ndarray:
         """Return the scaled columns as float32."""

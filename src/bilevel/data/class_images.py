@@ -40,6 +40,7 @@ LISTS = ("train.csv", "val.csv", "test.csv")
 ARCHIVE = "ravi_larochelle_splits.zip"
 FOLDERS = {"omniglot": ("omniglot",), "cifar-fs": ("cifar100",), "mini-imagenet": ("mini-imagenet", "mini_imagenet")}
 """The folders of `$BILEVEL_DATA` in which a named set is looked for."""
+FILES = {"omniglot": OMNIGLOT, "cifar-fs": (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES), "mini-imagenet": ()}
 NAMES = tuple(FOLDERS)
 PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 """The names that the folders of the three parts can have."""
@@ -226,12 +227,10 @@ def found_in(name: str) -> Path | None:
     try:
         folder = _folder(name)
         if name == "mini-imagenet":
-            file, label = _read_lists(folder)[0][0]
-            return folder if any(path.is_file() for path in _places(folder, file, label)) else None
+            _photo(folder, *_read_lists(folder)[0][0])
     except DataError:
         return None
-    files = OMNIGLOT if name == "omniglot" else (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES)
-    return folder if all((folder / file).is_file() for file in files) else None
+    return folder if all((folder / file).is_file() for file in FILES[name]) else None
 
 
 def _folder(name: str) -> Path:
@@ -299,13 +298,9 @@ def _mini_imagenet(folder: Path) -> ClassSplits:
     return ClassSplits("mini-imagenet", *parts)
 
 
-def _places(folder: Path, file: str, label: str) -> tuple[Path, ...]:
-    """Return the paths that an image of the lists can have."""
-    return folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file
-
-
 def _photo(folder: Path, file: str, label: str) -> np.ndarray:
-    path = next((path for path in _places(folder, file, label) if path.is_file()), None)
+    places = (f"images/{file}", file, f"{label}/{file}", f"images/{label}/{file}")
+    path = next((folder / place for place in places if (folder / place).is_file()), None)
     if path is None:
         raise DataError(
             f"{folder} must hold the images of the lists; images/{file}, {file} and {label}/{file} do not exist. The "
@@ -337,7 +332,7 @@ def _read_lists(folder: Path) -> list[list[tuple[str, str]]]:
 
 
 def _class_folders(root: Path, seed: int, read: Reader | None) -> ClassSplits:
-    parts = {part: root / n for part, names in PARTS.items() for n in reversed(names) if _holds_folders(root / n)}
+    parts = {part: root / n for part, names in PARTS.items() for n in reversed(names) if any((root / n).glob("[!.]*/"))}
     name = root.resolve().name
     if not parts:
         classes, notes = _classes_of(root, read)
@@ -351,10 +346,6 @@ def _class_folders(root: Path, seed: int, read: Reader | None) -> ClassSplits:
     held = found["validation"][0] if "validation" in found else None
     notes = tuple(note for _, notes in found.values() for note in notes)
     return ClassSplits(name, found["train"][0], held, found["test"][0], notes)
-
-
-def _holds_folders(folder: Path) -> bool:
-    return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
 
 
 def _classes_of(folder: Path, read: Reader | None) -> tuple[ImageClasses, tuple[str, ...]]:

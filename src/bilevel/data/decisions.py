@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
 from bilevel._util.optional import require
 from bilevel._util.text import first_of
@@ -80,12 +81,11 @@ def apply_decisions(
     change = read_decisions(Path(decisions_csv), data)
     notes: tuple[str, ...] = ()
     with new_file_or_folder(target) as temporary:
-        if form == "npz":
-            notes = _rewrite_npz(Path(source), temporary, change)
+        if form in ("npz", "named"):
+            arrays = read_npz(Path(source), every=True) if form == "npz" else _arrays_of(data)
+            notes = _rewrite_npz(arrays, temporary, change)
         elif form == "folder":
             rewrite_folder(Path(source), temporary, change, data)
-        elif form == "named":
-            _write_named(data, temporary, change)
         else:
             (_rewrite_parquet if suffix == ".parquet" else _rewrite_csv)(Path(source), temporary, change, str(label))
     kept = int(change.kept.sum())
@@ -170,28 +170,22 @@ def new_file_or_folder(out: Path) -> Iterator[Path]:
         raise DataError(f"{out} cannot be written ({error.strerror or error}).") from None
 
 
-def _rewrite_npz(source: Path, out: Path, change: Change) -> tuple[str, ...]:
-    """Write x and y without the dropped rows, and copy the other arrays; notes name those with as many rows as x."""
-    arrays = read_npz(source, every=True)
+def _rewrite_npz(arrays: dict[str, np.ndarray], out: Path, change: Change) -> tuple[str, ...]:
+    """Write x and y without the dropped rows, and the other arrays; notes name those with as many rows as x."""
     rest = [name for name, array in arrays.items() if name not in ARRAYS and array.shape[:1] == change.kept.shape]
-    arrays |= {"x": arrays["x"][change.kept], "y": arrays["y"][change.like][change.kept]}
+    changed = {"x": arrays["x"][change.kept], "y": arrays["y"][change.like][change.kept]}
     with open(out, "wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **(arrays | changed))
     return () if change.kept.all() else tuple(f"{name} has a value for each row of x and was not cut." for name in rest)
 
 
-def _write_named(data: Labelled, out: Path, change: Change) -> None:
-    """Write a named set as an .npz file: pixels as bytes, except for digits, and labels as the names of classes."""
-    names = np.array(data.classes)
-
-    def pixels(x: np.ndarray) -> np.ndarray:
-        return x if data.name == "digits" else np.round(x * 255).astype(np.uint8)  # digits are sixteenths
-
-    arrays = {"x": pixels(data.x.numpy()[change.kept]), "y": names[change.new][change.kept]}
-    if data.test is not None:
-        arrays |= {"x_test": pixels(data.test[0].numpy()), "y_test": names[data.test[1].numpy()]}
-    with open(out, "wb") as file:
-        np.savez_compressed(file, **arrays)
+def _arrays_of(data: Labelled) -> dict[str, np.ndarray]:
+    """Return a named set as arrays: pixels as bytes, except for digits, and labels as the names of classes."""
+    names, arrays = np.array(data.classes), {}
+    for suffix, (x, y) in (("", (data.x, data.y)), ("_test", data.part("test"))):
+        pixels = x if data.name == "digits" else (x * 255).round().to(torch.uint8)  # digits are sixteenths
+        arrays |= {f"x{suffix}": pixels.numpy(), f"y{suffix}": names[y.numpy()]}
+    return arrays
 
 
 def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> None:

@@ -2,8 +2,8 @@
 
 The files of a set are looked for in `$BILEVEL_DATA/<name>`, then in the folder of a Debian package, then in the cache
 (`~/.cache/bilevel/<name>` on Linux). If no folder has them, they are downloaded into the cache and compared with their
-published checksums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed seed,
-are its test part.
+published checksums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed
+seed, are its test part.
 
 Each reader takes the folder with the files and returns uint8 images (n, channels, height, width) and labels from 0 to
 9, the training part first.
@@ -223,7 +223,7 @@ def _unit(x: np.ndarray) -> torch.Tensor:
 
 def found_in(name: str) -> Path | None:
     """Return the folder that has the set's files, or None if they would be downloaded."""
-    given, known = os.environ.get("BILEVEL_DATA"), SETS[name]
+    known, given = SETS[name], os.environ.get("BILEVEL_DATA")
     for folder in (Path(given) / name if given else None, known.folder):
         if folder is not None and _form_in(folder, known) is not None:
             return folder
@@ -244,18 +244,13 @@ def _download(name: str, known: ImageSet, cache: Path) -> None:
     try:
         for file in known.forms[0][0]:
             pooch.retrieve(known.address + file, known_hash=known.sums[file], fname=file, path=cache)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong sum is a ValueError
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
+        answer = getattr(error, "response", None)
+        why = "the server cannot be reached" if answer is None else f"the server answers {answer.status_code}"
+        if isinstance(error, ValueError) and "hash" in str(error):
+            why = "the download differs from the published file"
         wanted = " (or ".join(", ".join(names) for names, _ in known.forms) + ")" * (len(known.forms) - 1)
         raise DataError(
-            f"{name} is not here and cannot be downloaded from {known.address} ({_why(error)}): put {wanted} into "
+            f"{name} is not here and cannot be downloaded from {known.address} ({why}): put {wanted} into "
             f"$BILEVEL_DATA/{name} or {cache}."
         ) from None
-
-
-def _why(error: Exception) -> str:
-    answer = getattr(error, "response", None)
-    if answer is not None:
-        return f"the server answers {answer.status_code}"
-    if "hash" in str(error):
-        return "the download differs from the published file"
-    return error.strerror if isinstance(error, OSError) and error.strerror else "the server cannot be reached"

@@ -14,7 +14,6 @@ scikit-learn turns every other column into numbers, by rules that are fitted on 
 from __future__ import annotations
 
 import csv
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +52,6 @@ KINDS = {
     "mixed": "holds nested or mixed values",
 }
 """For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text."""
-Frame = Any
-"""A pandas.DataFrame; pandas is an optional package without types."""
 
 
 def load_table(path: Path, label: str | None, further: dict[str, Path], labels: LabelReader) -> Labelled:
@@ -102,7 +99,7 @@ class TableTransformer:
     notes: tuple[str, ...]
 
     @classmethod
-    def fit(cls, frame: Frame, where: str) -> TableTransformer:
+    def fit(cls, frame: Any, where: str) -> TableTransformer:
         """Fit the rules on a table without its labels. `where` names it in errors."""
         kinds, values, left_out, notes = {}, {}, [], []
         for name, series in frame.items():
@@ -118,13 +115,13 @@ class TableTransformer:
                 notes.append(f"{name}: {len(strange)} of {of}, such as {strange[0]!r}, {are} as missing.")
         shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
         if not kinds:
-            raise DataError(f"{where} has no column to learn from besides the labels{': ' * bool(shown)}{shown}.")
+            raise DataError(f"{where} has no column to learn from except the labels{': ' * bool(shown)}{shown}.")
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
         transformer = _transformer(kinds).fit(_numbered(values))
         return cls(kinds, transformer, _names(transformer, kinds), tuple(notes))
 
-    def transform(self, X: Frame, /, where: str = "the table") -> np.ndarray:
+    def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns)."""
         values = {}
         for name, kind in self.kinds.items():
@@ -140,7 +137,7 @@ class TableTransformer:
 
 
 def _transformer(kinds: dict[str, str]) -> Any:
-    """Return the sklearn.compose.ColumnTransformer for columns of these kinds, not yet fitted."""
+    """Return a sklearn.compose.ColumnTransformer for columns with these kinds; it is not fitted."""
     impute, pipeline = require("sklearn.impute", "apps"), require("sklearn.pipeline", "apps")
     numbers = [i for i, kind in enumerate(kinds.values()) if kind != "text"]
     texts = [i for i, kind in enumerate(kinds.values()) if kind == "text"]
@@ -151,17 +148,13 @@ def _transformer(kinds: dict[str, str]) -> Any:
         sparse_output=False,
         feature_name_combiner=_category_name,
     )
-    # The marks of missing values are a group of their own, so that they stay 0 and 1.
-    groups = [
-        ("numbers", scaled, numbers),
-        ("missing", impute.MissingIndicator(error_on_new=False), numbers),
-        ("texts", one_hot, texts),
-    ]
-    used = [(name, steps, columns) for name, steps, columns in groups if columns]
-    return require("sklearn.compose", "apps").ColumnTransformer(used)
+    # The marks of missing values are a separate group, so that they stay 0 and 1.
+    marks = impute.MissingIndicator(error_on_new=False)
+    groups = [("numbers", scaled, numbers), ("missing", marks, numbers), ("texts", one_hot, texts)]
+    return require("sklearn.compose", "apps").ColumnTransformer([group for group in groups if group[2]])
 
 
-def _numbered(values: dict[str, np.ndarray]) -> Frame:
+def _numbered(values: dict[str, np.ndarray]) -> Any:
     """Return a table whose columns have numbers in place of names: scikit-learn changes names with a NUL byte."""
     return require("pandas", "tables").DataFrame(dict(enumerate(values.values())))
 
@@ -234,7 +227,7 @@ def _useless(values: np.ndarray, kind: str) -> str:
     return "counts the rows" if counts_rows else ""
 
 
-def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Frame:
+def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Any:
     """Return the file as a pandas.DataFrame that has the column `label`.
 
     The columns `as_text` of a .csv file are read as text, without a guess of their type.
@@ -245,8 +238,8 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
     else:
         delimiter = delimiter_of(path, label)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows longer than the header
+            # pandas warns of rows that are longer than the header.
+            with warnings.catch_warnings(action="error", category=pandas.errors.ParserWarning):
                 frame = pandas.read_csv(
                     path,
                     sep=delimiter,
@@ -256,7 +249,7 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
                     dtype=dict.fromkeys(as_text, "str"),
                 )
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({_why(error)}).") from None
+            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
     frame.columns = [str(name) for name in frame.columns]
     _check_label(label, list(frame.columns), path)
     if not frame.columns.is_unique:
@@ -267,16 +260,10 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
     return frame
 
 
-def _why(error: Exception) -> str:
-    """Return what pandas says about a file, in plain words if a line has too many fields."""
-    found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
-    return f"line {found[2]} has {found[3]} fields, and those before it {found[1]}" if found else reason(error)
-
-
 def delimiter_of(path: Path, label: str | None) -> str:
     """Return the delimiter of a .csv file: the first of , ; tab | that gives a column `label`.
 
-    If there is no such column, the delimiter that gives the most columns.
+    If none does, the delimiter that gives the most columns.
     """
     found: dict[str, list[str]] = {}
     for delimiter in DELIMITERS:
@@ -289,7 +276,7 @@ def delimiter_of(path: Path, label: str | None) -> str:
     return best
 
 
-def _read_parquet(path: Path) -> Frame:
+def _read_parquet(path: Path) -> Any:
     """Return the whole file, unpacked in parts: a few bytes can stand for very many equal values."""
     arrow, parquet = require("pyarrow", "tables"), require("pyarrow.parquet", "tables")
     with reading(path), parquet.ParquetFile(path) as file:

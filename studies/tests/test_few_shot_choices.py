@@ -318,12 +318,6 @@ def test_images_of_other_sizes_are_brought_to_that_of_training_with_a_note(tmp_p
     assert found["notes"] == ["1 image was resized to 16x16 pixels, as in training."]
 
 
-@pytest.mark.parametrize("name", ["omniglot", "cifar-fs"])
-def test_lists_are_refused_where_the_set_has_a_split(name, tmp_path):
-    with pytest.raises(DataError, match="has a split of its own"):
-        load_classes(name, lists=tmp_path)
-
-
 def test_the_command_learns_on_mini_imagenets_form_and_embeds(tmp_path, monkeypatch, capsys):
     home, rng = tmp_path / "data" / "mini-imagenet", np.random.default_rng(0)
     (home / "images").mkdir(parents=True)

@@ -136,7 +136,7 @@ HOLED = np.where(np.arange(24).reshape(12, 2) == 7, np.nan, GOOD)
         ({"x": GOOD, "y": np.zeros(12)}, "at least 2 classes are needed; every label is '0'"),
         ({"x": GOOD[:9], "y": Y[:9]}, "at least 10 rows are needed; there are 9"),
         ({"x": GOOD, "y": np.eye(12)}, "vector of labels"),
-        ({"x": GOOD, "y": Y, "x_test": GOOD}, "both x_test and y_test; y_test is not there"),
+        ({"x": GOOD, "y": Y, "x_test": GOOD}, "both x_test and y_test; y_test is missing"),
         ({"x": GOOD, "y": Y, "x_test": GOOD, "y_test": Y + 1}, "labels '3' do not occur in the main part"),
         ({"x": GOOD, "y": Y, "x_test": GOOD[:, :1], "y_test": Y}, r"rows of shape \(2,\), as x has; got \(1,\)"),
         ({"x": np.zeros((12, 7, 5, 5)), "y": Y}, "1, 3 or 4 channels"),

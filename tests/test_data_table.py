@@ -134,9 +134,9 @@ def test_text_with_more_that_is_no_number_stays_text(tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_column_to_learn_from_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column to learn from besides the labels: same \(is constant\)"):
+    with pytest.raises(DataError, match=r"no column to learn from except the labels: same \(is constant\)"):
         load(write(tmp_path, same=[7] * N), label="label")
-    with pytest.raises(DataError, match=r"no column to learn from besides the labels\."):
+    with pytest.raises(DataError, match=r"no column to learn from except the labels\."):
         load(write(tmp_path), label="label")
 
 

@@ -293,7 +293,7 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
     ("arguments", "code", "words"),
     [
         (["digitz"], 1, "Did you mean 'digits'?"),
-        (["missing.npz"], 1, "There is no file or folder missing.npz"),
+        (["missing.npz"], 1, "The file or folder missing.npz does not exist"),
         (["{arrays}", "--model", "cnm"], 2, "Did you mean 'cnn'?"),
         (["{arrays}", "--model", "cnn"], 2, "needs images of at least 16"),
         (["{arrays}", "--method", "penalti"], 2, "Did you mean 'penalty'?"),

@@ -26,8 +26,7 @@ from bilevel.cli import fewshot_run
 from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main
 from bilevel.data import class_images
-from bilevel.data.class_images import ClassSplits, ImageClasses, ink, load_classes
-from bilevel.errors import DataError
+from bilevel.data.class_images import ClassSplits, ImageClasses, ink
 from bilevel.report.figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.results import History
 from bilevel.running.callbacks import Run

@@ -134,19 +134,17 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
         raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
 
 
-def free_memory() -> int | None:
-    """Return the free memory in bytes, or None if the system does not report it."""
+def refuse_larger(path: Path, needed: int, claim: str) -> None:
+    """Raise DataError if a file needs more than the free memory; a system that does not report it passes.
+
+    `needed` is in bytes; `claim` says what the file claims to hold.
+    """
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+            free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration):
-        return None
-
-
-def refuse_larger(path: Path, needed: int, claim: str) -> None:
-    """Raise DataError if `needed` bytes are more than the free memory; `claim` says what the file claims to hold."""
-    free = free_memory()
-    if free is not None and needed > free:
+        return
+    if needed > free:
         raise DataError(
             f"{path} claims to hold {claim}: {needed / 2**30:,.0f} GiB would be needed, and {free / 2**30:,.1f} GiB "
             "are free. Use a part of the rows, or a larger machine."
@@ -157,7 +155,7 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarr
     """Return the checked inputs of a part, (n,) as (n, 1), and its labels."""
     for name in (f"x{suffix}", f"y{suffix}"):
         if name not in arrays:
-            raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is not there.")
+            raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is missing.")
     x, y, where = arrays[f"x{suffix}"], arrays[f"y{suffix}"], f"{path}, x{suffix}"
     if x.dtype.kind not in "buif":
         raise DataError(f"{where} must hold real numbers; its type is {x.dtype}.")

@@ -57,10 +57,7 @@ class Change:
     def like(self) -> np.ndarray:
         """For each row, a row of the source that has its new label: itself, or the first row of its new class."""
         classes, first = np.unique(self.old, return_index=True)
-        same = self.old == self.new
-        return np.where(
-            same, np.arange(len(self.old)), first[np.searchsorted(classes, self.new).clip(0, len(first) - 1)]
-        )
+        return np.where(self.old == self.new, np.arange(len(self.old)), first[np.searchsorted(classes, self.new)])
 
 
 def apply_decisions(

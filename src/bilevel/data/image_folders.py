@@ -32,8 +32,6 @@ MOST_PIXELS = 2**26
 Reader = Callable[[Path], tuple[np.ndarray, bool]]
 """Returns an image file as bytes (height, width[, 3]), and whether its size was changed."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
-
-
 Listing = dict[str, list[Path]]
 """The images of each class folder of a part."""
 

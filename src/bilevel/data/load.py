@@ -80,7 +80,7 @@ def load_numbers(source: str | Path, *, label: str | None = None, test: str | Pa
 
 
 def form_of(source: str | Path) -> Form:
-    """Return the form of the source; raise DataError if it is not there, or in no form that is read."""
+    """Return the form of the source; raise DataError if it does not exist or has another form."""
     if isinstance(source, str) and source in NAMES:
         return "named"
     path = Path(source)

@@ -25,15 +25,14 @@ import numpy as np
 import torch
 
 from bilevel._util.optional import require
-from bilevel.data.labelled import Labelled, reading
-from bilevel.data.splits import split_test
+from bilevel.data.labelled import Labelled, reading, split_test
 from bilevel.errors import DataError
 
 Part = tuple[np.ndarray, np.ndarray]
 DIGITS_TEST, DIGITS_SEED = 400, 0
 DIGITS = tuple("0123456789")
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts the four files."""
+"""The folder of the four files in Debian's package dataset-fashion-mnist."""
 IDX = tuple(f"{part}-{file}.gz" for part in ("train", "t10k") for file in ("images-idx3-ubyte", "labels-idx1-ubyte"))
 BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 SHEETS = (*(f"{name}.webp" for name in BATCHES), "labels.npz")
@@ -50,12 +49,10 @@ def _read_idx(folder: Path) -> tuple[Part, Part]:
 def _idx(path: Path) -> np.ndarray:
     with reading(path):
         data = gzip.decompress(path.read_bytes())
-    dimensions = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
-    shape = np.frombuffer(data[4 : 4 + 4 * dimensions], ">u4").tolist() if len(data) >= 4 + 4 * dimensions else []
-    values = np.frombuffer(data, np.uint8)[4 + 4 * dimensions :]
-    if dimensions not in (1, 3) or not shape or int(np.prod(shape)) != len(values):
-        raise DataError(f"{path} is not a whole IDX file of bytes.")
-    return values.reshape(shape)
+        if data[:3] != b"\0\0\x08":
+            raise ValueError("it is not an IDX file of bytes")
+        shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
+        return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
 
 
 def _read_sheets(folder: Path) -> tuple[Part, Part]:
@@ -131,14 +128,14 @@ Form = tuple[tuple[str, ...], Callable[[Path], tuple[Part, Part]]]
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A set: the forms it is read from (the first is published), its address, and the sums of its files."""
+    """A set: the forms it is read from (the first is published), its address, and the checksums of its files."""
 
     classes: tuple[str, ...]
     forms: tuple[Form, ...]
     address: str
     sums: Mapping[str, str]
     folder: Path | None = None
-    """Where a system package puts the files."""
+    """The folder of a system package with the files; None: there is none."""
 
 
 SETS = {
@@ -191,15 +188,16 @@ def load_named(name: str) -> Labelled:
         folder = _cache(name)
         _download(name, known, folder)
     _, read = _form_in(folder, known) or known.forms[0]
-    (x, y), (x_test, y_test) = read(folder)
+    # Copies: the bytes of a file are read-only.
+    main, test = ((torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(y)) for x, y in read(folder))
     return Labelled(
         name=name,
         kind="images",
-        x=_unit(x),
-        y=torch.from_numpy(y),
+        x=main[0],
+        y=main[1],
         classes=known.classes,
-        keys=[str(i) for i in range(len(y))],
-        test=(_unit(x_test), torch.from_numpy(y_test)),
+        keys=[str(i) for i in range(len(main[1]))],
+        test=test,
     )
 
 
@@ -215,10 +213,6 @@ def _digits() -> Labelled:
     )
     data = split_test(everything, count=DIGITS_TEST, seed=DIGITS_SEED)
     return replace(data, positions=np.arange(data.count))
-
-
-def _unit(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(x)).float().div_(255)  # a copy: the bytes of a file are read-only
 
 
 def found_in(name: str) -> Path | None:

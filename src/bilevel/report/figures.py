@@ -235,7 +235,7 @@ def amplification(pairs: Sequence[tuple[Picture, Picture]]) -> float:
 
 
 def comparison(title: str, pair: tuple[Picture, Picture], factor: float) -> Html:
-    """Return a pair of pictures, base and poison, and their difference times `factor`, in which grey means no change."""
+    """Return a pair of pictures, base and poison, and their difference times `factor`; grey means no change."""
     before, after = pair
     if before.shape != after.shape or before.dtype != np.uint8 or after.dtype != np.uint8:
         raise OptionError(f"base and poison must be uint8 of one shape; got {before.shape}, {after.shape}.")
@@ -290,8 +290,8 @@ def _drawn(
 ) -> Html:
     """Return a figure as an <svg> element, which `draw(axes)` draws.
 
-    `size` is in inches; `grid` is x, y, both or None; the ticks of the axis `whole`, x or y, are whole numbers (default:
-    neither); `legend` shows a legend above the axes, where it covers nothing; `style` changes matplotlib's settings.
+    `size` is in inches. `grid` is x, y, both or None. The ticks of the axis `whole`, x or y, are whole numbers; default:
+    of neither. `legend` shows a legend above the axes. `style` changes settings of matplotlib.
     """
     matplotlib, canvas = require("matplotlib", "apps"), require("matplotlib.backends.backend_svg", "apps")
     buffer = io.StringIO()

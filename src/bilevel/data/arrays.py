@@ -28,8 +28,6 @@ PARTS = ("trusted", "test")
 ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
 COPIES = 4
 """Memory that reading a file takes, as a multiple of the size of its numbers."""
-LIMIT = 10.0
-"""The largest scaled value, in deviations, so that one wild number does not decide a step."""
 LARGEST = 1e100
 """Larger numbers are cut off, so that no variance overflows."""
 Arrays = dict[str, np.ndarray]
@@ -88,11 +86,11 @@ def array_keys(x: np.ndarray, names: Sequence[str]) -> list[str]:
 def standard_scaler() -> Any:
     """Return a scikit-learn pipeline that brings columns to mean 0 and deviation 1, cut off at 10 deviations.
 
-    Constant columns become 0. Its inputs are float64 without NaN or infinite values.
+    The limit keeps one wild number from deciding a step. Constant columns become 0. Its inputs are float64 without NaN or infinite values.
     """
     preprocessing = require("sklearn.preprocessing", "apps")
     bounds = [
-        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, LIMIT)
+        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, 10.0)
     ]
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 

@@ -108,7 +108,15 @@ def read_decisions(path: Path, data: Labelled) -> Change:
         if None in [cells[name] for name in COLUMNS]:
             count = sum(cell is not None for cell in cells.values())
             raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(COLUMNS)}.")
-        row = _row(cells["index"], cells["key"], data, where)
+        index, key = cells["index"], cells["key"]
+        row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
+        if not 0 <= row < data.count:
+            raise DataError(f"{where}: index must be a whole number from 0 to {data.count - 1}; got {index!r}.")
+        if data.keys[row] != key:
+            raise DataError(
+                f"{where}: row {row} of {data.name} has the key {data.keys[row]!r}, but the line says {key!r}; the "
+                "decisions were made for other data."
+            )
         if row in decided:
             raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
         decided[row] = line
@@ -116,18 +124,6 @@ def read_decisions(path: Path, data: Labelled) -> Change:
     if not change.kept.any():
         raise DataError(f"{path} drops all {data.count} rows of {data.name}; nothing would be left.")
     return change
-
-
-def _row(index: str, key: str, data: Labelled, where: str) -> int:
-    row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
-    if not 0 <= row < data.count:
-        raise DataError(f"{where}: index must be a whole number from 0 to {data.count - 1}; got {index!r}.")
-    if data.keys[row] != key:
-        raise DataError(
-            f"{where}: row {row} of {data.name} has the key {data.keys[row]!r}, but the line says {key!r}; the "
-            "decisions were made for other data."
-        )
-    return row
 
 
 def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, where: str) -> None:

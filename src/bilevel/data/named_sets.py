@@ -71,20 +71,14 @@ def sheet(path: Path) -> np.ndarray:
 
 
 def _read_archive(folder: Path) -> tuple[Part, Part]:
-    """Read CIFAR-10's own archive of pickled batches, with an unpickler that builds numpy arrays only."""
+    """Read CIFAR-10's archive of pickled batches, with an unpickler that builds numpy arrays only."""
     path = folder / ARCHIVE[0]
     with reading(path), tarfile.open(path) as archive:
-        batches = [_batch(archive, f"cifar-10-batches-py/{name}") for name in BATCHES]
-    x, y = (np.concatenate([batch[i] for batch in batches[:-1]]) for i in range(2))
-    return _checked(x, y, path), _checked(*batches[-1], path)
-
-
-def _batch(archive: tarfile.TarFile, name: str) -> Part:
-    file = archive.extractfile(name)
-    if file is None:
-        raise ValueError(f"{name} is not a file")
-    content = _ArraysOnly(io.BytesIO(file.read()), encoding="bytes").load()
-    return np.asarray(content[b"data"]).reshape(-1, 3, 32, 32), np.array(content[b"labels"])
+        files = [archive.extractfile(f"cifar-10-batches-py/{name}") or io.BytesIO() for name in BATCHES]
+        batches = [_ArraysOnly(file, encoding="bytes").load() for file in files]
+        x = [np.asarray(batch[b"data"]).reshape(-1, 3, 32, 32) for batch in batches]
+        y = [np.array(batch[b"labels"]) for batch in batches]
+    return _checked(np.concatenate(x[:-1]), np.concatenate(y[:-1]), path), _checked(x[-1], y[-1], path)
 
 
 class _ArraysOnly(pickle.Unpickler):

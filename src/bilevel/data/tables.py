@@ -30,13 +30,6 @@ from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
 from bilevel.data.labelled import Labelled, LabelReader, Pair, name_of, reading, row_keys
 from bilevel.errors import DataError, OptionError, reason
 
-DELIMITERS = (",", ";", "\t", "|")
-AT_ONCE = 10_000
-"""Rows of a .parquet file that are unpacked at a time."""
-MOST_COLUMNS = 21
-"""Columns of 0 and 1 for one column of text."""
-SHARE_OF_NUMBERS = 0.95
-"""The share of the values of a text column that must be numbers for it to be read as numbers."""
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
 KINDS = {
     "floating": "number",
@@ -143,7 +136,7 @@ def _transformer(kinds: dict[str, str]) -> Any:
     texts = [i for i, kind in enumerate(kinds.values()) if kind == "text"]
     scaled = pipeline.make_pipeline(impute.SimpleImputer(strategy="median"), standard_scaler())
     one_hot = require("sklearn.preprocessing", "apps").OneHotEncoder(
-        max_categories=MOST_COLUMNS,
+        max_categories=21,
         handle_unknown="infrequent_if_exist",
         sparse_output=False,
         feature_name_combiner=_category_name,
@@ -183,7 +176,7 @@ def kind_of(series: Any) -> str:
     if found != "string":
         return KINDS.get(found, "text")
     present = int(series.notna().sum())
-    if np.isfinite(read_column(series, "number")).sum() >= SHARE_OF_NUMBERS * present:
+    if np.isfinite(read_column(series, "number")).sum() >= 0.95 * present:
         return "number"
     return "date" if np.isfinite(read_column(series, "date")).sum() == present else "text"
 
@@ -266,7 +259,7 @@ def delimiter_of(path: Path, label: str | None) -> str:
     If none does, the delimiter that gives the most columns.
     """
     found: dict[str, list[str]] = {}
-    for delimiter in DELIMITERS:
+    for delimiter in (",", ";", "\t", "|"):
         with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
             found[delimiter] = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
     best = max(found, key=lambda each: (label in found[each], len(found[each])))
@@ -284,7 +277,7 @@ def _read_parquet(path: Path) -> Any:
         claim = f"{rows:,} rows of {columns:,} columns"
         refuse_larger(path, COPIES * 8 * rows * columns, claim)
         batches, size = [], 0
-        for batch in file.iter_batches(batch_size=AT_ONCE):
+        for batch in file.iter_batches(batch_size=10_000):
             size += batch.nbytes
             refuse_larger(path, COPIES * size, claim)
             batches.append(batch)

@@ -290,8 +290,8 @@ def _drawn(
 ) -> Html:
     """Return a figure as an <svg> element, which `draw(axes)` draws.
 
-    `size` is in inches. `grid` is x, y, both or None. The ticks of the axis `whole`, x or y, are whole numbers; default:
-    of neither. `legend` shows a legend above the axes. `style` changes settings of matplotlib.
+    `size` is in inches. `grid` is x, y, both or None. The ticks of the axis `whole`, x or y, are whole numbers
+    (default: neither axis). `legend` shows a legend above the axes. `style` changes settings of matplotlib.
     """
     matplotlib, canvas = require("matplotlib", "apps"), require("matplotlib.backends.backend_svg", "apps")
     buffer = io.StringIO()

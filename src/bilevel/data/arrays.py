@@ -86,7 +86,8 @@ def array_keys(x: np.ndarray, names: Sequence[str]) -> list[str]:
 def standard_scaler() -> Any:
     """Return a scikit-learn pipeline that brings columns to mean 0 and deviation 1, cut off at 10 deviations.
 
-    The limit keeps one wild number from deciding a step. Constant columns become 0. Its inputs are float64 without NaN or infinite values.
+    The limit keeps one wild number from deciding a step. Constant columns become 0. The inputs are float64 without NaN
+    or infinite values.
     """
     preprocessing = require("sklearn.preprocessing", "apps")
     bounds = [

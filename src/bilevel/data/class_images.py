@@ -199,9 +199,9 @@ def load_classes(
         return _cifar_fs(_folder(source))
     root = _folder(source) if source == "mini-imagenet" else Path(source)
     if not root.is_dir():
-        hint = did_you_mean(str(source).lower(), NAMES)
         raise DataError(
-            f"{str(source)!r} is neither a folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+            f"{str(source)!r} is neither a folder nor a named set.{did_you_mean(str(source).lower(), NAMES)} "
+            f"The named sets are {', '.join(NAMES)}."
         )
     if source == "mini-imagenet" or all((root / name).is_file() for name in LISTS):
         return _mini_imagenet(root)

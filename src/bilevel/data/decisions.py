@@ -199,17 +199,16 @@ def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     text = source.read_bytes()
     encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
     # The parser and the encoding of `read_table`, so that the rows are the same.
-    read_csv = require("pandas", "tables").read_csv
-    table = read_csv(
+    table = require("pandas", "tables").read_csv(
         source, sep=delimiter, encoding="utf-8-sig", index_col=False, header=None, dtype=str, na_filter=False
     )
-    names, rows = table.to_numpy(object)[0], table.to_numpy(object)[1:]
-    at = names.tolist().index(label)
-    rows[:, at] = rows[change.like, at]
-    with open(out, "w", encoding=encoding, newline="") as file:
-        # With a line end that has "\r", the writer quotes cells that have it.
-        writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n" if b"\r" in text else "\n")
-        writer.writerows([names, *rows[change.kept]])
+    at = table.iloc[0].tolist().index(label)
+    table.iloc[1:, at] = table.iloc[1:, at].to_numpy()[change.like]
+    # With a line end that has "\r", the writer quotes cells that have it.
+    end = "\r\n" if b"\r" in text else "\n"
+    table[[True, *change.kept]].to_csv(
+        out, sep=delimiter, encoding=encoding, lineterminator=end, header=False, index=False
+    )
 
 
 def rewrite_folder(source: Path, out: Path, change: Change, data: Labelled) -> None:

@@ -90,10 +90,7 @@ def listings(root: Path) -> dict[str, Listing]:
         found.setdefault("train", {name: images for name, images in main.items() if name not in found})
     for name, listing in found.items():
         if not files_of(listing):
-            folder = root / name if name in main else root
-            raise DataError(
-                f"{folder} must hold class folders with images, such as {folder.name}/cat/1.png; no image was found."
-            )
+            raise DataError(f"{root} must hold class folders with images, such as cat/1.png; {name} has no images.")
     return found
 
 

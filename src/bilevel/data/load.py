@@ -93,9 +93,9 @@ def form_of(source: str | Path) -> Form:
         return form
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"The file or folder {path} does not exist.")
-    hint = did_you_mean(str(source).lower(), NAMES)
     raise DataError(
-        f"{str(source)!r} is neither a file or folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+        f"{str(source)!r} is neither a file or folder nor a named set.{did_you_mean(str(source).lower(), NAMES)} "
+        f"The named sets are {', '.join(NAMES)}."
     )
 
 

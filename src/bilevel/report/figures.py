@@ -22,8 +22,6 @@ from bilevel.errors import OptionError
 
 INK, ACCENT = "#010203", "#040506"
 """Stand-ins that matplotlib draws with; the SVG gets the page's colours in their place."""
-FLOOR = 1e-17
-"""The value at which an exact zero is drawn on a logarithmic axis."""
 POINTS = 400
 """The most points of a curve, and bars of a shape; more would not be visible."""
 SPREAD = 50
@@ -64,25 +62,6 @@ class Html(str):
         return self
 
 
-def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, label: str) -> Html:
-    """Draw error against step on a logarithmic axis: the curves thin, their median thick, the goal dashed.
-
-    A curve that ends early keeps its last value.
-    """
-    length = max(len(curve) for curve in curves)
-    padded = [[*curve, *[curve[-1]] * (length - len(curve))] for curve in curves]
-    values = np.maximum(np.array(padded, dtype=float), FLOOR)
-
-    def draw(axes: Any) -> None:
-        for curve in curves:
-            axes.semilogy(np.maximum(curve, FLOOR), color=ACCENT, linewidth=0.8, alpha=0.35)
-        axes.semilogy(np.median(values, axis=0), color=ACCENT, linewidth=2.4)
-        axes.axhline(goal, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7)
-        axes.set(xlabel="step", ylabel="error", xlim=(0, max(length - 1, 1)))
-
-    return _drawn(name, label, draw, size=(4.4, 3.0), whole="x", legend=False)
-
-
 def losses(
     name: str, curves: Mapping[str, Sequence[float]], step: Sequence[float] | None = None, *, label: str
 ) -> Html:
@@ -102,7 +81,7 @@ def losses(
         if every.size and every.min() > 0 and every.max() > SPREAD * every.min():
             axes.set_yscale("log")
 
-    return _drawn(name, label, draw, whole="x")
+    return drawn(name, label, draw, whole="x")
 
 
 def importances(
@@ -118,7 +97,7 @@ def importances(
         axes.bar(height=np.maximum(total - low, 0), bottom=low, color=INK, alpha=0.3, label="other examples", **place)
         axes.set(xlabel="importance", ylabel="examples", xlim=(0, 1), ylim=(0, 1.05 * max(total.max(), 1)))
 
-    return _drawn(name, label, draw, grid="y", whole="y")
+    return drawn(name, label, draw, grid="y", whole="y")
 
 
 def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: str) -> Html:
@@ -149,7 +128,7 @@ def _shape(name: str, values: np.ndarray, label: str) -> Html:
         axes.set_xscale("log")
         axes.set(xlabel="penalty", ylabel="the smallest penalty on top", ylim=(len(values) - 0.4, -0.6), yticks=[])
 
-    return _drawn(name, label, draw, grid="x", legend=False)
+    return drawn(name, label, draw, grid="x", legend=False)
 
 
 def grid(name: str, points: Sequence[tuple[float, float]], tuned: float, *, label: str) -> Html:
@@ -161,7 +140,7 @@ def grid(name: str, points: Sequence[tuple[float, float]], tuned: float, *, labe
         axes.axhline(tuned, color=ACCENT, linewidth=2.0, linestyle=(0, (4, 2)), label="tuned")
         axes.set(xlabel="penalty", ylabel="validation loss")
 
-    return _drawn(name, label, draw)
+    return drawn(name, label, draw)
 
 
 def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) -> Html:
@@ -175,7 +154,7 @@ def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) ->
         low, high = axes.get_ylim()
         axes.set(xlabel="step", ylabel="accuracy, percent", ylim=(max(low, 0.0), min(high, 100.5)))
 
-    return _drawn(name, label, draw, whole="x", legend=False)
+    return drawn(name, label, draw, whole="x", legend=False)
 
 
 def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, label: str) -> Html:
@@ -192,7 +171,7 @@ def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, la
         axes.set(xticks=[], yticks=[])
 
     # Names are the user's, in any script: the page has them as text, and the browser has the fonts.
-    return _drawn(name, label, draw, size=(5.2, 4.6), grid=None, style={"svg.fonttype": "none"})
+    return drawn(name, label, draw, size=(5.2, 4.6), grid=None, style={"svg.fonttype": "none"})
 
 
 def task_picture(support: Picture, queries: Picture, predictions: NDArray[np.integer], *, label: str) -> Html:
@@ -277,7 +256,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= value < 1e6 else f"{value:.3g}"
 
 
-def _drawn(
+def drawn(
     name: str,
     label: str,
     draw: Callable[[Any, Any], None],

@@ -284,9 +284,9 @@ def _cifar_fs(folder: Path) -> ClassSplits:
             y = torch.from_numpy(labels["fine"].astype(np.int64))
         known = json.loads((folder / CIFAR_CLASSES).read_text(encoding="utf-8"))
     classes = ImageClasses.of(images, y, known["fine_label_names"])
-    parts = (classes.named(known["cifar_fs"][part]) for part in ("train", "val", "test"))
+    train, held, test = (classes.named(known["cifar_fs"][part]) for part in ("train", "val", "test"))
     note = f"CIFAR-FS here has {classes.counts[0]} images a class; the published set has 600."
-    return ClassSplits("cifar-fs", *parts, notes=(note,))
+    return ClassSplits("cifar-fs", train, held, test, (note,))
 
 
 def _mini_imagenet(folder: Path) -> ClassSplits:
@@ -295,7 +295,8 @@ def _mini_imagenet(folder: Path) -> ClassSplits:
     for pairs in _read_lists(folder):
         pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
         parts.append(_by_class(pixels.permute(0, 3, 1, 2).contiguous(), [label for _, label in pairs]))
-    return ClassSplits("mini-imagenet", *parts)
+    train, held, test = parts
+    return ClassSplits("mini-imagenet", train, held, test)
 
 
 def _photo(folder: Path, file: str, label: str) -> np.ndarray:

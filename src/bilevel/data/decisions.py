@@ -34,7 +34,7 @@ DECISIONS = ("keep", "drop", "relabel")
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of `apply_decisions`."""
+    """The result of `apply_decisions`: the new file or folder, and how many rows changed."""
 
     out: Path
     rows: int
@@ -63,10 +63,11 @@ class Change:
 def apply_decisions(
     source: str | Path, decisions_csv: str | Path, out: str | Path, *, label: str | None = None
 ) -> Applied:
-    """Write the source without the dropped rows and with the new labels to `out`, a new file or folder.
+    """Write the source without the dropped rows and with the new labels, and return the numbers of changed rows.
 
-    An .npz, .csv or .parquet file becomes a file of the same form, a folder of images a folder, a named set an .npz
-    file. `label` is the column of the labels in a table. `out` is written whole or not at all; the source stays.
+    `source` is a named set, a file or a folder, as for `load`; it does not change. `decisions_csv` is the file of
+    decisions that the review page saves. `out` is a new file or folder, written whole or not at all. It has the form of
+    the source; a named set becomes an .npz file. `label` is the column of the labels in a table (default: not a table).
     """
     form, target = form_of(source), Path(out)
     suffix = {"named": ".npz", "folder": ""}.get(form, Path(source).suffix.lower())
@@ -174,7 +175,8 @@ def _rewrite_npz(arrays: dict[str, np.ndarray], out: Path, change: Change) -> tu
 
 def _arrays_of(data: Labelled) -> dict[str, np.ndarray]:
     """Return a named set as arrays: pixels as bytes, except for digits, and labels as the names of classes."""
-    names, arrays = np.array(data.classes), {}
+    names = np.array(data.classes)
+    arrays: dict[str, np.ndarray] = {}
     for suffix, (x, y) in (("", (data.x, data.y)), ("_test", data.part("test"))):
         pixels = x if data.name == "digits" else (x * 255).round().to(torch.uint8)  # digits are sixteenths
         arrays |= {f"x{suffix}": pixels.numpy(), f"y{suffix}": names[y.numpy()]}

@@ -199,9 +199,13 @@ def _number(name: str) -> float | None:
 
 
 def split_trusted(data: Labelled, count: int, seed: int) -> Labelled:
-    """Move `count` rows of x into `trusted`, in proportion to the classes.
+    """Return the data with `count` rows of x moved into `trusted`, in proportion to the classes.
 
     Each class gives at least one row if `count` allows it. The same `seed` draws the same rows.
+
+    >>> from bilevel.data import load
+    >>> len(split_trusted(load("digits"), 50, seed=0).trusted[1])
+    50
     """
     if data.trusted is not None:
         raise OptionError(f"{data.name} already has {len(data.trusted[1])} trusted rows; leave the split out.")
@@ -212,9 +216,14 @@ def split_trusted(data: Labelled, count: int, seed: int) -> Labelled:
 def split_test(
     data: Labelled, *, share: float | None = None, count: int | None = None, seed: int, keep: int = 0
 ) -> Labelled:
-    """Move a share of the rows of x, or `count` rows, into `test`, in proportion to the classes.
+    """Return the data with some rows of x moved into `test`, in proportion to the classes.
 
-    Give either `share`, between 0 and 1, or `count`. `keep` rows of each class stay in x, unless no class has more.
+    Give either `share`, the share of the rows between 0 and 1, or `count`, their number. The same `seed` draws the same
+    rows. At least `keep` rows of each class (default 0) stay in x, unless no class has more.
+
+    >>> from bilevel.data import load
+    >>> data = load("iris.csv", label="kind")  # doctest: +SKIP
+    >>> data = split_test(data, share=0.2, seed=0)  # doctest: +SKIP
     """
     if data.test is not None:
         raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
@@ -262,8 +271,9 @@ def corrupt(
 ) -> Tensor:
     """Return labels with exactly round(rate * n) wrong ones, to measure how well wrong labels are found.
 
-    The rows are drawn at random by `seed`; y does not change. `symmetric` replaces a label by any other of the
-    `classes`, each with the same probability; `asymmetric` replaces class c by c + 1, and the last class by 0.
+    `rate` is the share of wrong labels, in [0, 1), and `classes` the number of classes. `seed` draws the rows; y does
+    not change. `kind` is `symmetric` (default), which replaces a label by any other class with the same probability, or
+    `asymmetric`, which replaces class c by c + 1, and the last class by 0.
 
     >>> int((corrupt(torch.zeros(10, dtype=torch.int64), 0.3, classes=4, seed=0) != 0).sum())
     3

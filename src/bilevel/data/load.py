@@ -31,10 +31,15 @@ def load(
 ) -> Labelled:
     """Read labelled examples.
 
-    `source` is a named set (`digits`, `mnist`, `fashion-mnist`, `cifar10`, `svhn`), an .npz file, a .csv or .parquet
-    table with `label` the column of the labels, or a folder with a folder of images for each class. `trusted` and
-    `test` are more files of the same form; the classes, and the scale of every column, come from `source` only. A
-    name wins over a file of that name: write ./mnist for a folder called mnist.
+    `source` is one of:
+
+    - a named set: `digits`, `mnist`, `fashion-mnist`, `cifar10` or `svhn`. For a folder called mnist, write ./mnist;
+    - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
+    - a .csv or .parquet table. `label` is the column of the labels; for other sources leave it out (default);
+    - a folder with a folder of images for each class.
+
+    `trusted` and `test` are more files or folders of the same form (default: none). The classes, and the scale of every
+    column, come from `source` only.
 
     >>> load("digits").x.shape
     torch.Size([1397, 1, 8, 8])
@@ -67,8 +72,9 @@ def read(
 def load_numbers(source: str | Path, *, label: str | None = None, test: str | Path | None = None) -> Labelled:
     """Read examples with numbers as labels: `y` of the result is float64, and `classes` is empty.
 
-    `source` is an .npz file, or a .csv or .parquet table with the labels in the column `label`. `test` is another file
-    of the same form. Inputs are prepared as `load` does it.
+    `source` is an .npz file, or a .csv or .parquet table. `label` is the column of the labels in a table; leave it out
+    for an .npz file (default). `test` is another file of the same form (default: none). Inputs are prepared as `load`
+    does it.
     """
     if form_of(source) not in ("npz", "table"):
         raise OptionError(f"{source} has classes as labels; numbers are read from .npz, .csv and .parquet files.")

@@ -177,10 +177,7 @@ def load_named(name: str) -> Labelled:
     if name == "digits":
         return _digits()
     known = SETS[name]
-    folder = found_in(name)
-    if folder is None:
-        folder = _cache(name)
-        _download(name, known, folder)
+    folder = found_in(name) or _download(name)
     _, read = _form_in(folder, known) or known.forms[0]
     # Copies: the bytes of a file are read-only.
     main, test = ((torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(y)) for x, y in read(folder))
@@ -227,8 +224,8 @@ def _form_in(folder: Path, known: ImageSet) -> Form | None:
     return next((form for form in known.forms if all((folder / name).is_file() for name in form[0])), None)
 
 
-def _download(name: str, known: ImageSet, cache: Path) -> None:
-    pooch = require("pooch", "apps")
+def _download(name: str) -> Path:
+    pooch, known, cache = require("pooch", "apps"), SETS[name], _cache(name)
     try:
         for file in known.forms[0][0]:
             pooch.retrieve(known.address + file, known_hash=known.sums[file], fname=file, path=cache)
@@ -242,3 +239,4 @@ def _download(name: str, known: ImageSet, cache: Path) -> None:
             f"{name} is not here and cannot be downloaded from {known.address} ({why}): put {wanted} into "
             f"$BILEVEL_DATA/{name} or {cache}."
         ) from None
+    return cache

@@ -156,12 +156,10 @@ def _names(transformer: Any, kinds: dict[str, str]) -> tuple[str, ...]:
     """Return the names of the columns that a fitted transformer makes."""
     numbers = [name for name, kind in kinds.items() if kind != "text"]
     texts = [name for name, kind in kinds.items() if kind == "text"]
-    steps, names = transformer.named_transformers_, list(numbers)
-    if numbers:
-        names += [f"{numbers[i]} is missing" for i in steps["missing"].features_]
-    if texts:
-        names += steps["texts"].get_feature_names_out(texts).tolist()
-    return tuple(names)
+    steps = transformer.named_transformers_
+    marks = [f"{numbers[i]} is missing" for i in steps["missing"].features_] if numbers else []
+    values = steps["texts"].get_feature_names_out(texts).tolist() if texts else []
+    return (*numbers, *marks, *values)
 
 
 def _category_name(column: str, value: object) -> str:
@@ -242,7 +240,8 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> An
                     dtype=dict.fromkeys(as_text, "str"),
                 )
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({reason(error)}).") from None
+            why = reason(error).removeprefix("Error tokenizing data. C error: ")
+            raise DataError(f"{path} cannot be read as a .csv file ({why}).") from None
     frame.columns = [str(name) for name in frame.columns]
     _check_label(label, list(frame.columns), path)
     if not frame.columns.is_unique:

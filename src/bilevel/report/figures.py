@@ -259,7 +259,7 @@ def _number(value: float) -> str:
 def drawn(
     name: str,
     label: str,
-    draw: Callable[[Any, Any], None],
+    draw: Callable[[Any], None],
     *,
     size: tuple[float, float] = (4.0, 3.7),
     grid: str | None = "both",

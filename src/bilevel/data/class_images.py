@@ -239,10 +239,9 @@ def _folder(name: str) -> Path:
     for word in FOLDERS[name]:
         if given and (Path(given) / word).is_dir():
             return Path(given) / word
-    now = f"it is {given}" if given else "it is not set"
     raise DataError(
         f"{name} is not here: put it into a folder {FOLDERS[name][0]}, and name the folder above it in the environment "
-        f"variable BILEVEL_DATA ({now}). docs/few-shot.md lists its files."
+        f"variable BILEVEL_DATA ({f'it is {given}' if given else 'it is not set'}). docs/few-shot.md lists its files."
     )
 
 

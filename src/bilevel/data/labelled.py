@@ -220,10 +220,6 @@ def split_test(
 
     Give either `share`, the share of the rows between 0 and 1, or `count`, their number. The same `seed` draws the same
     rows. At least `keep` rows of each class (default 0) stay in x, unless no class has more.
-
-    >>> from bilevel.data import load
-    >>> data = load("iris.csv", label="kind")  # doctest: +SKIP
-    >>> data = split_test(data, share=0.2, seed=0)  # doctest: +SKIP
     """
     if data.test is not None:
         raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
@@ -247,9 +243,8 @@ def _split(data: Labelled, count: int | None, seed: int, keep: int = 0) -> tuple
     members = [random.permutation(np.flatnonzero(y == c)) for c in np.unique(y)]
     quotas = _quotas([len(rows) for rows in members], count, keep)
     drawn = np.sort(np.concatenate([rows[:quota] for rows, quota in zip(members, quotas, strict=True)]))
-    left = np.setdiff1d(np.arange(data.count), drawn)
     at = torch.from_numpy(drawn)
-    return data.select(left), (data.x[at], data.y[at])
+    return data.select(np.setdiff1d(np.arange(data.count), drawn)), (data.x[at], data.y[at])
 
 
 def _quotas(sizes: list[int], count: int, keep: int) -> list[int]:

@@ -6,7 +6,7 @@ published checksums. `digits` comes with scikit-learn and needs no file; 400 of 
 seed, are its test part.
 
 Each reader takes the folder with the files and returns uint8 images (n, channels, height, width) and labels from 0 to
-9, the training part first.
+9, the training part first. `load_named` checks them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MAT = ("train_32x32.mat", "test_32x32.mat")
 def _read_idx(folder: Path) -> tuple[Part, Part]:
     """Read gzipped IDX files, the form of MNIST."""
     x, y, x_test, y_test = (_idx(folder / name) for name in IDX)
-    return _checked(x[:, None], y, folder), _checked(x_test[:, None], y_test, folder)
+    return (x[:, None], y), (x_test[:, None], y_test)
 
 
 def _idx(path: Path) -> np.ndarray:
     with reading(path):
         data = gzip.decompress(path.read_bytes())
-        if data[:3] != b"\0\0\x08":
+        if data[:3] != b"\0\0\x08" or data[3] not in (1, 3):
             raise ValueError("it is not an IDX file of bytes")
         shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
@@ -60,7 +60,7 @@ def _read_sheets(folder: Path) -> tuple[Part, Part]:
     with reading(folder), np.load(folder / SHEETS[-1], allow_pickle=False) as labels:
         sheets = [sheet(folder / name) for name in SHEETS[:-1]]
         y, y_test = labels["train"], labels["test"]
-    return _checked(np.concatenate(sheets[:-1]), y, folder), _checked(sheets[-1], y_test, folder)
+    return (np.concatenate(sheets[:-1]), y), (sheets[-1], y_test)
 
 
 def sheet(path: Path) -> np.ndarray:
@@ -78,7 +78,7 @@ def _read_archive(folder: Path) -> tuple[Part, Part]:
         batches = [_ArraysOnly(file, encoding="bytes").load() for file in files]
         x = [np.asarray(batch[b"data"]).reshape(-1, 3, 32, 32) for batch in batches]
         y = [np.array(batch[b"labels"]) for batch in batches]
-    return _checked(np.concatenate(x[:-1]), np.concatenate(y[:-1]), path), _checked(x[-1], y[-1], path)
+    return (np.concatenate(x[:-1]), np.concatenate(y[:-1])), (x[-1], y[-1])
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -104,16 +104,7 @@ def _mat(path: Path) -> Part:
     matlab = require("scipy.io", "apps")
     with reading(path):
         content = matlab.loadmat(str(path), variable_names=["X", "y"])
-        x, y = np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].ravel() % 10
-    return _checked(x, y, path)
-
-
-def _checked(x: np.ndarray, y: np.ndarray, where: Path) -> Part:
-    if x.dtype != np.uint8 or x.ndim != 4 or y.shape != (len(x),) or len(x) == 0:
-        raise DataError(f"{where}: images and labels do not fit: shapes {x.shape} and {y.shape}, pixels of {x.dtype}.")
-    if not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0 or int(y.max()) > 9:
-        raise DataError(f"{where}: the labels must be whole numbers from 0 to 9.")
-    return x, y.astype(np.int64)
+        return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].ravel() % 10
 
 
 Form = tuple[tuple[str, ...], Callable[[Path], tuple[Part, Part]]]
@@ -179,15 +170,24 @@ def load_named(name: str) -> Labelled:
     known = SETS[name]
     folder = found_in(name) or _download(name)
     _, read = _form_in(folder, known) or known.forms[0]
-    # Copies: the bytes of a file are read-only.
-    main, test = ((torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(y)) for x, y in read(folder))
+    parts = []
+    for x, y in read(folder):
+        if x.dtype != np.uint8 or x.ndim != 4 or y.shape != (len(x),) or len(x) == 0:
+            raise DataError(
+                f"{folder}: images and labels do not fit: shapes {x.shape} and {y.shape}, pixels of {x.dtype}."
+            )
+        if not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0 or int(y.max()) > 9:
+            raise DataError(f"{folder}: the labels must be whole numbers from 0 to 9.")
+        # A copy: the bytes of a file are read-only.
+        parts.append((torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(y.astype(np.int64))))
+    (x_main, y_main), test = parts
     return Labelled(
         name=name,
         kind="images",
-        x=main[0],
-        y=main[1],
+        x=x_main,
+        y=y_main,
         classes=known.classes,
-        keys=[str(i) for i in range(len(main[1]))],
+        keys=[str(i) for i in range(len(y_main))],
         test=test,
     )
 

@@ -103,9 +103,10 @@ class TableTransformer:
                 continue
             kinds[name], values[name] = kind, found
             if kind == "number" and (strange := series[np.isnan(found) & series.notna().to_numpy()].tolist()):
-                are = agreeing(len(strange), "is not a number and counts", "are not numbers and count")
-                of = counted(len(series), "value")
-                notes.append(f"{name}: {len(strange)} of {of}, such as {strange[0]!r}, {are} as missing.")
+                notes.append(
+                    f"{name}: {len(strange)} of {counted(len(series), 'value')}, such as {strange[0]!r}, "
+                    f"{agreeing(len(strange), 'is not a number and counts', 'are not numbers and count')} as missing."
+                )
         shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
         if not kinds:
             raise DataError(f"{where} has no column to learn from except the labels{': ' * bool(shown)}{shown}.")

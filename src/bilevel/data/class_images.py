@@ -48,7 +48,11 @@ PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "tes
 
 @dataclass(frozen=True)
 class ImageClasses:
-    """Images of one size as bytes, (n, channels, height, width), class after class."""
+    """Images of one size, class after class.
+
+    `images` are bytes of shape (n, channels, height, width), `counts` the numbers of images of the classes, and `names`
+    the names of the classes.
+    """
 
     images: Tensor
     counts: tuple[int, ...]
@@ -84,8 +88,7 @@ class ImageClasses:
     @property
     def firsts(self) -> list[int]:
         """The index of the first image of each class."""
-        firsts: list[int] = (np.cumsum(self.counts) - self.counts).tolist()
-        return firsts
+        return [int(end) - count for end, count in zip(np.cumsum(self.counts), self.counts, strict=True)]
 
     def name_of(self, image: int) -> str:
         """Return the name of the class of an image."""
@@ -227,7 +230,7 @@ def found_in(name: str) -> Path | None:
     try:
         folder = _folder(name)
         if name == "mini-imagenet":
-            _photo(folder, *_read_lists(folder)[0][0])
+            _path_of(folder, *_read_lists(folder)[0][0])
     except DataError:
         return None
     return folder if all((folder / file).is_file() for file in FILES[name]) else None
@@ -292,20 +295,24 @@ def _mini_imagenet(folder: Path) -> ClassSplits:
     """Read images in `images/`, in the folder or in class folders, with the lists of Ravi and Larochelle."""
     parts = []
     for pairs in _read_lists(folder):
-        pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
+        pixels = torch.from_numpy(np.stack([_photo(_path_of(folder, *pair)) for pair in pairs]))
         parts.append(_by_class(pixels.permute(0, 3, 1, 2).contiguous(), [label for _, label in pairs]))
     train, held, test = parts
     return ClassSplits("mini-imagenet", train, held, test)
 
 
-def _photo(folder: Path, file: str, label: str) -> np.ndarray:
-    places = (f"images/{file}", file, f"{label}/{file}", f"images/{label}/{file}")
-    path = next((folder / place for place in places if (folder / place).is_file()), None)
-    if path is None:
-        raise DataError(
-            f"{folder} must hold the images of the lists; images/{file}, {file} and {label}/{file} do not exist. The "
-            "images come from ImageNet and are not part of the lists."
-        )
+def _path_of(folder: Path, file: str, label: str) -> Path:
+    """Return the path of an image of the lists."""
+    for place in (f"images/{file}", file, f"{label}/{file}", f"images/{label}/{file}"):
+        if (folder / place).is_file():
+            return folder / place
+    raise DataError(
+        f"{folder} must hold the images of the lists; images/{file}, {file} and {label}/{file} do not exist. The "
+        "images come from ImageNet and are not part of the lists."
+    )
+
+
+def _photo(path: Path) -> np.ndarray:
     with reading(path):
         return read_pixels(path, (MINI_SIDE, MINI_SIDE), "RGB")[0]
 

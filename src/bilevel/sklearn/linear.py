@@ -16,10 +16,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bilevel._util.checks import in_range, one_of
-from bilevel.applications.tuning.caution import tune_cautiously
-from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, invertible
-from bilevel.applications.tuning.linear_tuning import tune_linear
-from bilevel.applications.tuning.sparse_inputs import from_scipy
+from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, from_scipy, invertible
+from bilevel.applications.tuning.linear_tuning import tune_cautiously, tune_linear
 from bilevel.errors import DataError, OptionError
 from bilevel.sklearn.denoising import _plain
 

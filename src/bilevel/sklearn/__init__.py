@@ -1,9 +1,8 @@
-"""Estimators with scikit-learn's interface: `fit`, `predict`, and what was learned in attributes that end in `_`."""
+"""Estimators with scikit-learn's interface: `fit`, `predict`, and results in attributes that end in `_`."""
 
 from bilevel._util.optional import require
 
 require("sklearn", "apps")
-require("scipy", "apps")
 
 from bilevel.sklearn.denoising import DenoisingClassifier  # noqa: E402
 from bilevel.sklearn.linear import TunedLogisticRegression, TunedRidge  # noqa: E402

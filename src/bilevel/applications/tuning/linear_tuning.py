@@ -21,6 +21,7 @@ results on a few rows is often best by chance. If no fold has five rows (of a cl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,6 @@ STAGES, ROUGH = (1.0, 0.1, 0.01), 10.0
 START = 0.1
 SHARE, LEAST = 0.2, 2
 """The share of the rows that is set apart to decide the caution, and the least number of them."""
-USUAL = 1.0
-"""The caution if too few rows can be set apart."""
 Penalty = Literal["single", "per-feature"]
 Watch = Callable[[str, int, float], object]
 """Called with the stage, the steps done in it, and the validation loss."""
@@ -103,27 +102,24 @@ def tune_linear(
     torch.Size([4])
     """
     _check(rows)
-    digest, began = "" if checkpoint is None else rows.digest(), clock()
+    digest, end = "" if checkpoint is None else rows.digest(), clock() + (math.inf if seconds is None else seconds)
     model, held_out = FoldedModel(rows), int((rows.fold >= 0).sum())
     first, path = model.slope(), list[float]()
 
-    def late() -> bool:
-        return seconds is not None and clock() - began >= seconds
-
     def run_stage(name: str, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Tensor:
         """Tune the penalties alpha = scale * span.value(t), with a price on their distance to `scale`; return alpha."""
-
-        def upper(u: Tensor, v: dict[str, Tensor], _: None) -> Tensor:
-            return model.upper(v) + price * span.value(u).log().square().sum() / 2
-
+        problem = Problem(
+            lambda u, v, _: model.upper(v) + price * span.value(u).log().square().sum() / 2,
+            lambda u, v, _: model.lower(scale * span.value(u), v),
+        )
         path.extend(
             descend(
-                Problem(upper, lambda u, v, _: model.lower(scale * span.value(u), v)),
+                problem,
                 t,
                 model.v,
                 max_steps=steps,
                 tolerance=tolerance,
-                late=late,
+                late=lambda: clock() >= end,
                 watch=lambda done, value: watch(name, done, value),
                 curvature=lambda: model.second(scale * span.value(t.detach())),
                 first=first,
@@ -144,7 +140,7 @@ def tune_linear(
         each, size = Range(BELOW, ABOVE), 2 * loss if rows.loss == "squared" else 1.0
         u = each.free(torch.ones_like(model.center)).requires_grad_()
         for c in (*(c for c in STAGES if c > caution), caution):
-            if late():
+            if clock() >= end:
                 break
             name, rough = f"a penalty for each feature, caution {c:g}", 1.0 if c == caution else ROUGH
             alpha = run_stage(name, u, each, single, c * size / held_out, rough * tolerance)
@@ -174,7 +170,7 @@ def tune_cautiously(
         return tune_linear(rows, caution=caution, checkpoint=checkpoint, **options), caution
     everything, apart = checkpoint and checkpoint / "all", _apart(rows, seed)
     if int(apart.sum()) < LEAST:
-        return tune_linear(rows, caution=USUAL, checkpoint=everything, **options), USUAL
+        return tune_linear(rows, caution=1.0, checkpoint=everything, **options), 1.0
     rest, others = rows.select(~apart), rows.select(apart)
     found = tune_linear(rest, caution=0.0, checkpoint=checkpoint and checkpoint / "rest", **options)
     candidates = [(None, torch.full_like(found.alpha, found.single)), *found.stages]
@@ -192,8 +188,7 @@ def beyond_chance(gains: Tensor) -> bool:
 
 def losses_of(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the loss of a model on each row."""
-    with torch.no_grad():
-        return rows.losses((rows.x @ weight.T + bias)[:, None, :])[:, 0]
+    return rows.losses((rows.x @ weight.T + bias)[:, None, :])[:, 0]
 
 
 def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
@@ -211,8 +206,7 @@ def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
 def held_out_loss(rows: Rows, alpha: Tensor) -> float:
     """Return the validation loss with these penalties."""
     model = _solved(FoldedModel(rows), alpha)
-    with torch.no_grad():
-        return float(model.upper(model.v))
+    return model.upper(model.v).item()
 
 
 def _solved(model: FoldedModel, alpha: Tensor) -> FoldedModel:

@@ -44,8 +44,6 @@ HELD_OUT = 0.2
 LOSSES: dict[str, Loss] = {"ridge": "squared", "logistic": "logistic"}
 GRID, NETWORK_GRID = 11, 5
 """The number of penalties in the grid, for linear models and for networks."""
-LEAST = 1e-150
-"""The least deviation of the numbers to predict."""
 NO_BETTER = (
     "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
     "single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives one penalty for each "
@@ -163,17 +161,15 @@ def tune_table(
 
 def feature_names(data: Labelled) -> tuple[str, ...]:
     """Return a name for each number of an input; for images, the places of the pixels."""
-    if data.features:
-        return data.features
-    if data.kind == "images":
-        _, channels, height, width = data.x.shape
-        return tuple(
-            f"row {i}, column {j}" + (f", channel {c}" if channels > 1 else "")
-            for c in range(channels)
-            for i in range(height)
-            for j in range(width)
-        )
-    return tuple(f"column {j}" for j in range(data.x.shape[1]))
+    if data.kind != "images":
+        return data.features or tuple(f"column {j}" for j in range(data.x.shape[1]))
+    _, channels, height, width = data.x.shape
+    return tuple(
+        f"row {i}, column {j}" + (f", channel {c}" if channels > 1 else "")
+        for c in range(channels)
+        for i in range(height)
+        for j in range(width)
+    )
 
 
 def _with_test(data: Labelled, seed: int, keep: int) -> Labelled:
@@ -191,10 +187,9 @@ def _units(y: Tensor) -> tuple[float, float]:
     if bool((y == y[0]).all()):
         raise DataError(f"the numbers to predict must vary outside the test set; all {len(y)} are {float(y[0]):g}.")
     center, spread = float(y.mean()), float(y.std())
-    if not LEAST < spread < 1 / LEAST:
+    if not 1e-150 < spread < 1e150:
         raise DataError(
-            f"the numbers to predict must have a deviation between {LEAST:g} and {1 / LEAST:g}; got {spread:g}. Use "
-            "another unit."
+            f"the numbers to predict must have a deviation between 1e-150 and 1e150; got {spread:g}. Use another unit."
         )
     return center, spread
 
@@ -295,37 +290,21 @@ def _network(
     with seeded(seed):
         network = mlp(data.x.shape[1], (128,), classes or 1).to(device)
     first = copy.deepcopy(network)
-    knob: Knob = FeaturePenalty(high=10.0)
-    if penalty != "per-feature":
-        knob = WeightDecay(per="layer" if penalty == "per-layer" else "model")
-    found = tune(
-        network,
-        train,
-        valid,
-        {"penalty": knob},
-        steps=steps,
-        seed=seed,
-        callbacks=callbacks,
-        mode="minibatch",
-        watch=tell,
-        checkpoint=checkpoint,
-    )
     single = WeightDecay()
+    knobs: dict[str, Knob] = {
+        "per-feature": FeaturePenalty(high=10.0),
+        "per-layer": WeightDecay(per="layer"),
+        "single": single,
+    }
+    knob, options = knobs[penalty], dict[str, Any](steps=steps, seed=seed, callbacks=callbacks, watch=tell)
+    found = tune(network, train, valid, {"penalty": knob}, mode="minibatch", checkpoint=checkpoint, **options)
     objective, used = TrainingLoss({"penalty": single}, classes), found.settings
+    final: dict[str, Any] = {"steps": used["final_steps"], "batch": used["batch"], "rate": used["rate"]}
 
     def losses(decay: float) -> tuple[float, float]:
         rival, value = copy.deepcopy(first), {"penalty": torch.tensor([decay])}
-        train_with(
-            objective,
-            value,
-            rival,
-            train,
-            steps=used["final_steps"],
-            batch=used["batch"],
-            rate=used["rate"],
-            seed=seed + 1,
-            checkpoint=checkpoint and checkpoint / f"grid-{decay:.0e}",
-        )
+        place = checkpoint and checkpoint / f"grid-{decay:.0e}"
+        train_with(objective, value, rival, train, seed=seed + 1, checkpoint=place, **final)
         return objective.measured(value, rival, valid), objective.measured(value, rival, test)
 
     identity = {} if checkpoint is None else {"rate": used["rate"], "examples": digest_of([*train, *valid, *test])}

@@ -3,6 +3,7 @@
 from bilevel._util.optional import require
 
 require("sklearn", "apps")
+require("scipy", "apps")
 
 from bilevel.sklearn.denoising import DenoisingClassifier  # noqa: E402
 from bilevel.sklearn.linear import TunedLogisticRegression, TunedRidge  # noqa: E402

@@ -39,7 +39,7 @@ CHUNK = 32
 class _LabelledClasses(ClassifierMixin):  # type: ignore[misc]  # scikit-learn has no types
     """A classifier whose labels can be of any kind: `classes_` holds them, and the model predicts indices into it."""
 
-    def _indices(self, y: np.ndarray) -> np.ndarray:
+    def _indices(self, y: ArrayLike) -> np.ndarray:
         """Set `classes_`, and return the labels as indices into it."""
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -49,7 +49,8 @@ class _LabelledClasses(ClassifierMixin):  # type: ignore[misc]  # scikit-learn h
 
     def predict(self, X: ArrayLike) -> np.ndarray:
         """Return the class of each row."""
-        return self.classes_[self.predict_proba(X).argmax(1)]  # type: ignore[no-any-return]
+        indices = self.predict_proba(X).argmax(1)  # first: this raises NotFittedError before `fit`
+        return self.classes_[indices]  # type: ignore[no-any-return]
 
 
 class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc]

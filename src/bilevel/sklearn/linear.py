@@ -28,6 +28,9 @@ FULL = 0.1
 class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """The options of both estimators, the folds, and the tuning itself."""
 
+    coef_: np.ndarray
+    intercept_: Any
+
     def __init__(
         self,
         *,
@@ -153,7 +156,7 @@ class TunedRidge(RegressorMixin, _Tuned):  # type: ignore[misc]
         return self._scores(X)[:, 0]
 
 
-class TunedLogisticRegression(_LabelledClasses, _Tuned):  # type: ignore[misc]
+class TunedLogisticRegression(_LabelledClasses, _Tuned):
     """Logistic regression with a penalty for each feature, tuned by gradient on held-out rows.
 
     Minimises sum_i loss(x_i w + b, y_i) + 1/2 sum_j alpha_j |w_j|^2, as `sklearn.linear_model.LogisticRegression` does

@@ -113,7 +113,7 @@ def tune_table(
     - `model`: "logistic", "ridge" or "mlp"; `penalty`: "per-feature", "single" or, for an MLP, "per-layer".
     - `folds`, `caution`: for linear models; if `caution` is None, the rows decide it.
     - `steps`: the most steps of each stage, by default 100, or 1,000 for an MLP.
-    - `seed`: of all random draws, default 0. `device`: where the model is trained, default the CPU.
+    - `seed`: of all random draws, default 0. `device`: trains the model, default the CPU.
     - `callbacks` are passed to `solve`; `tell(stage, done, total)` is called after each step.
     - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 

@@ -22,8 +22,7 @@ from bilevel.applications.poisoning.audit import carry_out, detection_auc, small
 from bilevel.applications.poisoning.bounds import Bound, Within, norms
 from bilevel.applications.poisoning.goals import Goal, clean_label, raised_loss, targeted, untargeted
 from bilevel.applications.poisoning.setting import AttackGoal, goal_of, on_features, prepare
-from bilevel.applications.poisoning.victims import Recipe, decayed, mapped, trained
-from bilevel.applications.poisoning.whitened_victim import CURVATURE, Whitened, whitened
+from bilevel.applications.poisoning.victims import CURVATURE, Recipe, Whitened, decayed, mapped, trained, whitened
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError, ProblemError
 from bilevel.methods.approx_grad import ApproxGrad

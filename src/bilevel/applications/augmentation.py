@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample, pad
+from torch.nn.functional import pad
 
 MARGIN = 4
-TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
-"""The largest turn (radians), change of size and shift (shares of the image) of `move_slightly`."""
+"""The most pixels that an image is shifted by."""
 
 
 def crop_and_flip(x: Tensor) -> Tensor:
@@ -28,8 +27,11 @@ def crop(x: Tensor) -> Tensor:
 
 
 def crop_flip_and_erase(x: Tensor) -> Tensor:
-    """Change each image like `crop_and_flip`, and set a square of half its side to zero (Cutout, DeVries and Taylor
-    2017): for large networks and few images. The centre of the square is anywhere in the image."""
+    """Change each image like `crop_and_flip`, and set a square of half its side to zero.
+
+    This is Cutout (DeVries and Taylor 2017), for large networks and few images. The centre of the square is anywhere in
+    the image.
+    """
     return _erased(crop_and_flip(x))
 
 
@@ -57,16 +59,6 @@ def _moved(x: Tensor, *, mirror: bool) -> Tensor:
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def move_slightly(x: Tensor) -> Tensor:
-    """Turn, stretch and shift each image (n, channels, height, width) a little, over zeros."""
-    n = len(x)
-    turn, across, down, right, low = (2 * torch.rand(5, n, device=x.device, dtype=x.dtype) - 1).unbind()
-    angle, wide, high = TURN * turn, 1 + STRETCH * across, 1 + STRETCH * down
-    rows = [wide * angle.cos(), -high * angle.sin(), SHIFT * right, wide * angle.sin(), high * angle.cos(), SHIFT * low]
-    grid = affine_grid(torch.stack(rows, 1).reshape(n, 2, 3), list(x.shape), align_corners=False)
-    return grid_sample(x, grid, padding_mode="zeros", align_corners=False)
-
-
 def add_noise(x: Tensor, strength: Tensor) -> Tensor:
-    """Add normal noise with this deviation; the result is differentiable in `strength`."""
+    """Return x plus normal noise whose deviation is `strength`; the result is differentiable in `strength`."""
     return x + strength * torch.randn_like(x)

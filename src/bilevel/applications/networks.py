@@ -121,7 +121,7 @@ def _pointwise(before: int, after: int, normalised: bool, shift: float = 0.0) ->
 
 
 def cosine_logits(features: Tensor, weights: Tensor) -> Tensor:
-    """Return the cosines of features (..., n, d) and class weights (..., d, classes): the paper's few-shot classifier."""
+    """Return the cosines of features (..., n, d) and class weights (..., d, classes), as few-shot scores."""
     return normalize(features, dim=-1) @ normalize(weights, dim=-2)
 
 

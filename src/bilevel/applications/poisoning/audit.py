@@ -35,7 +35,7 @@ SUCCESS = 0.5
 
 @dataclass(frozen=True)
 class AttackResult:
-    """An attack, and victims trained from scratch: without poison, with it, and with its points as they began."""
+    """An attack, and victims trained from scratch: without poison (`clean`), with it, and with its unmoved points."""
 
     poison: Poison
     goal: Goal
@@ -44,8 +44,11 @@ class AttackResult:
     flipped: Evaluation
 
     def success(self, setting: AttackSetting, goal: AttackGoal, which: Evaluation) -> float | bool | None:
-        """Return the share of the source's test rows that get the wanted class (targeted), whether the target gets it
-        (clean label), or None (untargeted)."""
+        """Return whether, or how far, the goal is achieved.
+
+        This is the share of the source's test rows that get the wanted class (targeted), whether the target gets it
+        (clean label), or None (untargeted).
+        """
         if goal.kind == "targeted":
             return which.share(setting.test, *goal.pair)
         if goal.kind == "clean-label":
@@ -68,8 +71,8 @@ def carry_out(
 ) -> AttackResult:
     """Run an attack, and evaluate it by training victims from scratch.
 
-    `clean` is the evaluation without poison if it is known: it is the same for every attack in a setting. The other
-    options are those of `attack`.
+    `clean` is the evaluation without poison if it is known: it is the same for every attack in a setting. For the other
+    options see `attack`.
     """
     start = goal_of(setting, goal, seed)
     poison = attack(
@@ -126,19 +129,19 @@ def detection_auc(
 
 @dataclass(frozen=True)
 class Audit:
-    """The search for the least poison that is enough: the values searched, the least of them, and the runs made.
+    """The search for the least poison that is enough: the `values` searched, the `least` that is, and the `runs` made.
 
-    `values` is empty if the target gets the wanted class without poison; then nothing is searched.
+    `values` is empty if the target gets the wanted class without poison; then nothing is searched. `wanted` says in
+    words when poison is enough. `auc` is how well the denoiser detects the poison of the attack as requested; see
+    `detection_auc`.
     """
 
     what: Literal["fraction", "epsilon"]
     wanted: str
-    """What counts as enough, in words."""
     values: tuple[float, ...]
     least: float | None
     runs: list[dict[str, Any]]
     auc: float
-    """How well the denoiser detects the poison of the attack as requested; see `detection_auc`."""
 
     @property
     def sentence(self) -> str:
@@ -168,17 +171,17 @@ def audit(
     attack as requested. Finished runs are kept in the folder `checkpoint`, and a stopped run is resumed.
     `callbacks(label)` returns the callbacks of a run.
     """
-    values, by_bound = _fractions(setting, goal), goal.kind == "clean-label" and bound is not None
-    if by_bound and bound:
+    what: Literal["fraction", "epsilon"] = "epsilon" if goal.kind == "clean-label" and bound else "fraction"
+    values = _fractions(setting, goal)
+    if what == "epsilon" and bound:
         values = tuple(bound.epsilon * k / PARTS_OF_EPSILON for k in range(1, PARTS_OF_EPSILON + 1))
     if goal.kind == "clean-label" and found.success(setting, goal, found.clean):
         values = ()
-    what: Literal["fraction", "epsilon"] = "epsilon" if by_bound else "fraction"
     store, runs = ResultFolder(checkpoint / "audit"), list[dict[str, Any]]()
 
     def enough(value: float) -> bool:
         cell, mine, limit = RunItem({"what": what, "value": value}, 0), goal, bound
-        if by_bound and bound:
+        if what == "epsilon" and bound:
             limit = replace(bound, epsilon=value)
         else:
             mine = replace(goal, points=max(1, round(value * setting.data.count)))
@@ -195,7 +198,11 @@ def audit(
                 clean=found.clean,
                 callbacks=callbacks(f"audit at {value:.3g}"),
             )
-            return {"value": value, "points": mine.points} | _judged(setting, mine, result, cost)
+            success = result.success(setting, mine, result.poisoned)
+            accuracy = result.poisoned.accuracy
+            reached = 100 * (result.clean.accuracy - accuracy) >= cost if success is None else success >= SUCCESS
+            done = {"accuracy": accuracy, "success": success, "enough": bool(reached)}
+            return {"value": value, "points": mine.points} | done
 
         if not run_items([cell], store, attacked, where=ONCE):
             raise KeyboardInterrupt
@@ -214,18 +221,10 @@ def audit(
     return Audit(what, wanted[goal.kind], values, least, runs, auc)
 
 
-def _judged(setting: AttackSetting, goal: AttackGoal, result: AttackResult, cost: float) -> dict[str, Any]:
-    success, accuracy = result.success(setting, goal, result.poisoned), result.poisoned.accuracy
-    enough = 100 * (result.clean.accuracy - accuracy) >= cost if success is None else success >= SUCCESS
-    return {"accuracy": accuracy, "success": success, "enough": bool(enough)}
-
-
 def _fractions(setting: AttackSetting, goal: AttackGoal) -> tuple[float, ...]:
     """Return the shares that are at least one point each, and that the data has enough rows for."""
-    count = setting.data.count
-    most = count - 1
-    if goal.kind == "targeted":
-        most = 2 * min(int((setting.train[1] == c).sum()) for c in goal.pair)
+    count, y = setting.data.count, setting.train[1]
+    most = 2 * min(int((y == c).sum()) for c in goal.pair) if goal.kind == "targeted" else count - 1
     different = {round(f * count): f for f in reversed(FRACTIONS) if 1 <= round(f * count) <= most}
     return tuple(sorted(different.values())) or (1 / count,)
 

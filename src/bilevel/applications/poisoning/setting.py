@@ -22,7 +22,7 @@ from bilevel.errors import DataError, OptionError
 
 Kind = Literal["untargeted", "targeted", "clean-label"]
 HELD_OUT, VALIDATION, MOST = 0.2, 0.3, 1000
-"""The share of the rows that replaces a missing test set, the share of validation rows, and the most of these."""
+"""The share of the rows that replaces a missing test set, the share of validation rows, and the most of them."""
 DECAY, DEEP_DECAY = 0.005, 5e-4
 LAST_LAYER = Recipe(optimizer="lbfgs", steps=500, decay=DECAY)
 PASSES, LEAST_STEPS = 20, 500
@@ -31,7 +31,11 @@ PASSES, LEAST_STEPS = 20, 500
 
 @dataclass(frozen=True)
 class AttackSetting:
-    """The parts of a data set, the victim with its first weights, and how it is trained."""
+    """The parts of a data set, the victim with its first weights, and the recipe of its training.
+
+    `box` is the least and the largest input. `before` is the setting with the whole network, if the victim is its last
+    layer on `features`.
+    """
 
     data: Labelled
     train: Pair
@@ -43,7 +47,6 @@ class AttackSetting:
     box: tuple[Any, Any] = (0.0, 1.0)
     notes: tuple[str, ...] = ()
     before: AttackSetting | None = None
-    """The setting with the whole network, if the victim is its last layer."""
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +116,7 @@ def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: 
 
 
 def _zero(model: nn.Module) -> None:
-    """Set a linear model to zero: its minimum is unique, so start where no class is preferred."""
+    """Set a linear model to zero, which prefers no class: the minimum is unique, so the start does not matter."""
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
 
@@ -129,9 +132,7 @@ def on_features(setting: AttackSetting) -> AttackSetting:
     body = nn.Sequential(*list(whole.children())[:-1]).eval().requires_grad_(False)
     last = nn.Linear(layers[-1].in_features, layers[-1].out_features).to(setting.device)
     _zero(last)
-    note = (
-        "The victim is the last layer of the network, retrained on the features of the network trained on clean data."
-    )
+    note = "The victim is the network's last layer, retrained on the features of the network trained on clean data."
     notes = (*setting.notes, note)
     return replace(setting, model=last, recipe=LAST_LAYER, features=body, notes=notes, before=setting)
 
@@ -147,8 +148,7 @@ def goal_of(setting: AttackSetting, goal: AttackGoal, seed: int) -> Goal:
             name = setting.data.classes[source]
             raise DataError(f"the test set must have rows of class {name!r} to measure the attack on; it has none.")
         return targeted(train, validation, goal.points, source=source, wanted=wanted, seed=seed)
-    _, x, _ = target_of(setting, goal)
-    wanted = wanted_of(setting, goal)
+    x, wanted = target_of(setting, goal)[1], wanted_of(setting, goal)
     return clean_label(validation, x, wanted, points=goal.points, features=setting.features, device=setting.device)
 
 
@@ -161,15 +161,17 @@ def target_of(setting: AttackSetting, goal: AttackGoal) -> tuple[int, Tensor, in
 
 
 def wanted_of(setting: AttackSetting, goal: AttackGoal) -> int:
-    """Return the class that a clean-label attack wants: `goal.wanted`, or by default the class of the validation row of
-    another class that is nearest in the features."""
+    """Return the class that a clean-label attack wants: `goal.wanted`, or by default the nearest other class.
+
+    This is the class of the validation row of another class whose features are nearest to the target's.
+    """
     _, x, label = target_of(setting, goal)
     if goal.wanted is not None:
         if goal.wanted == label:
             raise OptionError(f"--as must be another class than the target's, {setting.data.classes[label]!r}.")
         return goal.wanted
     inputs, labels = setting.validation
-    place = mapped(setting.features, x[None], setting.device).flatten(1)
-    distance = (mapped(setting.features, inputs, setting.device).flatten(1) - place).norm(dim=1).cpu()
+    rows, place = (mapped(setting.features, part, setting.device).flatten(1) for part in (inputs, x[None]))
+    distance = (rows - place).norm(dim=1).cpu()
     distance[labels == label] = torch.inf
     return int(labels[distance.argmin()])

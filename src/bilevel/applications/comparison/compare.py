@@ -54,7 +54,10 @@ Unit = Literal["evaluations", "steps", "seconds"]
 
 @dataclass(frozen=True)
 class Start:
-    """A problem and a starting point. `error` measures (u, v), one number for each trial, if the solution is known."""
+    """A problem and a starting point, with its `data` if it has any.
+
+    `error` measures (u, v), one number for each trial, if the solution is known.
+    """
 
     problem: Problem
     u: Any
@@ -93,21 +96,21 @@ class Subject:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The runs of one method, as means over the trials."""
+    """The runs of one method, as means over the trials.
+
+    - `error`: None if the solution is not known. `upper`: f. `residual`: |grad_v g|.
+    - `evaluations`: of g in one run, with the evaluations before the first step. `seconds`: the sum over all runs.
+    - `curve`: (evaluations, error), or (evaluations, f) if the solution is not known.
+    """
 
     error: float | None
-    """None if the solution is not known."""
     upper: float
     residual: float
-    """|grad_v g|"""
     evaluations: float
-    """Evaluations of g in one run, including those before the first step."""
     steps: float
     seconds: float
-    """The sum over all runs."""
     status: str
     curve: list[tuple[float, float]]
-    """(evaluations, error), or (evaluations, f) if the solution is not known."""
 
 
 def synthetic(name: str, trials: int, seed: int) -> Subject:
@@ -168,7 +171,7 @@ def steps_of(start: Start, method: Method, budget: Budget) -> int:
 
 
 def deterministic(method: Method, start: Start) -> bool:
-    """Tell whether the method would run in deterministic mode, which has no learning rates."""
+    """Return whether the method would run in deterministic mode, which has no learning rates."""
     return isinstance(method, Penalty) and start.data is None and method.mode in (None, "deterministic")
 
 

@@ -57,7 +57,7 @@ class _Uncounted:
 class Trainer:
     """Trains a model on examples on its device, once or several times, with one recorded step.
 
-    `tensors` are inputs, targets and weights; between trainings, they and the model can be changed in place. `steps` is
+    `tensors` are inputs, targets and weights; they and the model can be changed in place between trainings. `steps` is
     the number of steps of all trainings. For the other options see `fit`.
     """
 
@@ -76,8 +76,7 @@ class Trainer:
         self.model, self.augment, self.precision = model, augment, precision
         self.loss = loss or weighted_cross_entropy
         self.v = Variable(model, "model")
-        x, y, w = (tensor.to(self.v.device) for tensor in tensors)
-        self.x, self.y, self.w = x, y, w
+        self.x, self.y, self.w = (tensor.to(self.v.device) for tensor in tensors)
         self.decay = decay
         self.descent = Descent(self.v, adam(self.v, 1.0, decay), "optimizer")
         self.derivatives = _Uncounted(self.v)
@@ -125,7 +124,7 @@ class Trainer:
         return loss
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:
-        """Take one step on the weighted mean of the losses of these examples."""
+        """Take one step on the weighted mean loss of some rows."""
         x, y, w = self.x[index], self.y[index], self.w[index]
         with reduced(self.precision, self.v.device):
             loss = self.loss(self.model, self.augment(x) if self.augment else x, y, w)

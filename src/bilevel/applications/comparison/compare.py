@@ -49,7 +49,6 @@ UNROLLED = ("reverse-mode", "forward-mode")
 POINTS = 200
 """The number of points on the curve of a run."""
 TRIAL_STEPS = 4
-Unit = Literal["evaluations", "steps", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Budget:
     10000
     """
 
-    unit: Unit
+    unit: Literal["evaluations", "steps", "seconds"]
     most: float
 
     def __post_init__(self) -> None:

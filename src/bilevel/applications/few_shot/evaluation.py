@@ -154,9 +154,8 @@ class Best:
 
     def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
         self.representation, self.folder = representation, folder
-        self.state: dict[str, Any] | None = None
-        if folder is not None and checkpoint.exists(folder):
-            self.state = checkpoint.load(folder)
+        resumes = folder is not None and checkpoint.exists(folder)
+        self.state: dict[str, Any] | None = checkpoint.load(folder) if folder is not None and resumes else None
 
     def update(self, step: int, accuracy: float) -> None:
         """Keep the present weights if the accuracy is better than before."""
@@ -198,11 +197,10 @@ class Validation(Callback):
         self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
         self.file, self.deadline, self.options = file, deadline, options
         self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
-        self.rows: list[dict[str, float]] = []
-        self.spent = 0.0
-        if file is not None and file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            self.rows, self.spent = kept["rows"], kept["spent"]
+        text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else '{"rows": [], "spent": 0.0}'
+        kept = json.loads(text)
+        self.rows: list[dict[str, float]] = kept["rows"]
+        self.spent: float = kept["spent"]
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]

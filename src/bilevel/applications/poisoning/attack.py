@@ -64,7 +64,7 @@ TETHER = 0.03
 
 @dataclass(frozen=True)
 class Poison:
-    """The points of an attack, `x` with `labels`, and their distances `l2` and `linf` from `base`, where they began.
+    """The points of an attack, `x` with `labels`, and their distances `l2` and `linf` from their start, `base`.
 
     `rows` are the rows of the bases in the set that they were drawn from. `solution` is None if the points were not
     moved, as in label flipping.

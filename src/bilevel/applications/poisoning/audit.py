@@ -45,6 +45,11 @@ PARTS_OF_EPSILON = 16
 """An audit of a bound searches the multiples of epsilon / 16."""
 SUCCESS = 0.5
 """The share of a class that a targeted attack must turn into the other class."""
+WANTED = {
+    "untargeted": "costs {cost:g} points of accuracy",
+    "targeted": f"turns {SUCCESS:.0%} of the class into the other",
+    "clean-label": "flips the target",
+}
 
 
 @dataclass(frozen=True)
@@ -368,12 +373,7 @@ def audit(
     bases = found.poison.rows if goal.kind == "clean-label" else None
     network = copy.deepcopy((setting.before or setting).model)
     auc = detection_auc(setting, found.poison, network, without=bases, seed=seed)
-    wanted = {
-        "untargeted": f"costs {cost:g} points of accuracy",
-        "targeted": f"turns {SUCCESS:.0%} of the class into the other",
-        "clean-label": "flips the target",
-    }
-    return Audit(what, wanted[goal.kind], values, least, runs, auc)
+    return Audit(what, WANTED[goal.kind].format(cost=cost), values, least, runs, auc)
 
 
 def smallest(values: Sequence[float], flips: Callable[[float], bool]) -> float | None:

@@ -18,35 +18,11 @@ def crop_and_flip(x: Tensor) -> Tensor:
     >>> crop_and_flip(torch.rand(2, 3, 32, 32)).shape
     torch.Size([2, 3, 32, 32])
     """
-    return _moved(x, mirror=True)
+    return crop(x, mirror=True)
 
 
-def crop(x: Tensor) -> Tensor:
-    """Shift each image like `crop_and_flip`, without mirroring: for digits and letters."""
-    return _moved(x, mirror=False)
-
-
-def crop_flip_and_erase(x: Tensor) -> Tensor:
-    """Change each image like `crop_and_flip`, and set a square of half its side to zero.
-
-    This is Cutout (DeVries and Taylor 2017), for large networks and few images. The centre of the square is anywhere in
-    the image.
-    """
-    return _erased(crop_and_flip(x))
-
-
-def _erased(x: Tensor) -> Tensor:
-    n, _, height, width = x.shape
-    holes = []
-    for size in (height, width):
-        centre = torch.randint(size, (n, 1), device=x.device)
-        place = torch.arange(size, device=x.device) - centre
-        holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
-    # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
-    return x.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
-
-
-def _moved(x: Tensor, *, mirror: bool) -> Tensor:
+def crop(x: Tensor, *, mirror: bool = False) -> Tensor:
+    """Shift each image like `crop_and_flip`, without mirroring by default: for digits and letters."""
     n, _, height, width = x.shape
     padded = pad(x, (MARGIN,) * 4)
     top, left = torch.randint(2 * MARGIN + 1, (2, n, 1), device=x.device)
@@ -57,6 +33,22 @@ def _moved(x: Tensor, *, mirror: bool) -> Tensor:
         columns = torch.where(mirrored, columns.flip(1), columns)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def crop_flip_and_erase(x: Tensor) -> Tensor:
+    """Change each image like `crop_and_flip`, and set a square of half its side to zero.
+
+    This is Cutout (DeVries and Taylor 2017), for large networks and few images. The centre of the square is anywhere in
+    the image.
+    """
+    n, _, height, width = x.shape
+    moved, holes = crop_and_flip(x), []
+    for size in (height, width):
+        centre = torch.randint(size, (n, 1), device=x.device)
+        place = torch.arange(size, device=x.device) - centre
+        holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
+    # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
+    return moved.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
 
 
 def add_noise(x: Tensor, strength: Tensor) -> Tensor:

@@ -239,25 +239,29 @@ def clean(
         precision=precision,
         watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
     )
+    total = denoised.settings["final_steps"]
+
+    def measured(name: str, x: Tensor, y: Tensor) -> float:
+        rival = copy.deepcopy(first)
+        fit(
+            rival,
+            x,
+            y,
+            steps=total,
+            batch=denoised.settings["batch"],
+            rate=denoised.settings["rate"],
+            seed=derived(seed, "rivals"),
+            augment=augment,
+            precision=precision,
+            checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
+            watch=lambda done: tell(f"comparing: {name}", done, total),
+        )
+        return accuracy(rival, data.part("test"))
+
     accuracies: dict[str, float] = {}
     if data.test is not None:
         accuracies["denoised"] = accuracy(model, data.test)
-        for name, (x, y) in _rivals(prepared) if baselines else ():
-            rival, total = copy.deepcopy(first), denoised.settings["final_steps"]
-            fit(
-                rival,
-                x,
-                y,
-                steps=total,
-                batch=denoised.settings["batch"],
-                rate=denoised.settings["rate"],
-                seed=derived(seed, "rivals"),
-                augment=augment,
-                precision=precision,
-                checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
-                watch=lambda done, stage=f"comparing: {name}", total=total: tell(stage, done, total),
-            )
-            accuracies[name] = accuracy(rival, data.test)
+        accuracies |= {name: measured(name, *pair) for name, pair in (_rivals(prepared) if baselines else ())}
     auc, f1 = _scores(prepared, denoised)
     return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
 

@@ -210,13 +210,11 @@ def default_method(within: Within, linear: bool) -> Penalty:
     The rate of the points is 3% of the width of their box, or of the room that a bound leaves. In whitened coordinates
     the rate of the victim is known as well. The price of a point's bound is its share of the objective.
     """
-    adam = partial(torch.optim.Adam, lr=within.room * RATE)
-    lower = partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None
     return Penalty(
         mode="stochastic",
         warm_up=0.0,
-        upper_optimizer=adam,
-        lower_optimizer=lower,
+        upper_optimizer=partial(torch.optim.Adam, lr=within.room * RATE),
+        lower_optimizer=partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None,
         lower_batches="shared",
         gamma_h=1 / len(within.base),
     )

@@ -10,7 +10,6 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -369,7 +368,7 @@ def audit(
         runs.append(store.get(cell) or {})
         return bool(runs[-1]["enough"])
 
-    least = smallest(values, enough) if values else None
+    least = smallest(values, enough)
     bases = found.poison.rows if goal.kind == "clean-label" else None
     network = copy.deepcopy((setting.before or setting).model)
     auc = detection_auc(setting, found.poison, network, without=bases, seed=seed)
@@ -385,12 +384,9 @@ def smallest(values: Sequence[float], flips: Callable[[float], bool]) -> float |
     >>> smallest([1, 2, 3, 4], lambda value: value >= 3)
     3
     """
-    ordered = list(values)
-    if not ordered or any(b <= a for a, b in pairwise(ordered)):
-        raise OptionError(f"values must rise, and have at least one entry; got {ordered}.")
-    if not flips(ordered[-1]):
+    if not values or not flips(values[-1]):
         return None
-    return ordered[bisect_left(ordered, True, hi=len(ordered) - 1, key=flips)]
+    return values[bisect_left(values, True, hi=len(values) - 1, key=flips)]
 
 
 def shown(what: str, value: float) -> str:

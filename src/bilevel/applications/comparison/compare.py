@@ -113,7 +113,13 @@ class ComparisonResult:
 
 
 def synthetic(name: str, trials: int, seed: int) -> Subject:
-    """Return one of the paper's four problems, with the starts of `bilevel demo`."""
+    """Return one of the paper's four problems, with the starts of `bilevel demo`.
+
+    `name` is "sum", "difference", "sum-singular" or "difference-singular".
+
+    >>> len(synthetic("sum", trials=3, seed=0).singles)
+    3
+    """
     singles = []
     for k in range(trials):
         example = next(e for e in examples(seed=nth(seed, k)) if e.name == name)

@@ -81,7 +81,8 @@ def prepare(
 
     - `trusted`: the number of rows to draw as trusted if the data has none; default 10 for each class. They are drawn
       before `noise`, so their labels are the original ones.
-    - `noise`: the share of labels to make wrong, default none; `kind` is "symmetric" or "asymmetric".
+    - `noise`: the share of labels to make wrong, default none; `kind` is "symmetric" (default) or "asymmetric".
+    - `seed` (0): of all draws.
 
     >>> from bilevel.data import load
     >>> prepare(load("digits"), trusted=200, noise=0.3).data.count  # doctest: +SKIP

@@ -148,7 +148,8 @@ def embed(
 ) -> Tensor:
     """Return the representation of images given as bytes, in evaluation mode, on the representation's device.
 
-    `tell(done, total)` is called before each batch and at the end.
+    `batch` (500) images are computed at once, in `precision` (by default the representation's). `tell(done, total)` is
+    called before each batch and at the end.
     """
     first, found = next(representation.parameters()), []
     with evaluating(representation), reduced(precision, first.device):

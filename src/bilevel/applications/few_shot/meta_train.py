@@ -51,7 +51,10 @@ UPPER_RATE = TRAINING["conv4"].rate
 
 
 class Episodes:
-    """The bilevel problem of a sampler's tasks: the images are on the device, and a batch has the numbers of some."""
+    """The bilevel problem of a sampler's tasks: the images are on `device`, and a batch has the numbers of some images.
+
+    `start` ("means"), `proximity` (5) and `augment` (None) are as in `meta_train`.
+    """
 
     def __init__(
         self,
@@ -193,7 +196,7 @@ def meta_train(
 
 
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
-    """Return how many features the representation has for an image; refuse one that does not return a row."""
+    """Return how many features the representation gives for an image; refuse one that does not return a row."""
     if next(representation.parameters(), None) is None:
         raise OptionError("representation must have parameters; this module has none.")
     try:

@@ -265,8 +265,9 @@ def detection_auc(
 ) -> float:
     """Return how well `denoise` detects the poison: the AUC of its importance as a sign of a clean row.
 
-    1 means that every point is below every clean row; 1/2 is chance. The trusted set is the validation rows without the
-    rows `without`: the points of a clean-label attack start there, and a defender has no clean copy of a point.
+    1 means that every point is below every clean row; 1/2 is chance. `denoise` trains `model` in place, in `steps`. The
+    trusted set is the validation rows without the rows `without`: the points of a clean-label attack start there, and a
+    defender has no clean copy of a point.
     """
     x, y = setting.train
     inputs, labels = torch.cat([x, poison.x.to(x)]), torch.cat([y, poison.labels])
@@ -326,8 +327,8 @@ def audit(
 
     A clean-label attack with a `bound` searches its epsilon, every other attack the share of poison. Enough is a loss
     of `cost` points of accuracy (untargeted), half of the class (targeted), or the target (clean label). `found` is the
-    attack as requested. Finished runs are kept in the folder `checkpoint`, and a stopped run is resumed.
-    `callbacks(label)` returns the callbacks of a run.
+    attack as requested; every run takes as many `steps`. Finished runs are kept in the folder `checkpoint`, and a
+    stopped run is resumed. `callbacks(label)` returns the callbacks of a run.
     """
     what: Literal["fraction", "epsilon"] = "epsilon" if goal.kind == "clean-label" and bound else "fraction"
     count, y = setting.data.count, setting.train[1]

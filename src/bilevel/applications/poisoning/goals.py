@@ -149,8 +149,10 @@ def clean_label(
 ) -> Goal:
     """Return the points of class `wanted` whose features are nearest to the target's, with their own label (Eq. 12).
 
-    `pool` is the set that the points are taken from; `target` is one input of another class. `collision` weighs the
-    distance of the features, default 1; `squared` squares it.
+    - `pool`: the set that the points are taken from. `target`: one input of another class.
+    - `points` (1): their number.
+    - `features`: a map on `device` ("cpu"), default the inputs themselves.
+    - `collision` (1): the weight of the distance of the features, which is `squared` (True) or not.
     """
     x, y = pool
     in_range("collision", collision, least=0)

@@ -9,7 +9,7 @@ mode has no such schedule and stops when the budget is spent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.methods.value_function import ValueFunction
 from bilevel.methods.value_gap import ValueGap
 from bilevel.problem.problem import Problem
-from bilevel.results import Solution, Status
+from bilevel.results import History, Solution, Status
 from bilevel.running.callbacks import Callback, Run
 from bilevel.running.solve import solve
 
@@ -212,19 +212,18 @@ class _Watch(Callback):
 
     def log(self, run: Run) -> bool:
         self.seconds = run.seconds
-        self._note(next(run.history.rows(len(run.history) - 1)))
+        self._note(run.history)
         used = {"evaluations": self.curve[-1][0], "steps": 0.0, "seconds": self.seconds}
         self.spent = used[self.budget.unit] >= self.budget.most
         return self.spent
 
     def end(self, solution: Solution) -> None:
         """Record the end of the run, which is after the last step that was logged."""
-        if len(solution.history):
-            self._note(next(solution.history.rows(len(solution.history) - 1)))
-        elif not self.curve:
-            self.curve = [(0.0, self.upper)]
+        self._note(solution.history)
 
-    def _note(self, row: Mapping[str, float]) -> None:
+    def _note(self, history: History) -> None:
+        last = history.rows(max(0, len(history) - 1))
+        row = next(last, {"upper": self.upper, "evaluations": 0.0})  # without a step, the start is the only point
         self.upper, evaluations = float(row["upper"]), float(row["evaluations"])
         if self.curve and self.curve[-1][0] == evaluations:
             self.curve.pop()

@@ -129,7 +129,7 @@ def synthetic(name: str, trials: int, seed: int) -> Subject:
 
 
 def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> ComparisonResult | None:
-    """Run a method from every start within the budget; return None after Ctrl-C.
+    """Run a method from every start within the budget; return None if Ctrl-C stops a run.
 
     The variables of the starts are copied and do not change. `seed` is the seed of every run.
 
@@ -161,10 +161,13 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> C
 def steps_of(start: Start, method: Method, budget: Budget) -> int:
     """Return the most upper steps that the budget pays for, at least one.
 
-    Runs a few steps on copies of the variables, and so raises what the method raises on this problem.
+    Runs a few steps on copies of the variables, and so raises what the method raises on this problem. Ctrl-C meanwhile
+    raises KeyboardInterrupt.
     """
     steps = int(budget.most) if budget.unit == "steps" else TRIAL_STEPS
     found = _solve(start, method, *copy.deepcopy((start.u, start.v)), min(steps, TRIAL_STEPS), 0, 1, [])
+    if found.interrupted:
+        raise KeyboardInterrupt
     if budget.unit == "steps":
         return max(1, steps)
     if deterministic(method, start):

@@ -129,7 +129,7 @@ def synthetic(name: str, trials: int, seed: int) -> Subject:
 
 
 def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> ComparisonResult | None:
-    """Run a method from every start within the budget; return None if Ctrl-C stops a run.
+    """Run a method from every start within the budget; return None after Ctrl-C.
 
     The variables of the starts are copied and do not change. `seed` is the seed of every run.
 
@@ -139,7 +139,11 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> C
     """
     runs = []
     for start in subject.starts(method):
-        steps, watch = steps_of(start, method, budget), _Watch(start, budget)
+        try:
+            steps = steps_of(start, method, budget)
+        except KeyboardInterrupt:
+            return None
+        watch = _Watch(start, budget)
         every = 1 if deterministic(method, start) else max(1, steps // POINTS)
         solution = _solve(start, method, watch.u, watch.v, steps, seed, every, [watch])
         if solution.interrupted:

@@ -15,8 +15,15 @@ import bilevel
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import counted
 from bilevel.applications.denoising.clean_dataset import thumbnails
-from bilevel.applications.poisoning.audit import AttackResult, Audit, shown
-from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, target_of, wanted_of
+from bilevel.applications.poisoning.audit import (
+    AttackGoal,
+    AttackResult,
+    AttackSetting,
+    Audit,
+    shown,
+    target_of,
+    wanted_of,
+)
 from bilevel.cli.progress import show_table
 from bilevel.cli.run_folder import RESULT, RunFolder
 from bilevel.report.figures import amplification, comparison, pictures

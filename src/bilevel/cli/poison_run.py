@@ -10,9 +10,18 @@ from typing import Any
 
 from bilevel._util.checks import did_you_mean, in_range
 from bilevel._util.text import first_of
-from bilevel.applications.poisoning.audit import AttackResult, Audit, audit, carry_out
+from bilevel.applications.poisoning.audit import (
+    AttackGoal,
+    AttackResult,
+    AttackSetting,
+    Audit,
+    audit,
+    carry_out,
+    goal_of,
+    on_features,
+    prepare,
+)
 from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, goal_of, on_features, prepare
 from bilevel.cli.denoise_run import threads_for
 from bilevel.cli.options import device_of
 from bilevel.cli.poison_output import FILES, show, summary, write

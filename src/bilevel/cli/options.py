@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +46,7 @@ def asked(context: typer.Context, command: str) -> dict[str, Any]:
 
 
 def options_given(context: typer.Context, names: Sequence[str]) -> list[str]:
-    """Return those of the parameters that the command line has, even with their default value."""
+    """Return the parameters that the command line has, even with their default value."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
@@ -59,11 +59,17 @@ def refuse_options(context: typer.Context, names: Sequence[str], reason: str) ->
         raise OptionError(f"{' and '.join(options)} must be left out with {reason}.")
 
 
+def refuse_if(rules: Mapping[str, bool]) -> None:
+    """Raise an OptionError with the first message whose condition holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise OptionError(message)
+
+
 def device_of(text: str) -> torch.device:
     """Return the device that --device names."""
     import torch
 
-    from bilevel._util.text import counted
     from bilevel.distributed.process_group import world
 
     gpu = torch.cuda.is_available()
@@ -75,8 +81,6 @@ def device_of(text: str) -> torch.device:
         device = torch.device(text)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
-        allowed, found = ("auto, cpu, cuda or cuda:0", counted(torch.cuda.device_count(), "CUDA GPU"))
-        if not gpu:
-            allowed, found = "auto or cpu", "no CUDA GPU"
-        raise OptionError(f"--device must be {allowed}; torch finds {found} here, got {text!r}.") from None
+        found = "auto, cpu, cuda or cuda:0" if gpu else "auto or cpu, because torch finds no CUDA GPU here"
+        raise OptionError(f"--device must be {found}; got {text!r}.") from None
     return device

@@ -100,7 +100,7 @@ def run(
     folder.write_json(RESULT, result)
     if rows:
         draw(result, image)
-    report_result(result, show, json=json, plot=image)
+    report_result(result, {"plot": image}, show, json=json)
     if not complete:
         raise Stopped(
             f"Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "
@@ -186,12 +186,15 @@ def show(result: Mapping[str, Any]) -> None:
     ((unit, most),) = result["budget"].items()
     means = "; means over the starts" if result["trials"] > 1 else ""
     print(f"{result['problem']}, {counted(result['trials'], 'start')}, {most:,} {unit}{means}")
-    rows = []
-    for row in result["methods"]:
-        error = [] if row["error"] is None else [f"{row['error']:.1e}"]
-        values = (f"{row['upper']:.4g}", f"{row['residual']:.1e}", row["status"])
-        took = (f"{row['evaluations']:,.0f}", f"{row['steps']:,.0f}", f"{row['seconds']:.1f}")
-        rows.append((row["method"], *error, *values, *took))
+    rows = [
+        (
+            row["method"],
+            *([] if row["error"] is None else [f"{row['error']:.1e}"]),
+            *(f"{row['upper']:.4g}", f"{row['residual']:.1e}", row["status"]),
+            *(f"{row['evaluations']:,.0f}", f"{row['steps']:,.0f}", f"{row['seconds']:.1f}"),
+        )
+        for row in result["methods"]
+    ]
     error = ["error"] if result["measure"] == "error" else []
     show_table(("method", *error, "f", "|grad_v g|", "ended", "evaluations", "steps", "seconds"), rows)
 

@@ -98,7 +98,7 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
     once = {} if ranks is None else {"once": partial(run_on_first, ranks)}
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES, first=first, **once)
     if first:
-        report_result(result, show, json=json, report=folder.path / "report.html")
+        report_result(result, {"report": folder.path / "report.html"}, show, json=json)
 
 
 def _prepared(asked: Mapping[str, Any]) -> Prepared:
@@ -153,14 +153,13 @@ def apply_to_data(data: str, decisions: Path, out: Path | None, label: str | Non
     if not first_rank():
         return
     if out is None:
-        example = shlex.split(apply_command(data, label))[-1]
-        raise OptionError(f"--apply needs --out: where to write the cleaned data, such as {example}.")
+        raise OptionError(f"--apply needs --out, the cleaned data, as in `{apply_command(data, label)}`.")
     done = apply_decisions(data, decisions, out, label=label)
-    counts = f"{done.dropped:,} dropped, {done.relabelled:,} relabelled, {done.unchanged:,} unchanged"
     result = {
         "command": "denoise --apply",
         "status": "done",
-        "message": f"{done.rows:,} rows: {counts}.",
+        "message": f"{done.rows:,} rows: {done.dropped:,} dropped, {done.relabelled:,} relabelled, "
+        f"{done.unchanged:,} unchanged.",
         "out": str(done.out),
         "rows": done.rows,
         "dropped": done.dropped,
@@ -168,7 +167,7 @@ def apply_to_data(data: str, decisions: Path, out: Path | None, label: str | Non
         "unchanged": done.unchanged,
         "notes": list(done.notes),
     }
-    report_result(result, json=json, data=done.out)
+    report_result(result, {"data": done.out}, json=json)
 
 
 # -- the result and its page -------------------------------------------------------------------------------------------
@@ -177,15 +176,13 @@ def apply_to_data(data: str, decisions: Path, out: Path | None, label: str | Non
 def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
     """Write the data with the labels that `--noise` made, for decisions to be applied to; rows are named by number."""
     names = np.array(data.classes)
-    arrays: dict[str, np.ndarray] = {}
     given = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
     parts = {suffix: pair for suffix, pair in given.items() if pair is not None}
     array: Callable[[Tensor], np.ndarray] = Tensor.numpy
     if data.kind == "images":
         array = as_bytes if all(is_bytes(x) for x, _ in parts.values()) else channels_last
-    for suffix, (x, y) in parts.items():
-        arrays["x" + suffix] = array(x)
-        arrays["y" + suffix] = names[y.numpy()]
+    arrays = {f"x{suffix}": array(x) for suffix, (x, _) in parts.items()}
+    arrays |= {f"y{suffix}": names[y.numpy()] for suffix, (_, y) in parts.items()}
     with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
@@ -195,8 +192,8 @@ def apply_command(source: str, label: str | None) -> str:
     """Return the command that applies decisions to this source."""
     path = Path(source)
     suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
-    words = ["bilevel", "denoise", source, "--apply", "decisions.csv", *(["--label", label] if label else [])]
-    return shlex.join([*words, "--out", f"cleaned{suffix}"])
+    names = ["--label", label] if label else []
+    return shlex.join(["bilevel", "denoise", source, "--apply", "decisions.csv", *names, "--out", f"cleaned{suffix}"])
 
 
 def summary(
@@ -330,7 +327,6 @@ def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the accuracies and the message."""
-    lines = [result["message"]]
-    if result.get("auc") is not None:
-        lines.insert(0, f"Of the labels that were made wrong: AUC {result['auc']:.3f}, F1 {result['f1']:.3f}.")
-    show_table(HEADS, _accuracy_rows(result), *lines)
+    auc = result.get("auc")
+    found = "" if auc is None else f"Of the labels that were made wrong: AUC {auc:.3f}, F1 {result['f1']:.3f}."
+    show_table(HEADS, _accuracy_rows(result), found, result["message"])

@@ -76,11 +76,10 @@ def load_weights(network: nn.Module, path: Path) -> None:
     """Load the representation of a run into the network."""
     try:
         network.load_state_dict(load_file(str(path)))
-    except FileNotFoundError:
-        raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
     except Exception as error:  # safetensors and torch raise several
         raise DataError(
-            f"{path} does not fit the network: the file is damaged, or the network has changed ({reason(error)})."
+            f"{path} does not fit the network: the file is missing or damaged, or the network has changed "
+            f"({reason(error)})."
         ) from None
 
 
@@ -89,11 +88,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
 def image_files(folder: Path) -> list[Path]:
     """Return the images below a folder; refuse a folder without any."""
-    if not folder.is_dir():
-        raise OptionError(f"--embed must name a folder with images; {folder} is not a folder.")
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
-        raise DataError(f"{folder} has no image ({', '.join(SUFFIXES)}).")
+        raise OptionError(f"--embed must name a folder with images ({', '.join(SUFFIXES)}); {folder} has none.")
     return files
 
 
@@ -106,31 +103,28 @@ def write_embeddings(
     """
     channels, height, width = shape
     read = read_like(shape, characters=omniglot)
-    found, names, broken, fitted = [], [], [], 0
+    found, broken, fitted = {}, [], 0
     for file in files:
         name = file.relative_to(folder).as_posix()
         try:
-            pixels, changed = read(file)
+            found[name], changed = read(file)
+            fitted += changed
         except Exception:  # decoders raise anything on a broken file
             broken.append(name)
-            continue
-        found.append(pixels)
-        names.append(name)
-        fitted += changed
     if not found:
         raise DataError(f"{folder}: none of {counted(len(files), 'image')} can be decoded.")
-    stack = torch.from_numpy(np.stack(found))
+    stack, names = torch.from_numpy(np.stack(list(found.values()))), list(found)
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
     RunFolder(out.parent)
     with whole(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
     notes = []
     if broken:
-        left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
-        notes.append(f"Left out {left}, such as {broken[0]}.")
+        do = agreeing(len(broken), "does", "do")
+        notes.append(f"Left out {counted(len(broken), 'image')} that {do} not decode, such as {broken[0]}.")
     if fitted:
-        resized = f"{counted(fitted, 'image')} {agreeing(fitted, 'was', 'were')} resized"
-        notes.append(f"{resized} to {width}x{height} pixels, as in training.")
+        were = agreeing(fitted, "was", "were")
+        notes.append(f"{counted(fitted, 'image')} {were} resized to {width}x{height} pixels, as in training.")
     return {
         "embeddings": str(out),
         "images": len(names),

@@ -45,13 +45,12 @@ from bilevel.cli.fewshot_output import (
 )
 from bilevel.cli.options import device_of
 from bilevel.cli.progress import RunBar, stages, waiting
-from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume, show_message
+from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
 from bilevel.cli.user_code import is_file, known, network, path_and_name
 from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
 from bilevel.data.image_folders import Reader, some_of
 from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Run
 
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, a run measures the accuracy on meta-validation classes."""
@@ -98,7 +97,7 @@ def run(asked: dict[str, Any], images: Path | None, out: Path | None, device: st
         found = write_embeddings(net, images, new, result["shape"], data == "omniglot", files["embeddings"])
         message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
         result = {**result, **found, "message": message, "notes": notes}
-    report_result(result, show_message, json=json, **files)
+    report_result(result, files, json=json)
 
 
 # -- data, tasks, networks ---------------------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ def _learn(
             scale=asked["scale"],
             method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
             augment=augment if colour else None,
-            callbacks=[*([] if watch is None else [watch]), _Bar(watch)],
+            callbacks=[*filter(None, [watch]), RunBar("learning", partial(_accuracy, watch))],
             checkpoint=checkpoint / "solve",
             resume=True,
             precision="bf16" if gpu else None,
@@ -281,17 +280,9 @@ def _learn(
         ) from error
 
 
-class _Bar(RunBar):
-    """The bar of a run, with the last accuracy on meta-validation classes."""
-
-    def __init__(self, watch: Validation | None) -> None:
-        super().__init__("learning")
-        self.watch = watch
-
-    def log(self, run: Run) -> bool | None:
-        if self.watch is not None and self.watch.rows:
-            self.label = f"learning, validation {100 * self.watch.rows[-1]['accuracy']:.1f}%"
-        return super().log(run)
+def _accuracy(watch: Validation | None) -> str:
+    """Return the last accuracy on meta-validation classes, for the label of the bar."""
+    return f", validation {100 * watch.rows[-1]['accuracy']:.1f}%" if watch is not None and watch.rows else ""
 
 
 # -- with a finished run -----------------------------------------------------------------------------------------------
@@ -301,27 +292,22 @@ def evaluate_again(
     run: Path, data: str | None, given: Mapping[str, Any], moved: str | None, device: str, json: bool
 ) -> None:
     """Evaluate a finished run on its own tasks or on other ones (`given`), and on other data if they are named."""
-    where = device_of(device)
-    folder, asked, made = _opened(run, moved)
-    data = None if data is None else _absolute(data)
-    elsewhere = data not in (None, asked["data"])
-    notes = [f"The run was trained on {asked['data']}."] * elsewhere
-    if data is None and asked["data"] not in NAMES and not Path(asked["data"]).is_dir():
+    folder, asked, made, net = _opened(run, moved, device)
+    trained_on, began = asked["data"], time.perf_counter()
+    data = trained_on if data is None else _absolute(data)
+    elsewhere = data != trained_on
+    if not elsewhere and data not in NAMES and not Path(data).is_dir():
         raise DataError(
-            f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
-            "from where they are now."
+            f"the data of the run, {data}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them from "
+            "another folder."
         )
-    read = read_like(made["shape"], characters=asked["data"] == "omniglot")
-    asked |= {} if data is None else {"data": data}
-    splits = load(asked, read)  # by the seed of the run, for another one splits the classes otherwise
+    # Another seed than the seed of the run would split the classes in another way.
+    splits = load(asked | {"data": data}, read_like(made["shape"], characters=trained_on == "omniglot"))
     classes, other = classes_for_test(asked.get("classes"), splits, elsewhere=elsewhere)
     if list(splits.train.shape) != made["shape"]:
         now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
         raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
-    net = network_of(asked["backbone"], splits.train.shape, where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
     asked |= given
-    began = time.perf_counter()
     test = TaskSampler(classes, asked["ways"], asked["shots"], asked["queries"])
     found = _evaluated(net, test, asked, "evaluating", scale=asked.get("scale", SCALE))
     result = summary(
@@ -331,10 +317,10 @@ def evaluate_again(
         command="fewshot --evaluate",
         data=splits.name,
         seconds=round(time.perf_counter() - began, 2),
-        notes=[*notes, *splits.notes, *same_classes(test)],
+        notes=[*([f"The run was trained on {trained_on}."] * elsewhere), *splits.notes, *same_classes(test)],
     )
-    folder.write_json("evaluation.json", result)
-    report_result(result, json=json, evaluation=folder.path / "evaluation.json")
+    path = folder.write_json("evaluation.json", result)
+    report_result(result, {"evaluation": path}, json=json)
 
 
 def classes_for_test(
@@ -363,20 +349,20 @@ def classes_for_test(
 
 def embed_with(run: Path, images: Path, moved: str | None, device: str, out: Path | None, json: bool) -> None:
     """Embed images with a finished run."""
-    where, files = device_of(device), image_files(images)
-    folder, asked, result = _opened(run, moved)
-    net = network_of(asked["backbone"], result["shape"], where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
+    files = image_files(images)
+    folder, asked, result, net = _opened(run, moved, device)
     target = out or folder.path / EMBEDDINGS
     if target.suffix != ".npz":
         raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
     found = write_embeddings(net, images, files, result["shape"], asked["data"] == "omniglot", target)
-    embedded = {"command": "fewshot --embed", "status": "done", **found}
-    report_result(embedded, json=json, embeddings=target)
+    report_result({"command": "fewshot --embed", "status": "done", **found}, {"embeddings": target}, json=json)
 
 
-def _opened(run: Path, moved: str | None) -> tuple[RunFolder, dict[str, Any], dict[str, Any]]:
-    """Return the folder of a finished run, its options and its result. `moved` is where its network's file is now."""
+def _opened(run: Path, moved: str | None, device: str) -> tuple[RunFolder, dict[str, Any], dict[str, Any], nn.Module]:
+    """Return the folder of a finished run, its options, its result and its network.
+
+    `moved` is the present place of the network's file, if it has one.
+    """
     rule = "--evaluate must name the folder of a finished run of `bilevel fewshot`"
     if not run.is_dir():
         raise OptionError(f"{rule}; there is no folder {run}.")
@@ -384,7 +370,9 @@ def _opened(run: Path, moved: str | None) -> tuple[RunFolder, dict[str, Any], di
     asked, result = folder.read_json(CONFIG), folder.read_json(RESULT)
     if "shape" not in result or asked.get("command") != "fewshot":
         raise OptionError(f"{rule}; {run} has none. The command that began a stopped run continues it with --resume.")
-    asked |= {} if moved is None else {"backbone": moved}
+    asked["backbone"] = moved or asked["backbone"]
     if is_file(asked["backbone"]):
         path_and_name(asked["backbone"], "--backbone path.py:make must say where the run's network is now")
-    return folder, asked, result
+    net = network_of(asked["backbone"], result["shape"], device_of(device), asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    return folder, asked, result, net

@@ -107,7 +107,7 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
         return result, render(_page(setting, aim, outcome, audited, result))
 
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
-    report_result(result, show, json=json, report=folder.path / "report.html")
+    report_result(result, {"report": folder.path / "report.html"}, show, json=json)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -361,7 +361,6 @@ def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the accuracies, the AUC of the denoiser and the message."""
-    audit, lines = result["audit"], [result["message"]]
-    if audit is not None:
-        lines.insert(0, f"AUC of bilevel's own denoiser on the points: {audit['auc']:.3f}.")
-    show_table(HEADS, _accuracy_rows(result), *lines)
+    audit = result["audit"]
+    found = "" if audit is None else f"AUC of bilevel's own denoiser on the points: {audit['auc']:.3f}."
+    show_table(HEADS, _accuracy_rows(result), found, result["message"])

@@ -84,20 +84,24 @@ def stages(of: str = "") -> Iterator[Callable[[str, int, int], None]]:
 
 
 def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
-    """Print rows of text under their heads, if there are any, and lines below them."""
+    """Print rows of text under their heads, if there are any, and below them the lines that are not empty."""
     table = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table if len(table) > 1 else ():
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for line in lines:
+    for line in filter(None, lines):
         print(line)
 
 
 class RunBar(callbacks.Progress):
-    """The bar of a run of `solve`, under a label that can change."""
+    """The bar of a run of `solve`. Its label is `label`, followed by the text that `more()` returns."""
+
+    def __init__(self, label: str, more: Callable[[], str] = str) -> None:
+        super().__init__(label)
+        self.begins, self.more = label, more
 
     def log(self, run: Run) -> bool | None:
-        stop = super().log(run)
+        stop, self.label = super().log(run), self.begins + self.more()
         if self._bar is None:
             LINES.say(self.label, run.step, run.max_steps, "steps")
         else:

@@ -48,8 +48,6 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-        except (FileExistsError, NotADirectoryError):
-            raise OptionError(f"{option} must be a folder; {path} is a file, or is in one.") from None
         except OSError as error:
             raise OptionError(f"{option} must be a folder that can be written to; {path}: {error.strerror}.") from None
 
@@ -91,13 +89,12 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show_message(result: Result) -> None:
-    """Print the message of a result."""
-    print(result["message"])
-
-
 def report_result(
-    result: Result, show: Callable[[Result], None] = show_message, *, json: bool, **files: Path | str
+    result: Result,
+    files: Mapping[str, Path],
+    show: Callable[[Result], None] = lambda result: print(result["message"]),
+    *,
+    json: bool,
 ) -> None:
     """Print the notes of a result to standard error, then one JSON object, or the output of `show` and the files."""
     for note in result.get("notes", ()):

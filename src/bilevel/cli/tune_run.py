@@ -78,7 +78,7 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
         return result, render(_report(loaded, found, result))
 
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
-    report_result(result, show, json=json, report=folder.path / "report.html")
+    report_result(result, {"report": folder.path / "report.html"}, show, json=json)
 
 
 # -- the result and its page -------------------------------------------------------------------------------------------
@@ -207,7 +207,6 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the losses and the message."""
-    lines = [result["message"]]
-    if result["test_accuracy"] is not None:
-        lines.insert(0, f"Accuracy on the test set: {100 * result['test_accuracy']:.1f}%.")
-    show_table(HEADINGS, _rows(result), *lines)
+    accuracy = result["test_accuracy"]
+    found = "" if accuracy is None else f"Accuracy on the test set: {100 * accuracy:.1f}%."
+    show_table(HEADINGS, _rows(result), found, result["message"])

@@ -11,7 +11,7 @@ from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.comparison.synthetic_problems import examples
 from bilevel.applications.default_classifier import KINDS
 from bilevel.applications.few_shot.classifier import BACKBONES, TRAINING
-from bilevel.cli import commands, options
+from bilevel.cli import commands
 from bilevel.cli.compare_run import EVALUATIONS
 from bilevel.cli.denoise_run import FIT
 from bilevel.cli.main import build_app, main
@@ -94,7 +94,7 @@ def test_options_that_do_not_go_together_get_one_sentence(arguments, told, capsy
 
 def test_names_and_numbers_in_help_are_those_of_the_library():
     """They are written out, so that help does not import torch."""
-    assert options.NETWORKS.split(", ") == list(KINDS)
+    assert commands.NETWORKS.split(", ") == list(KINDS)
     assert set(commands.DENOISE_METHODS.split(", ")) == set(FIT)
     assert set(commands.COMPARE_METHODS.split(", ")) == set(METHODS)
     assert commands.PROBLEMS.split(", ") == [example.name for example in examples()]

@@ -252,7 +252,7 @@ def test_start_and_augment_change_what_a_meta_batch_is():
 
 
 def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
-    watch = few_shot.Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
+    watch = few_shot_evaluation.Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
     bar, run = RunBar("learning", partial(fewshot_run._accuracy, watch)), Run("stochastic", 10, 1, History())
     bar.log(run)
     assert bar.label == "learning"

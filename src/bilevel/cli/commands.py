@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from bilevel._util.optional import require
-from bilevel.cli.options import (
-    NETWORKS,
-    DataArgument,
-    DeviceOption,
-    JsonOption,
-    LabelOption,
-    ResumeOption,
-    SeedOption,
-    asked,
-    options_given,
-    refuse_options,
-)
 from bilevel.errors import OptionError
 
+NETWORKS = "auto, linear, mlp, cnn"
+"""The kinds of `applications.default_classifier`, written here because that module imports torch."""
+DataArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="digits, mnist, fashion-mnist, cifar10 or svhn; a .npz, .csv or .parquet file; or a folder with a folder "
+        "of images for each class.",
+        show_default=False,
+    ),
+]
+LabelOption = Annotated[str | None, typer.Option(help="The column of the labels in a table.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", show_default=True)
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="The seed of everything that is random.")]
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue the run in --out that was stopped, with the same options, or start one."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 DENOISE_METHODS = "penalty, algorithm-1, algorithm-2, alternating, reverse-mode, approx-grad, value-function, value-gap"
 COMPARE_METHODS = f"{DENOISE_METHODS}, forward-mode"
 PROBLEMS = "sum, difference, sum-singular, difference-singular"
@@ -47,6 +57,8 @@ AuditOption = Annotated[
         "whether bilevel's own denoiser notices the points.",
     ),
 ]
+NOT_OF_THE_RESULT = ("out", "device", "resume", "json", "apply", "evaluate", "embed")
+"""Options that do not change what a run computes."""
 
 
 def denoise(
@@ -343,3 +355,26 @@ def compare(
 
     budget = {"evaluations": evaluations, "steps": steps, "seconds": seconds}
     compare_run.run(problem, methods, budget, trials, seed, out, plot, json)
+
+
+# -- the options of a call ---------------------------------------------------------------------------------------------
+
+
+def asked(context: typer.Context, command: str) -> dict[str, Any]:
+    """Return the options that the result of a run depends on, as config.json keeps them."""
+    params = {name: value for name, value in context.params.items() if name not in NOT_OF_THE_RESULT}
+    return {"command": command} | {name: str(v) if isinstance(v, Path) else v for name, v in params.items()}
+
+
+def options_given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return the parameters that the command line has, even with their default value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def refuse_options(context: typer.Context, names: Sequence[str], reason: str) -> None:
+    """Refuse parameters that the command line has, although they do not go with `reason`."""
+    given = options_given(context, names)
+    options = [param.metavar or param.opts[0] for param in context.command.params if param.name in given]
+    if options:
+        raise OptionError(f"{' and '.join(options)} must be left out with {reason}.")

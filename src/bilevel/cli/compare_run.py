@@ -30,10 +30,9 @@ from bilevel.applications.comparison.compare import (
     synthetic,
 )
 from bilevel.applications.comparison.synthetic_problems import examples
-from bilevel.cli.options import refuse_if
+from bilevel.cli.option_values import is_file, known, path_and_name, problem_of
 from bilevel.cli.progress import Bar, show_table
-from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, report_result
-from bilevel.cli.user_code import is_file, known, path_and_name, problem_of
+from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, refuse_if, report_result
 from bilevel.errors import OptionError
 from bilevel.methods.base import Method
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items

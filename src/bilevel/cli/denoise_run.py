@@ -33,10 +33,9 @@ from bilevel.applications.denoising.clean_dataset import (
     prepare,
     thumbnails,
 )
-from bilevel.cli.options import device_of, refuse_if
+from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table, stages
-from bilevel.cli.run_folder import RunFolder, folder_of, made_by, report_result, run_or_resume
-from bilevel.cli.user_code import classifier_of, known
+from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, apply_decisions, load
 from bilevel.data.arrays import array_keys
 from bilevel.distributed.process_group import ProcessGroup, first_rank, restarted

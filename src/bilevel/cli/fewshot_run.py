@@ -43,10 +43,9 @@ from bilevel.cli.fewshot_output import (
     write,
     write_embeddings,
 )
-from bilevel.cli.options import device_of
+from bilevel.cli.option_values import device_of, is_file, known, network, path_and_name
 from bilevel.cli.progress import RunBar, stages, waiting
 from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
-from bilevel.cli.user_code import is_file, known, network, path_and_name
 from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
 from bilevel.data.image_folders import Reader, some_of
 from bilevel.errors import DataError, OptionError, ProblemError

@@ -27,10 +27,9 @@ from bilevel.applications.poisoning.setting import (
     wanted_of,
 )
 from bilevel.cli.denoise_run import threads_for
-from bilevel.cli.options import device_of, refuse_if
+from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table
-from bilevel.cli.run_folder import RunFolder, folder_of, made_by, report_result, run_or_resume
-from bilevel.cli.user_code import classifier_of, known
+from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import load
 from bilevel.report.figures import amplification, comparison, pictures
 from bilevel.report.page import Card, Report, Table, render

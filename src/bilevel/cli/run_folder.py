@@ -22,7 +22,6 @@ from typing import Any
 
 import bilevel
 from bilevel._util.atomic_files import write_whole
-from bilevel.cli.options import refuse_if
 from bilevel.errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 
 INTERRUPTED = 130
@@ -111,6 +110,13 @@ def made_by(result: Result) -> list[tuple[str, str]]:
     """Return the settings that end every page: the seed, the seconds and the versions."""
     versions = [("bilevel", bilevel.__version__), ("torch", version("torch"))]
     return [("Seed", str(result["seed"])), ("Seconds", f"{result['seconds']:.1f}"), *versions]
+
+
+def refuse_if(rules: Mapping[str, bool]) -> None:
+    """Raise an OptionError with the first message whose condition holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise OptionError(message)
 
 
 # -- resume or refuse --------------------------------------------------------------------------------------------------

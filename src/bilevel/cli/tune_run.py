@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from bilevel._util.atomic_files import whole
 from bilevel._util.parallel_map import one_thread
 from bilevel.applications.tuning.tune_table import TunedTable, tune_table
-from bilevel.cli.options import device_of, refuse_if
+from bilevel.cli.option_values import device_of
 from bilevel.cli.progress import RunBar, show_table, stages
-from bilevel.cli.run_folder import RunFolder, folder_of, made_by, report_result, run_or_resume
+from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, load, load_numbers
 from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, Table, render

@@ -1,8 +1,9 @@
-"""Networks and problems from a user's Python file: `path.py`, or `path.py:name`."""
+"""Values of options: the device, and networks and problems from a user's Python file, `path.py` or `path.py:name`."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from bilevel.applications.comparison.compare import Start, Subject
 from bilevel.applications.comparison.synthetic_problems import nth
 from bilevel.applications.default_classifier import KINDS, Classifier, classifier
 from bilevel.data import Labelled
+from bilevel.distributed.process_group import world
 from bilevel.errors import OptionError, reason
 from bilevel.problem.problem import Problem
 
@@ -31,6 +33,22 @@ def known(option: str, value: str, names: Iterable[str], also: str = "") -> None
     if value not in names:
         near = did_you_mean(value, names)
         raise OptionError(f"{option} must be one of {first_of(names, 20)}{also}; got {value!r}.{near}")
+
+
+def device_of(text: str) -> torch.device:
+    """Return the device that --device names."""
+    gpu = torch.cuda.is_available()
+    if text == "auto":
+        # Each rank of a machine has its own GPU.
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if world() > 1 else "cuda"
+        text = own if gpu else "cpu"
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
+        found = "auto, cpu, cuda or cuda:0" if gpu else "auto or cpu, because torch finds no CUDA GPU here"
+        raise OptionError(f"--device must be {found}; got {text!r}.") from None
+    return device
 
 
 def is_file(text: str) -> bool:

@@ -78,8 +78,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
         network.load_state_dict(load_file(str(path)))
     except Exception as error:  # safetensors and torch raise several
         raise DataError(
-            f"{path} does not fit the network: the file is missing or damaged, or the network has changed "
-            f"({reason(error)})."
+            f"{path} does not fit the network: the file is damaged, or the network has changed ({reason(error)})."
         ) from None
 
 

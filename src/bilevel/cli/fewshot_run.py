@@ -128,9 +128,8 @@ def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> Samplers:
             f"--train-ways must be at most the number of classes to learn from, {learned}; got {train_ways}."
         )
     train = TaskSampler(splits.train, train_ways or ways, shots, queries, tasks=asked["meta_batch"])
-    valid = None
-    if splits.validation is not None and len(splits.validation.names) >= ways:
-        valid = TaskSampler(splits.validation, ways, shots, queries)
+    held = splits.validation
+    valid = TaskSampler(held, ways, shots, queries) if held is not None and len(held.names) >= ways else None
     return train, valid, TaskSampler(splits.test, ways, shots, queries)
 
 

@@ -168,7 +168,9 @@ def summary(
     names = setting.data.classes
     clean, poisoned, flipped = outcome.clean, outcome.poisoned, outcome.flipped
     success, before = (outcome.success(setting, aim, which) for which in (poisoned, clean))
-    message = " ".join(filter(None, [_message(setting, aim, outcome), audit.sentence if audit is not None else ""]))
+    message = " ".join(
+        filter(None, [_message(setting, aim, outcome, success, before), audit.sentence if audit is not None else ""])
+    )
     notes = list(setting.notes)
     if clean.accuracy <= setting.constant:
         notes.append(
@@ -203,13 +205,14 @@ def summary(
     }
 
 
-def _message(setting: AttackSetting, aim: AttackGoal, outcome: AttackResult) -> str:
-    """Return a sentence that compares the victim with and without the points."""
-    names, clean, poisoned = setting.data.classes, outcome.clean, outcome.poisoned
-    success, before = (outcome.success(setting, aim, which) for which in (poisoned, clean))
+def _message(
+    setting: AttackSetting, aim: AttackGoal, outcome: AttackResult, success: float | None, before: float | None
+) -> str:
+    """Return a sentence that compares the victim with the points (`success`) and without them (`before`)."""
+    names = setting.data.classes
     count = f"{counted(aim.points, 'poison point')} ({aim.points / setting.data.count:.2%} of the training rows)"
     if aim.kind == "untargeted":
-        return f"Accuracy with {count}: {_share(poisoned.accuracy)}; without: {_share(clean.accuracy)}."
+        return f"Accuracy with {count}: {_share(outcome.poisoned.accuracy)}; without: {_share(outcome.clean.accuracy)}."
     if aim.kind == "targeted":
         source, wanted = (names[c] for c in aim.pair)
         shares = f"{_share(float(success or 0))}; without: {_share(float(before or 0))}"

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
@@ -214,17 +213,12 @@ def _task_cards(found: Evaluation, test: TaskSampler) -> list[Card]:
             "Rows: the class of a query. Columns: the class that it was given. Green fields are right, red ones wrong; "
             f"a field shows {FIELD**2} queries at most. In order: {names}."
         )
-        pictures = _pictures(test.classes.images[index])
+        pictures = test.classes.images[index].movedim(-3, -1).numpy()
+        pictures = pictures[..., 0] if pictures.shape[-1] == 1 else pictures
         predicted = found.predictions[task].reshape(test.ways, test.queries).numpy()
         figure = task_picture(pictures[:, 0], pictures[:, test.shots :], predicted, label=title)
         cards.append(Card(title, figure, note=note))
     return cards
-
-
-def _pictures(images: Tensor) -> NDArray[np.uint8]:
-    """Reorder (..., channels, height, width) to (..., height, width[, 3])."""
-    array = images.movedim(-3, -1).numpy()
-    return array[..., 0] if array.shape[-1] == 1 else array
 
 
 def _plane(network: nn.Module, classes: ImageClasses) -> Card:

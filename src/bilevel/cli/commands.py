@@ -149,8 +149,8 @@ def poison(
     epsilon: Annotated[
         float | None,
         typer.Option(
-            help="The most that a point can change, by default as much as it likes. l2: a length, of pixels in [0, 1]. "
-            "linf: steps of 1/255 of a pixel. In tables, deviations of a column."
+            help="The most that a point can change; by default any change is allowed. l2: a length, of pixels in "
+            "[0, 1]. linf: steps of 1/255 of a pixel. In tables, deviations of a column."
         ),
     ] = None,
     norm: Annotated[Literal["l2", "linf"], typer.Option(help="The norm that --epsilon bounds.")] = "l2",

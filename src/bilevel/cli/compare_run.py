@@ -159,22 +159,17 @@ def _rows(
     chosen: Mapping[str, Method], subject: Subject, settings: Settings, store: ResultFolder, budget: Budget, seed: int
 ) -> list[dict[str, Any]]:
     """Return a row for each method that is finished; there are fewer after Ctrl-C."""
-    rows: list[dict[str, Any]] = []
+    items = [RunItem({"method": name, **settings}, weight=1) for name in chosen]
+
+    def compared(settings: Settings) -> Found | None:
+        found = compare(subject, chosen[settings["method"]], budget, seed=seed)
+        return None if found is None else asdict(found)
+
     with Bar("methods") as bar:
-        task = bar.add_task("", total=len(chosen))
-        for name, method in chosen.items():
-            bar.update(task, description=name)
-            cell = RunItem({"method": name, **settings}, weight=1)
-            if not run_items([cell], store, partial(_compare_one, subject, method, budget, seed), where=ONCE):
-                break
-            rows.append({"method": name, **(store.get(cell) or {})})
-            bar.update(task, advance=1)
-    return rows
-
-
-def _compare_one(subject: Subject, method: Method, budget: Budget, seed: int, settings: Settings) -> Found | None:
-    found = compare(subject, method, budget, seed=seed)
-    return None if found is None else asdict(found)
+        task = bar.add_task("comparing", total=len(items))
+        run_items(items, store, compared, where=ONCE, tell=lambda _: bar.update(task, advance=1))
+    rows = zip(chosen, map(store.get, items), strict=True)
+    return [{"method": name, **found} for name, found in rows if found is not None]
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

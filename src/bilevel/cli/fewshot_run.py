@@ -162,10 +162,9 @@ def _learn_and_evaluate(
     """Return the result of a run and its page; write its other files."""
     train, valid, test = samplers
     began, steps = time.perf_counter(), asked["steps"]
-    watch = (
-        None
-        if valid is None
-        else Validation(
+    watch = None
+    if valid is not None:
+        watch = Validation(
             net,
             valid,
             every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
@@ -175,7 +174,6 @@ def _learn_and_evaluate(
             seed=asked["seed"],
             scale=asked["scale"],
         )
-    )
     solution = _learn(net, train, watch, checkpoint, asked, where)
     if solution.interrupted:
         raise KeyboardInterrupt
@@ -212,7 +210,8 @@ def _result(
 
     `best` has the step whose weights are kept, and its accuracy on meta-validation classes; None keeps the last step.
     """
-    held, notes = 0 if splits.validation is None else len(splits.validation.names), list(splits.notes)
+    held = 0 if splits.validation is None else len(splits.validation.names)
+    notes = list(splits.notes)
     if samplers[1] is None:
         notes.append(
             f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The last step "

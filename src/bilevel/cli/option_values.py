@@ -6,8 +6,9 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,11 +72,12 @@ def load(text: str, rule: str) -> tuple[Path, Any]:
     `rule` begins the error if the file is missing.
     """
     path, name = path_and_name(text, rule)
-    module = ModuleType(f"bilevel_file_{path.stem}")
+    loader = SourceFileLoader(f"bilevel_file_{path.stem}", str(path))
+    module = module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses in the file look for their module
+    sys.modules[loader.name] = module  # dataclasses in the file look for their module
     try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+        loader.exec_module(module)
     except Exception as error:
         raise OptionError(f"{path} could not be run: {_described(error)}") from error
     if name is not None and not hasattr(module, name):

@@ -21,14 +21,14 @@ from bilevel.problem.problem import Problem
 from bilevel.results import Certificate
 
 BATCHES = 64
-"""Most batches of each source that a certificate is measured on."""
+"""The largest number of batches of each source for a certificate."""
 SMALL = 1000
-"""Largest size of v for which the hypergradient is solved for without being asked."""
+"""Up to this size of v, a certificate includes the error of the hypergradient by default."""
 CG_ITERATIONS = 200
 
 
 class Ended(Protocol):
-    """What a certificate asks of a run: a part of its `State`."""
+    """The part of a run's state that a certificate needs."""
 
     @property
     def derivatives(self) -> Derivatives: ...
@@ -41,7 +41,14 @@ class Ended(Protocol):
 def certify(
     state: Ended, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
-    """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
+    """Return the certificate and the multipliers of a run's present point. All variables, buffers and generators stay.
+
+    Arguments:
+        state: The state of the run.
+        sources: The data of the run.
+        minimiser: Whether v minimises g; None if that was not tested.
+        hypergradient: Whether to measure the error of the hypergradient. None: only if v is small.
+    """
     d = state.derivatives
     counts = d.lower_evaluations, d.upper_evaluations
     d.u.make_dense()
@@ -62,7 +69,7 @@ def _measure(
     residual = d.residual(slope)
     values = d.mean_over_ranks(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
-    # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
+    # The hypergradient of L = f + <mu + gamma_h h, h>, with prices on the constraints.
     leaves = [*d.v.leaves, *d.u.leaves]
     lagrangian = []
     for make in upper:
@@ -109,14 +116,14 @@ def _measure(
 
 
 def _damping(lam: Tensor, gamma: Tensor) -> float:
-    """lam / gamma, the mean over trials."""
+    """Return lam / gamma, the mean over trials."""
     if not bool(lam.any()):
         return 0.0
     return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
 def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
-    """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
+    """Return q from g_vv q = f_v at the present point, on the batches of a certificate, where g has positive curvature."""
     d = state.derivatives
     with keeping(d.v.buffers() + d.u.buffers()):
         upper, lower, _ = _batches(state, sources, d.problem)
@@ -141,16 +148,16 @@ def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -
 
 
 def _accuracy(d: Derivatives) -> float:
-    """The relative residual that is worth reaching."""
+    """Return the relative residual at which the solver stops."""
     return 1e-10 if d.v.dtype == torch.float64 else 1e-4
 
 
 _Maker = Callable[[bool], list[Pair]]
-"""The batch (True: with the graph of `prepare`), as a list of one pair. Made again for each backward."""
+"""Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`."""
 
 
 def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
-    """What to average the upper and the lower objective over."""
+    """Return the batches for the upper and for the lower objective, and whether they are all the data."""
 
     def maker(pair: Pair) -> _Maker:
         return lambda graph: state.derivatives.prepare([pair], graph=graph)
@@ -172,7 +179,7 @@ def _mean(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
-    """g_vv x followed by g_uv x."""
+    """Return g_vv x, followed by g_uv x."""
     total: list[Tensor] | None = None
     for make in lower:
         part = d.hessian_product(make(True), direction, with_u=True)
@@ -183,7 +190,7 @@ def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor
 def _hypergradient_error(
     d: Derivatives, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
 ) -> float | None:
-    """Solve g_vv q = f_v by conjugate gradients and compare f_u - g_uv q with grad_u F."""
+    """Return the relative error of grad_u F against f_u - g_uv q, with q from conjugate gradients; None without q."""
     count = len(d.v.leaves)
     q, left = _solved(d, lower, slopes[:count])
     if left > max(_accuracy(d), 1e-3):

@@ -1,9 +1,9 @@
-"""Minimises g(u, .) under the lower constraints for a fixed u, without data: the augmented Lagrangian, by L-BFGS.
+"""Minimises g(u, .) under the lower constraints for a fixed u, without data, by an augmented Lagrangian and L-BFGS.
 
     rounds: L-BFGS over v on g + <beta, d> + rho_d/2 |d|^2 + rho_c/2 |max(0, c + alpha/rho_c)|^2 - |alpha|^2/(2 rho_c)
-            alpha = max(0, alpha + rho_c c);  beta += rho_d d;  rho *= 10 where the violation fell by less than 4 times
+            alpha = max(0, alpha + rho_c c);  beta += rho_d d;  rho *= 10 unless the violation fell to a quarter
 
-First order only, and apart from the run that it starts and checks.
+It uses only first derivatives. A run starts from the result, and tests its end with it.
 """
 
 from __future__ import annotations
@@ -23,46 +23,45 @@ from bilevel.optim.lbfgs import LBFGS
 ROUNDS = 20
 ITERATIONS = 50
 EVALUATIONS = 600
-"""Most evaluations of one minimisation: where g is flat the line searches are long."""
+"""The most evaluations of one minimisation; if g is flat, line searches are long."""
 LARGEST = 1e-4
 """A decrease of g up to this share of its size counts as rounding."""
 MOST = 1e8
-"""The largest price of a lower constraint, in the unit of g's curvature."""
+"""The largest price of a lower constraint, relative to the curvature of g."""
 VAIN = 4
 """A minimisation ends after this many rounds in a row that bring v no closer to the constraints."""
 REACHES = (0.1, 1.0)
-"""How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
+"""The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again."""
 LOOKS = 128
-"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v
-has more than `LARGE` numbers."""
+"""The number of points that are evaluated to find `PROMISING` starts; a tenth if v has more than `LARGE` numbers."""
 PROMISING, LARGE = 4, 1000
 APART = 0.3
-"""How far these lie from v and from one another at least, relative to 1 + |v|."""
+"""The least distance of promising points from v and from each other, relative to 1 + |v|."""
 COARSE = 1e-5
-"""The tolerance of a minimisation that ends where g is larger, or where one ended before."""
+"""The tolerance of a minimisation whose end has a larger g, or is already known."""
 SAME = 1e-3
-"""Ends that differ by less, relative to 1 + |v|, are one."""
+"""Ends closer than this, relative to 1 + |v|, count as one."""
 NONE = 1e-3
-"""The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
+"""From this violation, relative to 1 + |v|, the lower problem at this u counts as infeasible."""
 
 
 @dataclass
 class LowerPoint:
-    """An end of a lower minimisation."""
+    """The end of a lower minimisation.
+
+    `value` is g, `violation` the largest violation of a lower constraint in the unit of v, `slope` is |grad_v L|.
+    """
 
     value: float
-    """g"""
     v: Tensor
     alpha: list[Tensor]
     beta: list[Tensor]
     violation: float
-    """The largest violation of a lower constraint, in the unit of v."""
     slope: float
-    """|grad_v L|"""
 
 
 def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
-    """The largest violation of a lower constraint, in the unit of v."""
+    """Return the largest violation of a lower constraint, in the unit of v."""
     sizes = [(x.detach() / size).amax().clamp(min=0) for x, size in zip(c, kkt.sizes_c, strict=True)]
     sizes += [(x.detach() / size).abs().amax() for x, size in zip(d, kkt.sizes_d, strict=True)]
     return torch.stack(sizes).amax().item()
@@ -142,21 +141,25 @@ def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: Lowe
 
 @dataclass
 class Resolved:
-    """What solving the lower problem again from several points found."""
+    """The result of solving the lower problem again from several points.
+
+    Fields:
+        gap: g(u, v) minus the smallest g found; at least 0.
+        better: A lower point with a smaller g, by more than the accuracy explains.
+        starts: The number of starting points.
+        met: How many of them ended at a point that meets the lower constraints. Default: 0.
+        tied: Other lower points with the same g, within the accuracy. Default: none.
+    """
 
     gap: float
-    """g(u, v) less the least g that was found; at least 0."""
     better: LowerPoint | None
-    """A lower point whose g is less by more than the accuracy explains."""
     starts: int
     met: int = 0
-    """How many of these ended at a point that meets the lower constraints."""
     tied: list[LowerPoint] = field(default_factory=list)
-    """Other lower points whose g is the same, as far as the accuracy goes."""
 
 
 def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
-    """Solve the lower problem at the present u from several points; leaves v and the multipliers as they are.
+    """Solve the lower problem at the present u from several points; leave v and the multipliers unchanged.
 
     `slope` is |grad_v L| at the present point.
     """
@@ -171,7 +174,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
     margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
 
     def allowed(point: LowerPoint) -> float:
-        """By how much its g may be less. A point outside by x is as low as g may fall by x times its multipliers."""
+        """Return how much smaller g can be at a point as good as this one: violations lower g by their multipliers."""
         own = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
         explained = margin + 2 * own * largest * point.violation
         return float(min(explained, LARGEST * (abs(g) + abs(point.value)) + 1e-7))
@@ -208,7 +211,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
 
 @torch.no_grad()
 def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
-    """Points away from `held` where g + price * violation is small: every other one differs in only one number."""
+    """Return points away from `held` with a small g + price * violation; half the candidates change only one number."""
     size = 1 + held.norm().item()
     batch = d.prepare([(None, None)], graph=False)[0][1]
     looked: list[tuple[float, Tensor]] = []

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping
@@ -23,6 +22,7 @@ from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.derivatives import make_derivatives
+from bilevel.engines._torch_private import pytree
 from bilevel.engines.engine import Engines
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales, measure

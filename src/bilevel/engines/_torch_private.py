@@ -1,4 +1,4 @@
-"""The private names of torch that engines and methods use, tried on torch 2.11 and 2.13. Look here first after an update."""
+"""The private names of torch that engines and methods use, tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -87,13 +87,8 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors that share memory with one before: compiled code assumes that all are separate."""
-    seen: set[int] = set()
-    found = []
-    for tensor in tensors:
-        memory = tensor.untyped_storage().data_ptr()
-        found.append(tensor.clone() if memory in seen else tensor)
-        seen.add(memory)
-    return found
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [tensor.clone() if memory[i] in memory[:i] else tensor for i, tensor in enumerate(tensors)]
 
 
 def _name(tensor: Tensor) -> tuple[Any, ...]:
@@ -159,6 +154,7 @@ def _exchanged(node: Any) -> Any:
 
 
 def _exchanges(node: Any) -> bool:
+    """Return whether a node exchanges batch and channels."""
     return node.target is aten.transpose.int and node.args[1:] == (0, 1)
 
 
@@ -174,4 +170,5 @@ def _end(node: Any) -> Any:
 
 
 def _cuts(node: Any) -> bool:
+    """Return whether a node cuts the end of an image dimension."""
     return node.target is aten.slice.Tensor and node.args[1] >= 2 and node.args[2] == 0

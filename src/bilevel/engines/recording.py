@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state, set_random_state
-from bilevel.derivatives.evaluator import Evaluations
 from bilevel.engines._torch_private import compiling, pytree
+from bilevel.problem.variables import Variable
 
 Step = Callable[..., Any]
 """A function of batches and tensors. It changes all else that it reads or writes in place."""
@@ -33,12 +33,20 @@ class UnrecordableError(RuntimeError):
     """A step cannot be recorded."""
 
 
+class Counts(Protocol):
+    """The variable that a step moves, and the number of evaluations."""
+
+    v: Variable
+    lower_evaluations: int
+    upper_evaluations: int
+
+
 class Host(Protocol):
     """The run whose steps an engine runs."""
 
     @property
-    def derivatives(self) -> Evaluations:
-        """The evaluations of the run."""
+    def derivatives(self) -> Counts:
+        """The variable v, and the number of evaluations."""
 
     def live(self) -> list[Tensor]:
         """Return all tensors that exist so far and that a step changes in place."""
@@ -54,7 +62,7 @@ class Engine:
     """Runs a step eagerly. Other engines derive from it."""
 
     def wrap(self, step: Step) -> Step:
-        """Return the step as this engine runs it. Tensors change from call to call; other arguments select a record."""
+        """Return the step as this engine runs it. A record is valid for all tensors, and for these other arguments."""
         return step
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -27,19 +28,22 @@ SMALL = 1000
 CG_ITERATIONS = 200
 
 
-class Ended(Protocol):
+class Measurable(Protocol):
     """The part of a run's state that a certificate needs."""
 
-    @property
-    def derivatives(self) -> Derivatives: ...
+    derivatives: Derivatives
+
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
-    def scales(self) -> tuple[float, float, float, float]: ...
-    def episode(self) -> list[Pair] | None: ...
+    def scales(self) -> tuple[float, float, float, float]:
+        """Return the scales of |grad_u F|, |grad_v F|, the lower residual and the violation."""
+
+    def episode(self) -> list[Pair] | None:
+        """Return the batches to which v belongs, if every step has a separate lower problem."""
 
 
 def certify(
-    state: Ended, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
+    state: Measurable, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     """Return the certificate and the multipliers of a run's present point. All variables, buffers and generators stay.
 
@@ -61,7 +65,7 @@ def certify(
 
 
 def _measure(
-    state: Ended, sources: Sources, minimiser: bool | None, hypergradient: bool | None
+    state: Measurable, sources: Sources, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     d, problem = state.derivatives, state.derivatives.problem
     upper, lower, full = _batches(state, sources, problem)
@@ -122,8 +126,8 @@ def _damping(lam: Tensor, gamma: Tensor) -> float:
     return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
-def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
-    """Return q from g_vv q = f_v at the present point, on the batches of a certificate, where g has positive curvature."""
+def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
+    """Return q from g_vv q = f_v at the present point, on the batches of a certificate."""
     d = state.derivatives
     with keeping(d.v.buffers() + d.u.buffers()):
         upper, lower, _ = _batches(state, sources, d.problem)
@@ -139,7 +143,7 @@ def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -
         target,
         d.dot,
         steps=min(CG_ITERATIONS, 2 * d.v.size),
-        accuracy=_accuracy(d),
+        accuracy=1e-10 if d.v.dtype == torch.float64 else 1e-4,
         flat=1e-14,
     )
     start = d.dot(target, target)
@@ -147,16 +151,11 @@ def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -
     return q, float(relative.max().sqrt())
 
 
-def _accuracy(d: Derivatives) -> float:
-    """Return the relative residual at which the solver stops."""
-    return 1e-10 if d.v.dtype == torch.float64 else 1e-4
-
-
 _Maker = Callable[[bool], list[Pair]]
 """Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`."""
 
 
-def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
+def _batches(state: Measurable, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
     """Return the batches for the upper and for the lower objective, and whether they are all the data."""
 
     def maker(pair: Pair) -> _Maker:
@@ -180,11 +179,9 @@ def _mean(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
     """Return g_vv x, followed by g_uv x."""
-    total: list[Tensor] | None = None
-    for make in lower:
-        part = d.hessian_product(make(True), direction, with_u=True)
-        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
-    return [t / len(lower) for t in total or []]
+    parts = (d.hessian_product(make(True), direction, with_u=True) for make in lower)
+    total = reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
+    return [t / len(lower) for t in total]
 
 
 def _hypergradient_error(
@@ -193,7 +190,7 @@ def _hypergradient_error(
     """Return the relative error of grad_u F against f_u - g_uv q, with q from conjugate gradients; None without q."""
     count = len(d.v.leaves)
     q, left = _solved(d, lower, slopes[:count])
-    if left > max(_accuracy(d), 1e-3):
+    if left > 1e-3:
         return None
     through = _product(d, lower, q)[count:]
     exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]

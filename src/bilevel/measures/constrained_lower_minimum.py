@@ -67,76 +67,91 @@ def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
     return torch.stack(sizes).amax().item()
 
 
+class _Lagrangian:
+    """The augmented Lagrangian of the lower level as a function of v, with its multipliers and prices."""
+
+    def __init__(self, d: Derivatives, kkt: KKT, start: LowerPoint | None) -> None:
+        self.d, self.kkt, self.rho = d, kkt, 10.0
+        self.alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else start.alpha
+        self.beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else start.beta
+
+    def start_round(self) -> None:
+        """Set the prices by rho, and what stays constant until the multipliers move."""
+        kkt = self.kkt
+        self.rho_c, self.rho_d = ([self.rho * kkt.bend / x**2 for x in sizes] for sizes in (kkt.sizes_c, kkt.sizes_d))
+        self.constant = [torch.sum(m * m / r) for m, r in zip(self.alpha, self.rho_c, strict=True)]
+
+    def parts(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return g, the inequalities and the equalities at the live v."""
+        return self.kkt.parts(self.d.prepare([(None, None)], graph=False)[0][1])
+
+    def __call__(self, v: Tensor) -> tuple[float, Tensor, None]:
+        """Write v to the leaves; return the value and the gradient there."""
+        leaves = self.d.v.leaves
+        write(v, leaves)
+        with self.d.holding_u(False):
+            self.d.lower_evaluations += 1
+            g, c, e = self.parts()
+            for m, r, x, constant in zip(self.alpha, self.rho_c, c, self.constant, strict=True):
+                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - constant) / 2
+            for m, r, x in zip(self.beta, self.rho_d, e, strict=True):
+                g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
+            return g.item(), flatten(gradient(g, leaves)), None
+
+    @torch.no_grad()
+    def move_multipliers(self) -> float:
+        """Move alpha and beta at the live v; return the largest violation there, including complementarity."""
+        _, c, e = self.parts()
+        violations = [violation_of(self.kkt, c, e), 0.0]
+        for x, m, r, size in zip(c, self.alpha, self.rho_c, self.kkt.sizes_c, strict=True):
+            violations.append((torch.maximum(x, -m / r) / size).abs().amax().item())
+        self.alpha = [(m + r * x).clamp(min=0) for m, r, x in zip(self.alpha, self.rho_c, c, strict=True)]
+        self.beta = [m + r * x for m, r, x in zip(self.beta, self.rho_d, e, strict=True)]
+        return max(violations)
+
+
 def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
     """Minimise g under the lower constraints, starting and ending at the live v.
 
-    Multipliers start at zero, or at the values of an earlier minimisation.
+    Multipliers start at zero, or at their values in `start`, the end of an earlier minimisation.
     """
-    size = 1 + flatten(d.v.leaves).norm().item()
-    alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else list(start.alpha)
-    beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else list(start.beta)
-    rho = 10.0
-
-    def prices(sizes: list[Tensor]) -> list[Tensor]:
-        return [rho * kkt.bend / x**2 for x in sizes]
-
-    def value(v: Tensor) -> tuple[float, Tensor, None]:
-        write(v, d.v.leaves)
-        with d.holding_u(False):
-            d.lower_evaluations += 1
-            g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-            for m, r, x, paid in zip(alpha, rho_c, c, constant, strict=True):
-                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - paid) / 2
-            for m, r, x in zip(beta, rho_d, e, strict=True):
-                g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
-            return g.item(), flatten(gradient(g, d.v.leaves)), None
-
+    lagrangian = _Lagrangian(d, kkt, start)
     goal = max(0.1 * tolerance, 1e-10)
     most = d.lower_evaluations + EVALUATIONS
-    best, epsilon = math.inf, 0.1
-    x, far = flatten(d.v.leaves), 1e6 * size
-    slope = outside = math.inf
-    vain = 0
+    best, epsilon, slope, vain = math.inf, 0.1, math.inf, 0
+    x = flatten(d.v.leaves)
+    size = 1 + x.norm().item()
+    far = 1e6 * size
     for _ in range(ROUNDS):
-        origin = x
-        rho_c, rho_d = prices(kkt.sizes_c), prices(kkt.sizes_d)
-        constant = [torch.sum(m * m / r) for m, r in zip(alpha, rho_c, strict=True)]
-        search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
+        lagrangian.start_round()
+        search = LBFGS.start(lagrangian, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + lagrangian.rho))))
         for _ in range(ITERATIONS):
             slope = search.gradient.norm().item()
-            if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(value):
+            if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(lagrangian):
                 break
-            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # far: no minimum this way
+            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # no minimum in this direction
                 break
-        x = search.x
-        if not x.norm().item() <= far and rho < MOST:  # g falls faster than the price rises
-            x, rho = origin, 100 * rho
+        if not search.x.norm().item() <= far and lagrangian.rho < MOST:  # g falls faster than the price rises
+            lagrangian.rho *= 100
             write(x, d.v.leaves)
             continue
+        x = search.x
         size = 1 + x.norm().item()
         write(x, d.v.leaves)
         slope = search.gradient.norm().item()
-        with torch.no_grad():
-            _, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-            moved = [
-                (torch.maximum(v, -m / r) / s).abs().amax()
-                for v, m, r, s in zip(c, alpha, rho_c, kkt.sizes_c, strict=True)
-            ]
-            outside = max(violation_of(kkt, c, e), *(m.item() for m in moved), 0.0)
-            alpha = [(m + r * v).clamp(min=0) for m, r, v in zip(alpha, rho_c, c, strict=True)]
-            beta = [m + r * v for m, r, v in zip(beta, rho_d, e, strict=True)]
-        if (outside <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
+        violation = lagrangian.move_multipliers()
+        if (violation <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
             break
-        if outside > max(best / 4, goal * size):
-            rho = min(10 * rho, MOST)
-        vain = 0 if outside <= best / 2 else vain + 1
-        # No point meets the constraints, or none nearer by in this precision.
+        if violation > max(best / 4, goal * size):
+            lagrangian.rho = min(10 * lagrangian.rho, MOST)
+        vain = 0 if violation <= best / 2 else vain + 1
+        # The constraints cannot be met, or not more closely in this precision.
         if vain >= VAIN or d.lower_evaluations >= most:
             break
-        best, epsilon = min(best, outside), epsilon / 10
+        best, epsilon = min(best, violation), epsilon / 10
     with torch.no_grad():
-        g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-    return LowerPoint(g.item(), x, alpha, beta, violation_of(kkt, c, e), slope)
+        g, c, e = lagrangian.parts()
+    return LowerPoint(g.item(), x, lagrangian.alpha, lagrangian.beta, violation_of(kkt, c, e), slope)
 
 
 @dataclass

@@ -74,7 +74,27 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
     sources = Sources(data, 0, lower.device)
     d = Derivatives(problem, upper, lower, "auto")
     with undisturbed(lower.device, lower.buffers() + upper.buffers()):
-        found = _check(d, first_pairs(sources))
+        pairs = first_pairs(sources)
+        f, g, depends, coupled = _evaluate(d, pairs)
+        double = "yes"
+        started = time.perf_counter()
+        batches = d.prepare(pairs, graph=False)
+        d.slope(batches)
+        gradient(d.upper(batches[0][0]), d.v.leaves)
+        first = time.perf_counter() - started
+        started = time.perf_counter()
+        try:
+            s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
+            refuse_once_differentiable(s)
+            gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
+        except RuntimeError as error:
+            operator = missing_double_backward(error)
+            if operator is None:
+                raise
+            double = f"no: {operator} has none; curvature falls back to differences"
+        gradient(d.upper(batches[0][0]), d.v.leaves)
+        second = time.perf_counter() - started
+    found = Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)
     callbacks.show(str(found))
     return found
 
@@ -106,8 +126,8 @@ def _check_trials(trials: int, *both: Variable) -> None:
         for leaf in variable.leaves:
             if leaf.dim() == 0 or leaf.shape[0] != trials:
                 raise OptionError(
-                    f"every tensor of {variable.name} must have a leading dimension of {trials}, one entry for each trial; "
-                    f"got shape {tuple(leaf.shape)}."
+                    f"every tensor of {variable.name} must have a leading dimension of {trials}, one part for each "
+                    f"trial; got shape {tuple(leaf.shape)}."
                 )
 
 
@@ -212,26 +232,3 @@ def _reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:
     weights = torch.ones_like(output)
     found = torch.autograd.grad(output, leaves, weights, retain_graph=True, allow_unused=True)
     return any(d is not None for d in found)
-
-
-def _check(d: Derivatives, pairs: Sequence[Pair]) -> Check:
-    f, g, depends, coupled = _evaluate(d, pairs)
-    double = "yes"
-    started = time.perf_counter()
-    batches = d.prepare(pairs, graph=False)
-    d.slope(batches)
-    gradient(d.upper(batches[0][0]), d.v.leaves)
-    first = time.perf_counter() - started
-    started = time.perf_counter()
-    try:
-        s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
-        refuse_once_differentiable(s)
-        gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
-    except RuntimeError as error:
-        operator = missing_double_backward(error)
-        if operator is None:
-            raise
-        double = f"no: {operator} has none; curvature falls back to differences"
-    gradient(d.upper(batches[0][0]), d.v.leaves)
-    second = time.perf_counter() - started
-    return Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)

@@ -28,7 +28,7 @@ class Scales:
         g: |g_vv|.
         cross: A lower bound of |g_uv|: how strongly u moves the slope of g.
         jacobians: A lower bound of |J_h| for each constraint, exact for a constraint of one number.
-        unit_u: The length of a move of u that changes as much as a move of v by 1, and at least 1; the unit of grad_u F.
+        unit_u: The length of a move of u that changes as much as a move of v by 1, at least 1; the unit of grad_u F.
             min(sqrt(|f_zz| / |f_uu|), |g_vv| / |g_uv|, |J_h| / |J_h in u|). Default: 1.
     """
 
@@ -93,12 +93,9 @@ def measure(d: Derivatives, generator: torch.Generator) -> Scales:
 
 def _upper_curvature_u(d: Derivatives, leaves: Sequence[Tensor]) -> float:
     """Return |f_uu|, without a draw from the run's generator."""
-    still = [torch.zeros_like(leaf) for leaf in d.v.leaves]
-
-    def product(x: Sequence[Tensor]) -> list[Tensor]:
-        return _upper_product(d, leaves, [*x, *still])[: len(d.u.leaves)]
-
-    return _power(product, d.u.leaves, torch.Generator().manual_seed(0))
+    still, count = [torch.zeros_like(leaf) for leaf in d.v.leaves], len(d.u.leaves)
+    generator = torch.Generator().manual_seed(0)
+    return _power(lambda x: _upper_product(d, leaves, [*x, *still])[:count], d.u.leaves, generator)
 
 
 def _upper_slope(d: Derivatives, leaves: Sequence[Tensor]) -> list[Tensor]:

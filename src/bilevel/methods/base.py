@@ -8,12 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.derivatives.penalised_objective import Derivatives
-from bilevel.derivatives.prices import Prices
 from bilevel.distributed.process_group import ProcessGroup
+from bilevel.measures.certificate import Measurable
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
@@ -62,7 +60,7 @@ class RunContext:
     ranks: ProcessGroup | None = None
 
 
-class MethodState(Protocol):
+class MethodState(Measurable, Protocol):
     """A run of a method.
 
     `draws` is the number of pairs of batches in a step. The certificate is compared with `tolerance`; if it is None,
@@ -71,7 +69,6 @@ class MethodState(Protocol):
 
     mode: str
     draws: int
-    derivatives: Derivatives
     tolerance: float | None
 
     @property
@@ -87,14 +84,6 @@ class MethodState(Protocol):
     def finish(self) -> bool | None:
         """Give u and v their final values. Return whether v minimises g; None if that was not tested."""
 
-    def scales(self) -> tuple[float, float, float, float]:
-        """Return the scales of |grad_u F|, |grad_v F|, the lower residual and the violation."""
-
-    def episode(self) -> list[Pair] | None:
-        """Return the batches to which v belongs, if every step has a separate lower problem."""
-
-    def prices(self) -> Prices: ...
-    def lam(self) -> Tensor: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

@@ -171,7 +171,7 @@ class _Run(Unrolled):
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def _units(self, start: int, stop: int) -> list[Tensor]:
-        """Return the unit vectors of u from `start` to `stop`, shaped like its leaves; they are equal in every trial."""
+        """Return the unit vectors of u from `start` to `stop`, shaped like its leaves; all trials share them."""
         found, offset = [], 0
         trials = self.problem.trials
         for leaf in self.u.leaves:

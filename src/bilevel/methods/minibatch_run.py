@@ -88,11 +88,11 @@ class MinibatchRun(ABC):
                 "level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
-            raise OptionError("u cannot hold Rows if the problem has prepare. Use a tensor with one row for each example.")
-        if warm_up and self.problem.start_lower is not None:
             raise OptionError(
-                f"warm_up must be 0 with start_lower, which resets v in every step; got {warm_up}."
+                "u cannot hold Rows if the problem has prepare. Use a tensor with one row for each example."
             )
+        if warm_up and self.problem.start_lower is not None:
+            raise OptionError(f"warm_up must be 0 with start_lower, which resets v in every step; got {warm_up}.")
         if context.accumulate > 1 and self.problem.start_lower is not None:
             raise OptionError(
                 f"accumulate must be 1 with start_lower, which receives one episode; got {context.accumulate}. Put "
@@ -415,4 +415,3 @@ class MinibatchRun(ABC):
             self.context.sources.load_state_dict(self.before)
             self._draw()
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]
-

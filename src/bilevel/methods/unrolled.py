@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class UnrolledOptions(StepOptions):
 
 
 class HeavyBall(Descent):
-    """The steps of torch.optim.SGD, with a length for each trial. SGD would read a rate that is a tensor on the host."""
+    """The steps of torch.optim.SGD, with a length for each trial. SGD would read such a tensor on the host."""
 
     def __init__(self, variable: Variable, lengths: Tensor, momentum: float, *, falling: bool) -> None:
         super().__init__(variable, partial(torch.optim.SGD, lr=lengths.mean().item()), "lower_rate")
@@ -162,7 +163,7 @@ class Unrolled(MinibatchRun):
         batches = self.derivatives.prepare(draw, graph=True)
         still = detached(batches)
         self._start_episode(still)
-        return self._unrolled(_as_written, [still] * self.lower_steps, batches, left)
+        return self._unrolled(operator.call, [still] * self.lower_steps, batches, left)
 
     @abstractmethod
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
@@ -183,7 +184,3 @@ class Unrolled(MinibatchRun):
             column = RECORD.index("lower_rate")
             row[column : column + 1].fill_(self.lower.rate)  # an assignment would wait for the device
         return row
-
-
-def _as_written(step: Any, *arguments: Any) -> Any:
-    return step(*arguments)

@@ -46,7 +46,8 @@ class ValueFunction(OptimizerOptions):
             the rate of u.
         barrier: First weight tau of the barrier. Default: such that the first price, tau / margin, is
             |f_v| / |grad_v g| at the start.
-        margin: How far g at w can exceed its minimum at first. Default: |s|^3 / |g_vv s| with s = grad_v g at the start.
+        margin: How far g at w can exceed its minimum at first. Default: |s|^3 / |g_vv s| at the start, with
+            s = grad_v g.
         shrink: Last tau as a multiple of the first; the margin shrinks by the square of it. Default: 0.01.
 
     >>> ValueFunction(shrink=0.1)

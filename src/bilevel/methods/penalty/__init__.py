@@ -124,6 +124,7 @@ class Penalty(PenaltyOptions):
                     "mode='deterministic' needs objectives without data; got data. Use the full data inside upper and "
                     "lower, and pass data=None."
                 )
+            self.refuse_without_batches()
             if problem.trials is not None:
                 raise OptionError("mode='deterministic' solves one problem at a time. Pass mode='stochastic'.")
             if context.engine not in ("auto", "eager"):
@@ -136,7 +137,6 @@ class Penalty(PenaltyOptions):
                     f"precision must be None in deterministic mode, which works to the last digits; got "
                     f"{context.precision!r}. Leave it out, or pass mode='stochastic'."
                 )
-            self.refuse_without_batches()
             return (ConstrainedLagrangianRun if problem.constrained_below else AugmentedLagrangianRun)(self, context)
         own = EPISODES if problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.for_batches(own)

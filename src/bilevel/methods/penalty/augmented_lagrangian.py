@@ -196,8 +196,9 @@ class AugmentedLagrangianRun:
             return self._record(0)
         write(self.search.x, self.leaves)  # the line search can have left another trial there
         met = self.search.gradient.norm().item() <= self.epsilon or self._stationarity() <= 0.1 * self.goal
-        record = self._record(1 if met else 3 if not moved or self.taken >= INNER_STEPS else 0)
-        if met or not moved or self.taken >= INNER_STEPS:
+        over = not moved or self.taken >= INNER_STEPS
+        record = self._record(1 if met else 3 if over else 0)
+        if met or over:
             self._end_round(met, moved)
         return record
 
@@ -244,10 +245,9 @@ class AugmentedLagrangianRun:
 
     def _violations(self) -> list[float]:
         """Return |h| of each constraint, or |max(h, -m/c)| of an inequality; then the violation of u in U."""
-        sizes = []
         equal = len(self.problem.equalities)
-        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
-            sizes.append((h if i < equal else torch.maximum(h, -m / c)).norm().item())
+        parts = enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True))
+        sizes = [(h if i < equal else torch.maximum(h, -m / c)).norm().item() for i, (m, c, h) in parts]
         if self.u.projected:
             moved = [o - m / self.set_price for o, m in zip(self._outside(), self.set_mu, strict=True)]
             sizes.append(norm(moved).item())

@@ -60,8 +60,8 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         if context.tolerance is None:
             dtypes = [leaf.dtype for leaf in (*context.u.leaves, *context.v.leaves)]
             context = replace(context, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
-        d = context.problem.prepare
-        batch = None if d is None else d(context.u.value, None)
+        prepare = context.problem.prepare
+        batch = None if prepare is None else prepare(context.u.value, None)
         self.kkt = KKT(context.problem, context.u, context.v, batch)
         self.pieces, self.rounds = 0, 0
         self.exact_goal = 0.0

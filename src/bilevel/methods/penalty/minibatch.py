@@ -158,6 +158,8 @@ class PenaltyMinibatchRun(MinibatchRun):
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         self._move_upper(gradients, (upper_factor, factor), moving)
+        h = gradients.constraints
+        worst = violation(h, len(self.problem.equalities)) if h else torch.zeros_like(schedule.lam)
         size_u, size_v, residual = self._size_u(gradients), d.norm(lowered), d.norm(gradients.residual)
         record = [
             gradients.f,
@@ -165,7 +167,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             size_u,
             size_v,
             residual,
-            self._worst(gradients.constraints),
+            worst,
             schedule.prices.gamma,
             schedule.lam,
             schedule.epsilon,
@@ -207,9 +209,6 @@ class PenaltyMinibatchRun(MinibatchRun):
         if self.options.cotangent == "running":
             torch._foreach_lerp_(self.running, slope, 0.1)
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
-
-    def _worst(self, values: Sequence[Tensor]) -> Tensor:
-        return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 

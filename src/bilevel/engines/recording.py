@@ -62,9 +62,8 @@ class Engine:
     """Runs a step eagerly. Other engines derive from it."""
 
     def wrap(self, step: Step) -> Step:
-        """Return the step as this engine runs it. A record is valid for all tensors, and for these other arguments."""
-        return step
         """Return the step as this engine runs it. Tensors can differ between calls; other values select a record."""
+        return step
 
 class Recorded(Engine):
     """An engine that records a step when it sees a new set of shapes."""
@@ -100,7 +99,7 @@ class Recorded(Engine):
                 if not self._full:
                     self._full = True
                     warn_user(
-                        f"engine {self.name!r} has recorded {MOST_UNITS} different shapes. Others run eagerly. "
+                        f"engine {self.name!r} has recorded {MOST_UNITS} steps of several shapes. Others run eagerly. "
                         "Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them."
                     )
                 return step(*arguments)

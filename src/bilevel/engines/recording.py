@@ -65,6 +65,7 @@ class Engine:
         """Return the step as this engine runs it. Tensors can differ between calls; other values select a record."""
         return step
 
+
 class Recorded(Engine):
     """An engine that records a step when it sees a new set of shapes."""
 

@@ -142,7 +142,7 @@ def weight_gradients(graph: torch.fx.GraphModule) -> int:
 
 
 def _fits(data: Any, weight: Any, output: Any, stride: Any, padding: Any, dilation: Any) -> bool:
-    """Return whether a convolution of these sizes has this output; a user's conv(A', B')' can be something else."""
+    """Return whether a convolution with such sizes has this output; a user's conv(A', B')' can be something else."""
     sizes = zip(*(n.meta["val"].shape[2:] for n in (data, weight, output)), stride, padding, dilation, strict=True)
     return all((n + 2 * p - d * (k - 1) - 1) // s + 1 == m for n, k, m, s, p, d in sizes)
 

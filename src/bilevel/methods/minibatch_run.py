@@ -140,7 +140,7 @@ class MinibatchRun(ABC):
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
     ) -> Descent:
-        """Return what moves u, or another variable in its place: the user's optimizer, or Adam at the default rate."""
+        """Return what moves u, or the variable in its place: the user's optimizer, or Adam at the default rate."""
         u = self.u if u is None else u
         if factory is not None:
             return Descent(u, factory, "upper_optimizer")
@@ -267,10 +267,7 @@ class MinibatchRun(ABC):
         """Called when `start_lower` has reset v."""
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        """Move v, by default along grad_v g.
-
-        `left` is the factor on the learning rates; `moving` is False in the warm-up.
-        """
+        """Move v, by default along grad_v g. `left` multiplies the rates; `moving` is False in the warm-up."""
         _, slope = self.derivatives.slope(draw)
         self.lower.step(slope, (), left)
 
@@ -289,20 +286,8 @@ class MinibatchRun(ABC):
     ) -> Tensor:
         """Return the record of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
         zero = torch.zeros_like(f)
-        row = [
-            f,
-            g,
-            self._size_u(moved),
-            size_v,
-            residual,
-            zero,
-            zero,
-            zero,
-            zero,
-            left * self.upper.rate * moving,
-            self._lower_left(left) * self.lower.rate,
-            zero,
-        ]
+        row = [f, g, self._size_u(moved), size_v, residual, zero, zero, zero, zero]
+        row += [left * self.upper.rate * moving, self._lower_left(left) * self.lower.rate, zero]
         return torch.stack([x.detach().to(torch.float64).mean() for x in row])
 
     def _size_u(self, moved: Gradients) -> Tensor:
@@ -352,10 +337,7 @@ class MinibatchRun(ABC):
         return None
 
     def finish(self) -> bool | None:
-        """Without data, test whether v minimises g, by minimising g again from nearby points.
-
-        If v is large, test it only if a tolerance makes the status depend on it.
-        """
+        """Without data, test whether v minimises g. If v is large, this needs a tolerance."""
         if self.context.sources or self.problem.start_lower is not None:
             return None
         if self.tolerance is None and self.v.size > SMALL:

@@ -52,7 +52,7 @@ STALLS = 20
 
 
 def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """Return the relative accuracy that a certificate can reach in the least precise of these dtypes."""
+    """Return the relative accuracy that a certificate can reach in the least precise dtype."""
     return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
 
 
@@ -311,20 +311,8 @@ class AugmentedLagrangianRun:
         size_u = self.search.gradient[: self.split].norm().item()
         size_v = self.search.gradient[self.split :].norm().item()
         worst = violation(at.constraints, len(self.problem.equalities)).item() if at.constraints else 0.0
-        row = [
-            at.f.item(),
-            at.g.item(),
-            size_u,
-            size_v,
-            norm(at.residual).item(),
-            worst,
-            price.gamma.item(),
-            0.0,
-            self.epsilon,
-            self.search.length,
-            self.search.length,
-            float(reason),
-        ]
+        row = [at.f.item(), at.g.item(), size_u, size_v, norm(at.residual).item(), worst, price.gamma.item(), 0.0]
+        row += [self.epsilon, self.search.length, self.search.length, float(reason)]
         return torch.tensor(row, dtype=torch.float64)
 
     # -- what solve asks -----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Schedule:
 
     @torch.no_grad()
     def count(self) -> bool:
-        """Count one upper step on the host, if there is no tolerance; return whether the schedule advanced."""
+        """Count one upper step on the host if there is no epsilon; return whether the schedule advanced."""
         if self.tolerant or self.every is None:
             return False
         self.counted += 1

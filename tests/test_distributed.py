@@ -161,8 +161,8 @@ def test_an_engine_that_ranks_do_not_have_is_named_in_a_sentence_and_steps_run_a
     for engine, told in on_ranks(2, with_engine, "compile"):
         assert engine == "eager"
         assert told == [
-            "engine 'compile' cannot run these steps: ranks average gradients in the midst of a step, which a record "
-            "does not hold. They run as they are written (engine='eager')."
+            "engine 'compile' cannot run these steps: ranks average gradients within a step, which a recorded "
+            "step cannot do. They run eagerly (engine='eager')."
         ]
 
 

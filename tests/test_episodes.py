@@ -227,5 +227,5 @@ def test_rows_in_prepare_are_refused():
     problem = Problem(
         lambda u, v, p: torch.sum((v - 1) ** 2), lambda u, v, p: torch.sum((v - p) ** 2), prepare=lambda u, _: u[[0]]
     )
-    with pytest.raises(OptionError, match="u cannot hold Rows where the problem has prepare"):
+    with pytest.raises(OptionError, match="u cannot hold Rows if the problem has prepare"):
         solve(problem, Penalty(mode="stochastic"), u, v, max_steps=1, seed=0)

@@ -254,7 +254,7 @@ def test_constraints_and_lower_projections_are_refused(quadratic, extra, word):
 def test_rows_are_refused():
     network = Network()
     u, v = network.start(rows=True)
-    with pytest.raises(OptionError, match="cannot with Rows"):
+    with pytest.raises(OptionError, match="u cannot hold Rows"):
         solve(network.problem, ForwardMode(), u, v, network.data, max_steps=1)
 
 
@@ -297,5 +297,5 @@ def test_missing_double_backward_is_refused():
 def test_large_u_is_warned_of():
     u, v = torch.zeros(5000, requires_grad=True), torch.zeros(2, requires_grad=True)
     problem = Problem(lambda u, v, _: v.sum(), lambda u, v, _: (v - u.mean()).square().sum())
-    with pytest.warns(BilevelWarning, match=r"T x U = 25,000 second backwards in every upper step. Use ReverseMode"):
+    with pytest.warns(BilevelWarning, match=r"T x U = 25,000 second backward passes in every upper step. Use"):
         solve(problem, ForwardMode(warm_up=0.5), u, v, max_steps=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bilevel.engines.rewrite import weight_gradients
+from bilevel.engines.compiled import weight_gradients
 
 
 @pytest.mark.parametrize(

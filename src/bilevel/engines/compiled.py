@@ -1,17 +1,28 @@
-"""A step recorded operator by operator, and compiled by inductor."""
+"""The engine that records a step operator by operator and compiles it with inductor.
+
+torch writes the double backward of a convolution as other convolutions. The derivative in the weight,
+with A = d input, B = d output,
+
+    dW = conv(A', B')'        (' exchanges batch and channels)
+
+has a kernel as large as the image: on a GPU it takes 5 to 40 times as long as the kernels for weight gradients. It
+equals the weight gradient of a convolution of A with the cotangent B, which replaces it here.
+"""
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from bilevel.engines._torch_private import pytree
 from bilevel.engines.recording import Recorded, recordable
-from bilevel.engines.rewrite import weight_gradients
+
+aten = torch.ops.aten
 
 
 class Compiled(Recorded):
@@ -21,7 +32,7 @@ class Compiled(Recorded):
 
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         forms: list[Any] = []
-        # A tensor that comes in twice, or that the objectives hold on to, would be recorded and compiled as one.
+        # Without copies, a tensor that is passed twice, or that the objectives keep, would become one input.
         tensors = [_copied(tensor) for tensor in tensors]
 
         def recorded(*given: Tensor) -> list[Any]:
@@ -32,7 +43,7 @@ class Compiled(Recorded):
         with self._undone():
             self._try(step, tensors)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from torch, and from the step for a second time
+            warnings.simplefilter("ignore")  # of torch, and of the step, which has already given them
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -43,7 +54,7 @@ class Compiled(Recorded):
             inputs: list[Any] = [*tensors, *lived]
             with self._undone(), torch.no_grad():
                 compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
-                compiled(*inputs)  # while it can still be given up
+                compiled(*inputs)  # an error here still leads to the eager step
 
         def unit(given: list[Tensor]) -> Any:
             with torch.no_grad():
@@ -55,11 +66,13 @@ class Compiled(Recorded):
 
 
 def _options(device: torch.device) -> dict[str, Any]:
-    """Inductor's options. Random numbers are drawn as in eager steps, but draws that do not need each other can change
-    their order: a compiled step with dropout can then draw other masks than an eager one.
+    """Return inductor's options.
 
-    On a CPU, convolutions in channels-last cost more copies than they save; on a GPU, the many small kernels of moments
-    and prices become few. With these, inductor's reordering of loops fails on one of its assertions (torch 2.11).
+    It draws random numbers as eager steps do, but can change the order of independent draws: a compiled step with
+    dropout can draw other masks than an eager step.
+
+    On a CPU, channels-last convolutions cost more copies than they save. On a GPU, `combo_kernels` joins the many small
+    kernels of moments and prices; inductor's reordering of loops then fails one of its assertions (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda
@@ -74,22 +87,17 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors that share memory with one before: compiled code assumes that all are separate."""
-    seen: set[int] = set()
-    found = []
-    for tensor in tensors:
-        memory = tensor.untyped_storage().data_ptr()
-        found.append(tensor.clone() if memory in seen else tensor)
-        seen.add(memory)
-    return found
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [tensor.clone() if memory[i] in memory[:i] else tensor for i, tensor in enumerate(tensors)]
 
 
 def _name(tensor: Tensor) -> tuple[Any, ...]:
-    """What a leaf and its `detach` have in common. As two inputs, they would be merged again in every call."""
+    """Return a key that a leaf and its `detach` share, so that they become one input."""
     return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
-    """Turn the tensors that the record holds on to into inputs, each once; returns them."""
+    """Turn the tensors that the record keeps into inputs, each only once; return them."""
     nodes = list(graph.graph.nodes)
     start = nodes[count] if count < len(nodes) else nodes[-1]
     lived: list[Tensor] = []
@@ -109,3 +117,58 @@ def _lift(graph: torch.fx.GraphModule, count: int) -> list[Tensor]:
     graph.graph.lint()
     graph.recompile()
     return lived
+
+
+def weight_gradients(graph: torch.fx.GraphModule) -> int:
+    """Write each dW = conv(A', B')' as a weight gradient; return how many there were."""
+    count = 0
+    for node in [node for node in graph.graph.nodes if node.target is aten.convolution.default]:
+        first, second, bias, stride, padding, dilation, transposed, _, groups = node.args
+        a, b, last = _exchanged(first), _exchanged(second), _end(node)
+        if transposed or groups != 1 or bias is not None or a is None or b is None or last is None:
+            continue
+        if not _fits(a, last, b, dilation, padding, stride):
+            continue
+        with graph.graph.inserting_before(last):
+            like = graph.graph.call_function(aten.new_empty.default, (a, list(last.meta["val"].shape)))
+            all_three = graph.graph.call_function(
+                aten.convolution_backward.default,
+                (b, a, like, None, dilation, padding, stride, False, [0] * len(stride), 1, [False, True, False]),
+            )
+            last.replace_all_uses_with(graph.graph.call_function(operator.getitem, (all_three, 1)))
+        count += 1
+    graph.recompile()
+    return count
+
+
+def _fits(data: Any, weight: Any, output: Any, stride: Any, padding: Any, dilation: Any) -> bool:
+    """Return whether a convolution with such sizes has this output; a user's conv(A', B')' can be something else."""
+    sizes = zip(*(n.meta["val"].shape[2:] for n in (data, weight, output)), stride, padding, dilation, strict=True)
+    return all((n + 2 * p - d * (k - 1) - 1) // s + 1 == m for n, k, m, s, p, d in sizes)
+
+
+def _exchanged(node: Any) -> Any:
+    """Return the node whose batch and channels this one exchanges, or None. A copy can lie between (as on a GPU)."""
+    source = node.args[0] if node.target is aten.clone.default else node
+    return source.args[0] if _exchanges(source) else None
+
+
+def _exchanges(node: Any) -> bool:
+    """Return whether a node exchanges batch and channels."""
+    return node.target is aten.transpose.int and node.args[1:] == (0, 1)
+
+
+def _end(node: Any) -> Any:
+    """Return the last node that gives conv(A', B') the shape of the weight, after an exchange and cuts for strides."""
+    users = list(node.users)
+    if len(users) != 1 or not _exchanges(users[0]):
+        return None
+    last = users[0]
+    while len(last.users) == 1 and _cuts(next(iter(last.users))):
+        last = next(iter(last.users))
+    return last
+
+
+def _cuts(node: Any) -> bool:
+    """Return whether a node cuts the end of an image dimension."""
+    return node.target is aten.slice.Tensor and node.args[1] >= 2 and node.args[2] == 0

@@ -1,4 +1,4 @@
-"""A step captured as one CUDA graph."""
+"""The engine that captures steps as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from bilevel.engines._torch_private import pytree
 from bilevel.engines.recording import Engine, Host, Recorded, recordable
 
 
@@ -25,7 +25,7 @@ class Captured(Recorded):
         self._pool: Any = None
 
     def _computing(self) -> AbstractContextManager[None]:
-        """The context of the steps, unless compiled ones are captured."""
+        """Return the context in which eager steps are captured; compiled steps need none."""
         plain = not isinstance(self.inner, Recorded) or self.inner.failed
         return recordable(self.host.optimizers()) if plain else nullcontext()
 
@@ -38,15 +38,15 @@ class Captured(Recorded):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             with self._undone():
-                step(held)  # an engine inside this one compiles here
+                step(held)  # the inner engine compiles here
             with self._undone(), self._computing():
                 self._try(step, held)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
 
         def capture() -> Any:
-            # Graphs of one run never run at the same time, and what they return is copied: they share their memory.
-            # Threads of a loader can pin memory meanwhile: only what this one does can spoil the capture.
+            # Graphs of one run never run at the same time, and their results are copied: they can share memory.
+            # "thread_local": threads of a data loader can pin memory during the capture without spoiling it.
             safe = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
             with _capturing(), safe, self._computing():
                 return step(held)
@@ -68,7 +68,7 @@ class Captured(Recorded):
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    """No garbage is collected inside: an old graph among it would free its memory, which spoils a capture."""
+    """Collect no garbage inside, as an old graph that frees its memory would spoil the capture."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.clone_state()
     collecting = gc.isenabled()
@@ -77,7 +77,7 @@ def _capturing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # After a failed capture, torch leaves the generator in a state from which nothing can be drawn.
+        # After a failed capture, torch's generator cannot draw numbers.
         generator.graphsafe_set_state(before.graphsafe_get_state())
         raise
     finally:

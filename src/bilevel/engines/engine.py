@@ -1,9 +1,9 @@
-"""How a step is run: as it is written, recorded once and compiled, or captured as one CUDA graph.
+"""The choice of the engine that runs the steps: eager, compiled, or captured as one CUDA graph.
 
-A stochastic step has no host read and no branch on a value. One run of it, recorded operator by operator, is therefore
-the step for every batch of the same shapes: the tensors that live on (u, v, moments, prices) are read and written in
-place. Other shapes, such as those of a last partial batch, are recorded anew. The ways are in `recording`, `compiled`
-and `captured`; the choice among them is here.
+A step on minibatches never reads a value on the host and never branches on one. Its record, operator by operator, is
+therefore valid for every batch of the same shapes: it reads and writes the tensors of the run (u, v, moments, prices)
+in place. Other shapes, such as a smaller last batch, need a second record. The engines are in `recording`, `compiled`
+and `cuda_graph`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ __all__ = ["COMPILE_FROM", "ENGINES", "Captured", "Compiled", "Engine", "Engines
 
 ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
-"""Gradients of a run from which `auto` compiles: that takes a minute or two."""
+"""`auto` compiles from this number of gradients in a run, as compiling takes a minute or two."""
 COMPILE_WORK = 2e10
-"""Or gradients times weights, on a CPU."""
+"""On a CPU, `auto` also compiles from this number of gradients times numbers in v."""
 WHOLE = 32_768
-"""Weights times gradients of an upper iteration up to which it is compiled as one: its time is that of the calls."""
+"""Up to this number of gradients times numbers in v, an upper iteration is compiled as one: calls take most time."""
 
 
 class Engines:
-    """The pair that runs an upper iteration: `inner` runs its steps, `outer` all of it.
+    """The two engines of an upper iteration: `inner` runs its steps, `outer` all of it.
 
-    `name` says what was chosen: `auto` picks by the device, the number of gradients and that of weights. `each` is the
-    number of gradients in an upper iteration.
+    Arguments:
+        name: One of `ENGINES`. "auto" chooses by the device, the number of gradients and the size of v.
+        host: The run.
+        gradients: The number of gradients in the run.
+        each: The number of gradients in an upper iteration. Default: 1.
     """
 
     def __init__(self, name: str, host: Host, *, gradients: int, each: int = 1) -> None:
@@ -55,10 +58,10 @@ class Engines:
 
     @property
     def whole(self) -> bool:
-        """Whether an upper iteration is run by one call."""
+        """Whether one call runs an upper iteration."""
         return isinstance(self.outer, Recorded) and not self.outer.failed
 
     @property
     def name(self) -> str:
-        """What runs the steps by now."""
+        """The name of the engines that run the steps."""
         return "+".join(engine.name for engine in self.made if not engine.failed) or "eager"

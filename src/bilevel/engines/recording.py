@@ -1,12 +1,11 @@
-"""What engines that make a record of a step share: a record for each set of shapes, and the step as it is written.
+"""The base of the engines that record a step: a record for each set of shapes, and the eager step for all else.
 
-The runs that recording needs are undone, so that every step of a run, resumed or not, is done by the same code.
+Recording runs the step, and the engine then undoes these runs. The same code thus does every step, resumed or not.
 """
 
 from __future__ import annotations
 
 import random
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,26 +15,26 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state, set_random_state
-from bilevel.errors import BilevelWarning
+from bilevel.engines._torch_private import compiling, pytree
 from bilevel.problem.variables import Variable
 
 Step = Callable[..., Any]
-"""A step as a function of batches and tensors; whatever else it reads or writes lives on and is changed in place."""
+"""A function of batches and tensors. It changes all else that it reads or writes in place."""
 MOST_UNITS = 16
-"""Records that one run keeps of each kind; steps of further shapes run as they are written."""
+"""The most records that an engine keeps; steps with other shapes then run eagerly."""
 PLAIN = (type(None), bool, int, float, str)
-"""What a batch may hold beside tensors."""
+"""The types that a batch can hold, other than tensors."""
 
 
 class UnrecordableError(RuntimeError):
-    """What a step does cannot be recorded."""
+    """A step cannot be recorded."""
 
 
 class Counts(Protocol):
-    """The variable that a step moves, and the evaluations that it counts."""
+    """The variable that a step moves, and the number of evaluations."""
 
     v: Variable
     lower_evaluations: int
@@ -43,39 +42,38 @@ class Counts(Protocol):
 
 
 class Host(Protocol):
-    """The run that an engine works for."""
+    """The run whose steps an engine runs."""
 
     @property
-    def derivatives(self) -> Counts: ...
+    def derivatives(self) -> Counts:
+        """The variable v, and the number of evaluations."""
 
     def live(self) -> list[Tensor]:
-        """All tensors that a step changes in place and that exist by now."""
-        ...
+        """Return all tensors that exist so far and that a step changes in place."""
 
-    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that a step uses."""
 
     def obstacle(self) -> str:
-        """Why a step cannot be recorded; empty where it can."""
-        ...
+        """Return the reason why a step cannot be recorded, or an empty string."""
 
 
 class Engine:
-    """Runs the step as it is written; the others build on it."""
+    """Runs a step eagerly. Other engines derive from it."""
 
     def wrap(self, step: Step) -> Step:
-        """Return the step as this engine runs it. Its tensors change from call to call; other arguments select a
-        variant."""
+        """Return the step as this engine runs it. Tensors can differ between calls; other values select a record."""
         return step
 
 
 class Recorded(Engine):
-    """An engine that makes a unit of each step and each set of shapes on first sight."""
+    """An engine that records a step when it sees a new set of shapes."""
 
     name: str
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.failed = self._told_full = False
+        self.failed = self._full = False
         self._wrapped: dict[Step, Step] = {}
         self._units: dict[Any, Callable[[list[Tensor]], Any]] = {}
 
@@ -83,24 +81,28 @@ class Recorded(Engine):
         return self._wrapped.setdefault(step, partial(self._run, step))
 
     def _run(self, step: Step, *arguments: Any) -> Any:
-        """Run the step by its record, which is made if these shapes are new."""
+        """Run the step by its record; record it first if these shapes are new."""
         if self.failed:
             return step(*arguments)
         leaves, form = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
-            self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would freeze. Use tensors.")
+            self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would keep constant. Use tensors.")
             return step(*arguments)
         if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
             self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
             return step(*arguments)
-        sizes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-        key = (step, form, others, sizes)
+        key = (step, form, others, tuple((t.shape, t.stride(), t.dtype) for t in tensors))
         unit = self._units.get(key)
         if unit is None:
             if len(self._units) >= MOST_UNITS:
-                self._say_full()
+                if not self._full:
+                    self._full = True
+                    warn_user(
+                        f"engine {self.name!r} has recorded {MOST_UNITS} steps of several shapes. Others run eagerly. "
+                        "Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them."
+                    )
                 return step(*arguments)
 
             def filled(given: Sequence[Tensor]) -> Any:
@@ -111,38 +113,23 @@ class Recorded(Engine):
             try:
                 unit = self._units[key] = self._make(filled, tensors)
             except Exception as error:
-                self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _told(error))
+                self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _reason(error))
                 return step(*arguments)
         return unit(tensors)
 
     def give_up(self, why: str, *, quietly: bool = False) -> None:
-        """Run plainly from here on, and say so."""
+        """Run all later steps eagerly, with a warning that says why unless `quietly`."""
         self.failed = True
         self._units.clear()
-        if quietly:
-            return
-        warnings.warn(
-            f"engine {self.name!r} cannot run these steps: {why} They run as they are written (engine='eager').",
-            BilevelWarning,
-            stacklevel=2,
-        )
+        if not quietly:
+            warn_user(f"engine {self.name!r} cannot run these steps: {why} They run eagerly (engine='eager').")
 
     @abstractmethod
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
-        """The step as a function of tensors of these shapes."""
-
-    def _say_full(self) -> None:
-        if not self._told_full:
-            self._told_full = True
-            warnings.warn(
-                f"engine {self.name!r} has recorded {MOST_UNITS} steps of different shapes; others run as they are "
-                "written. Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them.",
-                BilevelWarning,
-                stacklevel=2,
-            )
+        """Return the recorded step, a function of tensors with these shapes."""
 
     def _try(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> None:
-        """Run the step once, which creates what is created lazily, and look for what a record would freeze."""
+        """Run the step once, so that all state exists, and refuse a step that a record would not repeat."""
         before = _host_generators()
         step(tensors)
         if _host_generators() != before:
@@ -152,7 +139,7 @@ class Recorded(Engine):
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Undo what is done inside: what lives on goes back to its value, what was created there to zero."""
+        """Undo the steps inside: live tensors return to their values, and new ones to zero."""
         d, device = self.host.derivatives, self.host.derivatives.v.device
         before = [(tensor, tensor.detach().clone()) for tensor in self.host.live()]
         known = {id(tensor) for tensor, _ in before}
@@ -170,7 +157,7 @@ class Recorded(Engine):
             d.lower_evaluations, d.upper_evaluations = counts
 
     def _counted(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """The result of `run`, and what adds the evaluations it made to the count again."""
+        """Return the result of `run`, and a function that counts its evaluations again."""
         d = self.host.derivatives
         before = d.lower_evaluations, d.upper_evaluations
         out = run()
@@ -184,14 +171,14 @@ class Recorded(Engine):
 
 
 def _host_generators() -> tuple[Any, ...]:
-    """The states of the generators that no record follows."""
+    """Return the states of the generators that a record does not repeat."""
     _, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), keys.tobytes(), *rest  # type: ignore[union-attr]
 
 
-def _told(error: Exception) -> str:
-    """What went wrong, in a sentence."""
-    texts = str(error) + str(error.__context__)  # a capture ends with an error of its own
+def _reason(error: Exception) -> str:
+    """Return the reason of an error as a sentence."""
+    texts = str(error) + str(error.__context__)  # a failed capture raises a second error
     if "_local_scalar_dense" in texts or "stream is capturing" in texts:
         return "an objective reads a value on the host (.item(), float(), a branch on a tensor)."
     first = (str(error).strip().splitlines() or ["no message"])[0]
@@ -200,19 +187,17 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """torch's optimizers compute with counters and rates, rather than read them, while something is being compiled."""
+    """Have torch's optimizers compute with counters and rates inside, and not read them on the host."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Those other than Adam compute with a rate that is a tensor in their `foreach` form alone.
+    # All optimizers except Adam need their `foreach` form to compute with a rate that is a tensor.
     foreach = [None if isinstance(o, torch.optim.Adam) else True for o in optimizers for _ in o.param_groups]
     wanted = [{"capturable": True, "fused": None, "foreach": each} for each in foreach]
     held = [{name: group[name] for name in new if name in group} for group, new in zip(groups, wanted, strict=True)]
-    flag = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
     for group, new, old in zip(groups, wanted, held, strict=True):
         group.update({name: new[name] for name in old})
     try:
-        yield
+        with compiling():
+            yield
     finally:
-        torch.compiler._is_compiling_flag = flag
         for group, old in zip(groups, held, strict=True):
             group.update(old)

@@ -1,8 +1,8 @@
-"""The sizes of a problem with data, from its first batches: what the first prices and the default rates come from.
+"""Measures a problem with data on its first batches, for the first prices and the default learning rates.
 
     lam = sum |f_v| / sum |s|,   gamma = sum |f_v| / sum |g_vv s|
 
-`scales` is the same for a problem without data. With trials, sizes are measured over all trials together.
+`problem_scales` measures a problem without data. With trials, the sizes are over all trials together.
 """
 
 from __future__ import annotations
@@ -18,40 +18,46 @@ from bilevel._util.nested import Pair
 from bilevel.derivatives.penalised_objective import Derivatives
 
 GAMMA_SHARE = 1.0
-"""The first gamma |g_vv s| as a multiple of |f_v|."""
+"""|f_v| times this is the first gamma |g_vv s|."""
 LOWER_RATES = (1e-4, 3e-2)
-"""The least and the largest default lower rate."""
+"""The smallest and the largest default lower rate."""
 LOWER_SHARE = 0.06
-"""The share of f + lam g that a first step of Adam at the default lower rate removes at most, to first order."""
+"""At the default lower rate, a first step of Adam removes at most this share of f + lam g, to first order."""
 DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
-"""Above this rate, a step of Adam moves the product of the layers of v by at most this share."""
+"""Above `DEEP_RATE`, a step of Adam moves the product of the layers of v by at most `DEEP_SHARE`."""
 
 
 @dataclass
 class BatchScales:
+    """The sizes of a problem on its first batches.
+
+    Fields:
+        gamma, lam: The first prices.
+        gamma_h: The first price of each constraint.
+        shapes: The shapes of the constraints.
+        coverage: The share of the Rows that one gradient reads.
+        sizes: |f_z|, |s| and the smallest |h|, the scales of the certificate.
+        f: The sums over the batches of f and of the entries of |grad_v f|.
+        g: The same sums for g.
+        most: The largest default lower rate. Default: `LOWER_RATES[1]`.
+        sizes_h: |h| of each constraint.
+    """
+
     gamma: float
     lam: float
     gamma_h: list[float]
-    """The first price of each constraint."""
     shapes: list[torch.Size]
-    """Of the constraints."""
     coverage: float
-    """The share of the Rows that one gradient reads."""
     sizes: tuple[float, float, float]
-    """|f_z|, |s| and |h|, which the certificate is judged against."""
     f: tuple[float, float]
-    """The sums of f and of the entries of |grad_v f| over the batches."""
     g: tuple[float, float]
-    """The same of g."""
     most: float = LOWER_RATES[1]
-    """The largest default lower rate."""
     sizes_h: list[float] = field(default_factory=list)
-    """|h| of each constraint, of which `sizes` has the least."""
 
     def lower_rate(self, lam: float | None) -> float:
-        """Adam moves each entry by its rate: f + lam g falls by the rate times the entries of |f_v| + lam |s|.
+        """Return Adam's default rate for v if it descends f + lam g, or only g without lam.
 
-        Without lam, v descends only g.
+        Adam moves each entry by its rate: f + lam g falls by the rate times the sum of the entries of |f_v| + lam |s|.
         """
         (f, f_sum), (g, s_sum) = self.f, self.g
         value, fall = (g, s_sum) if lam is None else (f + lam * g, f_sum + lam * s_sum)
@@ -60,7 +66,7 @@ class BatchScales:
 
 
 def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
-    """Measure a problem on what `prepare` made of its first batches, at the present u and v."""
+    """Measure a problem on its first batches, after `prepare`, at the present u and v."""
     f_v = f_z = slope = bent = coverage = 0.0
     f_size, g_size = (0.0, 0.0), (0.0, 0.0)
     shapes: list[torch.Size] = []
@@ -111,10 +117,10 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
 
 
 def _largest_rate(d: Derivatives) -> float:
-    """What a network of many layers bears.
+    """Return the largest default lower rate for a network of many layers.
 
-    At its first weights the losses of a deep network hardly fall: 6% of them would ask for steps as long as the weights
-    themselves, after which no unit is open.
+    At its first weights the loss of a deep network hardly falls. A step that removes 6% of it would be as long as the
+    weights, and would leave no unit active.
     """
     layers = [leaf.detach() for leaf in d.v.leaves if leaf.ndim > 1]
     count = sum(leaf.numel() for leaf in d.v.shards or d.v.leaves if leaf.ndim > 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -21,27 +22,37 @@ from bilevel.problem.problem import Problem
 from bilevel.results import Certificate
 
 BATCHES = 64
-"""Most batches of each source that a certificate is measured on."""
+"""The largest number of batches of each source for a certificate."""
 SMALL = 1000
-"""Largest size of v for which the hypergradient is solved for without being asked."""
+"""Up to this size of v, a certificate includes the error of the hypergradient by default."""
 CG_ITERATIONS = 200
 
 
-class Ended(Protocol):
-    """What a certificate asks of a run: a part of its `State`."""
+class Measurable(Protocol):
+    """The part of a run's state that a certificate needs."""
 
-    @property
-    def derivatives(self) -> Derivatives: ...
+    derivatives: Derivatives
+
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
-    def scales(self) -> tuple[float, float, float, float]: ...
-    def episode(self) -> list[Pair] | None: ...
+    def scales(self) -> tuple[float, float, float, float]:
+        """Return the scales of |grad_u F|, |grad_v F|, the lower residual and the violation."""
+
+    def episode(self) -> list[Pair] | None:
+        """Return the batches to which v belongs, if every step has a separate lower problem."""
 
 
 def certify(
-    state: Ended, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
+    state: Measurable, sources: Sources, *, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
-    """Measure the present point of a run, and the multipliers there. Variables, buffers and generators stay."""
+    """Return the certificate and the multipliers of a run's present point. All variables, buffers and generators stay.
+
+    Arguments:
+        state: The state of the run.
+        sources: The data of the run.
+        minimiser: Whether v minimises g; None if that was not tested.
+        hypergradient: Whether to measure the error of the hypergradient. None: only if v is small.
+    """
     d = state.derivatives
     counts = d.lower_evaluations, d.upper_evaluations
     d.u.make_dense()
@@ -54,7 +65,7 @@ def certify(
 
 
 def _measure(
-    state: Ended, sources: Sources, minimiser: bool | None, hypergradient: bool | None
+    state: Measurable, sources: Sources, minimiser: bool | None, hypergradient: bool | None
 ) -> tuple[Certificate, dict[str, list[Tensor]]]:
     d, problem = state.derivatives, state.derivatives.problem
     upper, lower, full = _batches(state, sources, problem)
@@ -62,7 +73,7 @@ def _measure(
     residual = d.residual(slope)
     values = d.mean_over_ranks(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
-    # L = f + <mu + gamma_h h, h>: what the hypergradient is of, once the constraints have their price.
+    # The hypergradient of L = f + <mu + gamma_h h, h>, with prices on the constraints.
     leaves = [*d.v.leaves, *d.u.leaves]
     lagrangian = []
     for make in upper:
@@ -109,14 +120,14 @@ def _measure(
 
 
 def _damping(lam: Tensor, gamma: Tensor) -> float:
-    """lam / gamma, the mean over trials."""
+    """Return lam / gamma, the mean over trials."""
     if not bool(lam.any()):
         return 0.0
     return float((lam / gamma).mean()) if bool(gamma.all()) else math.inf
 
 
-def adjoint(state: Ended, sources: Sources) -> list[Tensor]:
-    """q from g_vv q = f_v at the present point, on the batches of a certificate, as far as g curves up."""
+def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
+    """Return q from g_vv q = f_v at the present point, on the batches of a certificate."""
     d = state.derivatives
     with keeping(d.v.buffers() + d.u.buffers()):
         upper, lower, _ = _batches(state, sources, d.problem)
@@ -132,7 +143,7 @@ def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -
         target,
         d.dot,
         steps=min(CG_ITERATIONS, 2 * d.v.size),
-        accuracy=_accuracy(d),
+        accuracy=1e-10 if d.v.dtype == torch.float64 else 1e-4,
         flat=1e-14,
     )
     start = d.dot(target, target)
@@ -140,17 +151,12 @@ def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -
     return q, float(relative.max().sqrt())
 
 
-def _accuracy(d: Derivatives) -> float:
-    """The relative residual that is worth reaching."""
-    return 1e-10 if d.v.dtype == torch.float64 else 1e-4
-
-
 _Maker = Callable[[bool], list[Pair]]
-"""The batch (True: with the graph of `prepare`), as a list of one pair. Made again for each backward."""
+"""Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`."""
 
 
-def _batches(state: Ended, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
-    """What to average the upper and the lower objective over."""
+def _batches(state: Measurable, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:
+    """Return the batches for the upper and for the lower objective, and whether they are all the data."""
 
     def maker(pair: Pair) -> _Maker:
         return lambda graph: state.derivatives.prepare([pair], graph=graph)
@@ -172,21 +178,19 @@ def _mean(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
-    """g_vv x followed by g_uv x."""
-    total: list[Tensor] | None = None
-    for make in lower:
-        part = d.hessian_product(make(True), direction, with_u=True)
-        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
-    return [t / len(lower) for t in total or []]
+    """Return g_vv x, followed by g_uv x."""
+    parts = (d.hessian_product(make(True), direction, with_u=True) for make in lower)
+    total = reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
+    return [t / len(lower) for t in total]
 
 
 def _hypergradient_error(
     d: Derivatives, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
 ) -> float | None:
-    """Solve g_vv q = f_v by conjugate gradients and compare f_u - g_uv q with grad_u F."""
+    """Return the relative error of grad_u F against f_u - g_uv q, with q from conjugate gradients; None without q."""
     count = len(d.v.leaves)
     q, left = _solved(d, lower, slopes[:count])
-    if left > max(_accuracy(d), 1e-3):
+    if left > 1e-3:
         return None
     through = _product(d, lower, q)[count:]
     exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]

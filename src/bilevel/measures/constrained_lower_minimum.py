@@ -1,9 +1,9 @@
-"""Minimises g(u, .) under the lower constraints for a fixed u, without data: the augmented Lagrangian, by L-BFGS.
+"""Minimises g(u, .) under the lower constraints for a fixed u, without data, by an augmented Lagrangian and L-BFGS.
 
     rounds: L-BFGS over v on g + <beta, d> + rho_d/2 |d|^2 + rho_c/2 |max(0, c + alpha/rho_c)|^2 - |alpha|^2/(2 rho_c)
-            alpha = max(0, alpha + rho_c c);  beta += rho_d d;  rho *= 10 where the violation fell by less than 4 times
+            alpha = max(0, alpha + rho_c c);  beta += rho_d d;  rho *= 10 unless the violation fell to a quarter
 
-First order only, and apart from the run that it starts and checks.
+It uses only first derivatives. A run starts from the result, and tests its end with it.
 """
 
 from __future__ import annotations
@@ -23,140 +23,158 @@ from bilevel.optim.lbfgs import LBFGS
 ROUNDS = 20
 ITERATIONS = 50
 EVALUATIONS = 600
-"""Most evaluations of one minimisation: where g is flat the line searches are long."""
+"""The most evaluations of one minimisation; if g is flat, line searches are long."""
 LARGEST = 1e-4
 """A decrease of g up to this share of its size counts as rounding."""
 MOST = 1e8
-"""The largest price of a lower constraint, in the unit of g's curvature."""
+"""The largest price of a lower constraint, relative to the curvature of g."""
 VAIN = 4
 """A minimisation ends after this many rounds in a row that bring v no closer to the constraints."""
 REACHES = (0.1, 1.0)
-"""How far, relative to 1 + |v|, v is moved away before the lower problem is solved again; each way."""
+"""The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again."""
 LOOKS = 128
-"""Points that are looked at, without a minimisation, for the `PROMISING` ones to start from; a tenth of them where v
-has more than `LARGE` numbers."""
+"""The number of points that are evaluated to find `PROMISING` starts; a tenth if v has more than `LARGE` numbers."""
 PROMISING, LARGE = 4, 1000
 APART = 0.3
-"""How far these lie from v and from one another at least, relative to 1 + |v|."""
+"""The least distance of promising points from v and from each other, relative to 1 + |v|."""
 COARSE = 1e-5
-"""The tolerance of a minimisation that ends where g is larger, or where one ended before."""
+"""The tolerance of a minimisation whose end has a larger g, or is already known."""
 SAME = 1e-3
-"""Ends that differ by less, relative to 1 + |v|, are one."""
+"""Ends closer than this, relative to 1 + |v|, count as one."""
 NONE = 1e-3
-"""The violation, relative to 1 + |v|, from which the lower problem counts as one without a point at this u."""
+"""From this violation, relative to 1 + |v|, the lower problem at this u counts as infeasible."""
 
 
 @dataclass
 class LowerPoint:
-    """An end of a lower minimisation."""
+    """The end of a lower minimisation.
+
+    `value` is g, `violation` the largest violation of a lower constraint in the unit of v, `slope` is |grad_v L|.
+    """
 
     value: float
-    """g"""
     v: Tensor
     alpha: list[Tensor]
     beta: list[Tensor]
     violation: float
-    """The largest violation of a lower constraint, in the unit of v."""
     slope: float
-    """|grad_v L|"""
 
 
 def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
-    """The largest violation of a lower constraint, in the unit of v."""
+    """Return the largest violation of a lower constraint, in the unit of v."""
     sizes = [(x.detach() / size).amax().clamp(min=0) for x, size in zip(c, kkt.sizes_c, strict=True)]
     sizes += [(x.detach() / size).abs().amax() for x, size in zip(d, kkt.sizes_d, strict=True)]
     return torch.stack(sizes).amax().item()
 
 
+class _Lagrangian:
+    """The augmented Lagrangian of the lower level as a function of v, with its multipliers and prices."""
+
+    def __init__(self, d: Derivatives, kkt: KKT, start: LowerPoint | None) -> None:
+        self.d, self.kkt, self.rho = d, kkt, 10.0
+        self.alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else start.alpha
+        self.beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else start.beta
+
+    def start_round(self) -> None:
+        """Set the prices by rho, and what stays constant until the multipliers move."""
+        kkt = self.kkt
+        self.rho_c, self.rho_d = ([self.rho * kkt.bend / x**2 for x in sizes] for sizes in (kkt.sizes_c, kkt.sizes_d))
+        self.constant = [torch.sum(m * m / r) for m, r in zip(self.alpha, self.rho_c, strict=True)]
+
+    def parts(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return g, the inequalities and the equalities at the live v."""
+        return self.kkt.parts(self.d.prepare([(None, None)], graph=False)[0][1])
+
+    def __call__(self, v: Tensor) -> tuple[float, Tensor, None]:
+        """Write v to the leaves; return the value and the gradient there."""
+        leaves = self.d.v.leaves
+        write(v, leaves)
+        with self.d.holding_u(False):
+            self.d.lower_evaluations += 1
+            g, c, e = self.parts()
+            for m, r, x, constant in zip(self.alpha, self.rho_c, c, self.constant, strict=True):
+                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - constant) / 2
+            for m, r, x in zip(self.beta, self.rho_d, e, strict=True):
+                g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
+            return g.item(), flatten(gradient(g, leaves)), None
+
+    @torch.no_grad()
+    def move_multipliers(self) -> float:
+        """Move alpha and beta at the live v; return the largest violation there, including complementarity."""
+        _, c, e = self.parts()
+        violations = [violation_of(self.kkt, c, e), 0.0]
+        for x, m, r, size in zip(c, self.alpha, self.rho_c, self.kkt.sizes_c, strict=True):
+            violations.append((torch.maximum(x, -m / r) / size).abs().amax().item())
+        self.alpha = [(m + r * x).clamp(min=0) for m, r, x in zip(self.alpha, self.rho_c, c, strict=True)]
+        self.beta = [m + r * x for m, r, x in zip(self.beta, self.rho_d, e, strict=True)]
+        return max(violations)
+
+
 def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
     """Minimise g under the lower constraints, starting and ending at the live v.
 
-    Multipliers start at zero, or at the values of an earlier minimisation.
+    Multipliers start at zero, or at their values in `start`, the end of an earlier minimisation.
     """
-    size = 1 + flatten(d.v.leaves).norm().item()
-    alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else list(start.alpha)
-    beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else list(start.beta)
-    rho = 10.0
-
-    def prices(sizes: list[Tensor]) -> list[Tensor]:
-        return [rho * kkt.bend / x**2 for x in sizes]
-
-    def value(v: Tensor) -> tuple[float, Tensor, None]:
-        write(v, d.v.leaves)
-        with d.holding_u(False):
-            d.lower_evaluations += 1
-            g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-            for m, r, x, paid in zip(alpha, rho_c, c, constant, strict=True):
-                g = g + (torch.sum((m + r * x).clamp(min=0) ** 2 / r) - paid) / 2
-            for m, r, x in zip(beta, rho_d, e, strict=True):
-                g = g + torch.sum(m * x) + torch.sum(r * x * x) / 2
-            return g.item(), flatten(gradient(g, d.v.leaves)), None
-
+    lagrangian = _Lagrangian(d, kkt, start)
     goal = max(0.1 * tolerance, 1e-10)
     most = d.lower_evaluations + EVALUATIONS
-    best, epsilon = math.inf, 0.1
-    x, far = flatten(d.v.leaves), 1e6 * size
-    slope = outside = math.inf
-    vain = 0
+    best, epsilon, slope, vain = math.inf, 0.1, math.inf, 0
+    x = flatten(d.v.leaves)
+    size = 1 + x.norm().item()
+    far = 1e6 * size
     for _ in range(ROUNDS):
-        origin = x
-        rho_c, rho_d = prices(kkt.sizes_c), prices(kkt.sizes_d)
-        constant = [torch.sum(m * m / r) for m, r in zip(alpha, rho_c, strict=True)]
-        search = LBFGS.start(value, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + rho))))
+        lagrangian.start_round()
+        search = LBFGS.start(lagrangian, x, metric=torch.full_like(x, 1 / (kkt.bend * (1 + lagrangian.rho))))
         for _ in range(ITERATIONS):
             slope = search.gradient.norm().item()
-            if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(value):
+            if slope <= max(epsilon, goal) * kkt.bend * size or not search.iterate(lagrangian):
                 break
-            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # far: no minimum this way
+            if d.lower_evaluations >= most or not search.x.norm().item() <= far:  # no minimum in this direction
                 break
-        x = search.x
-        if not x.norm().item() <= far and rho < MOST:  # g falls faster than the price rises
-            x, rho = origin, 100 * rho
+        if not search.x.norm().item() <= far and lagrangian.rho < MOST:  # g falls faster than the price rises
+            lagrangian.rho *= 100
             write(x, d.v.leaves)
             continue
+        x = search.x
         size = 1 + x.norm().item()
         write(x, d.v.leaves)
         slope = search.gradient.norm().item()
-        with torch.no_grad():
-            _, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-            moved = [
-                (torch.maximum(v, -m / r) / s).abs().amax()
-                for v, m, r, s in zip(c, alpha, rho_c, kkt.sizes_c, strict=True)
-            ]
-            outside = max(violation_of(kkt, c, e), *(m.item() for m in moved), 0.0)
-            alpha = [(m + r * v).clamp(min=0) for m, r, v in zip(alpha, rho_c, c, strict=True)]
-            beta = [m + r * v for m, r, v in zip(beta, rho_d, e, strict=True)]
-        if (outside <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
+        violation = lagrangian.move_multipliers()
+        if (violation <= goal * size and slope <= goal * kkt.bend * size) or not x.norm().item() <= far:
             break
-        if outside > max(best / 4, goal * size):
-            rho = min(10 * rho, MOST)
-        vain = 0 if outside <= best / 2 else vain + 1
-        # No point meets the constraints, or none nearer by in this precision.
+        if violation > max(best / 4, goal * size):
+            lagrangian.rho = min(10 * lagrangian.rho, MOST)
+        vain = 0 if violation <= best / 2 else vain + 1
+        # The constraints cannot be met, or not more closely in this precision.
         if vain >= VAIN or d.lower_evaluations >= most:
             break
-        best, epsilon = min(best, outside), epsilon / 10
+        best, epsilon = min(best, violation), epsilon / 10
     with torch.no_grad():
-        g, c, e = kkt.parts(d.prepare([(None, None)], graph=False)[0][1])
-    return LowerPoint(g.item(), x, alpha, beta, violation_of(kkt, c, e), slope)
+        g, c, e = lagrangian.parts()
+    return LowerPoint(g.item(), x, lagrangian.alpha, lagrangian.beta, violation_of(kkt, c, e), slope)
 
 
 @dataclass
 class Resolved:
-    """What solving the lower problem again from several points found."""
+    """The result of solving the lower problem again from several points.
+
+    Fields:
+        gap: g(u, v) minus the smallest g found; at least 0.
+        better: A lower point with a smaller g, by more than the accuracy explains.
+        starts: The number of starting points.
+        met: How many of them ended at a point that meets the lower constraints. Default: 0.
+        tied: Other lower points with the same g, within the accuracy. Default: none.
+    """
 
     gap: float
-    """g(u, v) less the least g that was found; at least 0."""
     better: LowerPoint | None
-    """A lower point whose g is less by more than the accuracy explains."""
     starts: int
     met: int = 0
-    """How many of these ended at a point that meets the lower constraints."""
     tied: list[LowerPoint] = field(default_factory=list)
-    """Other lower points whose g is the same, as far as the accuracy goes."""
 
 
 def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
-    """Solve the lower problem at the present u from several points; leaves v and the multipliers as they are.
+    """Solve the lower problem at the present u from several points; leave v and the multipliers unchanged.
 
     `slope` is |grad_v L| at the present point.
     """
@@ -171,7 +189,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
     margin = noise * (abs(g) + kkt.bend * size) + size * slope + 2 * weights * largest * violation_of(kkt, c, e)
 
     def allowed(point: LowerPoint) -> float:
-        """By how much its g may be less. A point outside by x is as low as g may fall by x times its multipliers."""
+        """Return how much smaller g can be at a point as good as this one: violations lower g by their multipliers."""
         own = sum(m.abs().sum().item() for m in (*point.alpha, *point.beta))
         explained = margin + 2 * own * largest * point.violation
         return float(min(explained, LARGEST * (abs(g) + abs(point.value)) + 1e-7))
@@ -208,7 +226,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
 
 @torch.no_grad()
 def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
-    """Points away from `held` where g + price * violation is small: every other one differs in only one number."""
+    """Return points away from `held` with a small g + price * violation; half the candidates change only one number."""
     size = 1 + held.norm().item()
     batch = d.prepare([(None, None)], graph=False)[0][1]
     looked: list[tuple[float, Tensor]] = []

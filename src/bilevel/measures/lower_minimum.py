@@ -1,4 +1,4 @@
-"""Minimise g(u, .) for a fixed u, without data, for the start of a run and the check of its end."""
+"""Minimises g(u, .) for a fixed u, without data, at the start of a run and to test its end."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from bilevel.optim.lbfgs import LBFGS
 
 ITERATIONS = 50
 PROBES = (1e-3, 0.1, 1.0)
-"""How far, relative to 1 + |v|, a probe moves v before it minimises g again; each way and back."""
+"""The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again."""
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All tensors as one vector."""
+    """Return all tensors as one vector."""
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 @torch.no_grad()
 def write(vector: Tensor, leaves: Sequence[Tensor]) -> None:
-    """The vector's parts into the leaves, in place."""
+    """Copy the parts of a vector into the leaves."""
     for leaf, part in zip(leaves, torch.split(vector, [leaf.numel() for leaf in leaves]), strict=True):
         leaf.copy_(part.reshape(leaf.shape))
 
 
 def lower_value(d: Derivatives, v: Tensor) -> tuple[float, Tensor, None]:
-    """g and grad_v g at v, which is written to the leaves."""
+    """Write v to the leaves; return g and grad_v g there."""
     write(v, d.v.leaves)
     g, s = d.slope(d.prepare([(None, None)], graph=False))
     return g.sum().item(), flatten(s), None
 
 
 def minimise(d: Derivatives, tolerance: float) -> float:
-    """Minimise g from the present v, in few iterations; leaves v at the best point and returns g there."""
+    """Minimise g from the present v in a few iterations; leave v at the best point and return g there."""
     start = flatten(d.v.leaves)
     if d.v.projected:
         return _minimise_projected(d, start, tolerance)
@@ -55,9 +55,9 @@ def minimise(d: Derivatives, tolerance: float) -> float:
 
 
 def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
-    """A v where g is less than at the present one, found by moving v away and minimising g again; None if none is.
+    """Move v away and minimise g again; return a v with a smaller g than at the present point, or None.
 
-    `curvature` is |g_vv|. A fall that rounding explains, or an end just short of the minimum, does not count.
+    `curvature` is |g_vv|. A decrease counts only if rounding, or an inexact minimum, cannot explain it.
     """
     held = flatten(d.v.leaves)
     at, slope = d.slope(d.prepare([(None, None)], graph=False))
@@ -81,7 +81,7 @@ def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, cu
 
 
 def _minimise_projected(d: Derivatives, x: Tensor, tolerance: float) -> float:
-    """The same over the set of `project_lower`: projected gradient with Barzilai-Borwein steps."""
+    """Minimise g over the set of `project_lower`, by projected gradients with Barzilai-Borwein steps."""
 
     def projected(point: Tensor) -> Tensor:
         write(point, d.v.leaves)

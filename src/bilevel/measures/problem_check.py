@@ -1,4 +1,4 @@
-"""Tries a problem once, without training: what `solve` does before its first step, and `bilevel.check` for users."""
+"""Evaluates a problem once without training: for `solve` before its first step, and for users by `bilevel.check`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from bilevel.running import callbacks
 
 @dataclass(frozen=True)
 class Check:
-    """What `bilevel.check` found."""
+    """The results of `bilevel.check`.
+
+    Fields:
+        upper, lower: The values of f and g.
+        upper_size, lower_size: How many numbers u and v have.
+        upper_depends_on_v: Whether f depends on v.
+        coupled: Whether g or the constraints depend on u. If not, u cannot influence v.
+        double_backward: "yes", or the operator without one (`curvature="auto"` then uses differences).
+        seconds_gradient: The time of one first-order gradient of f and g in v.
+        seconds_step: The time of one gradient of the penalised objective in v.
+    """
 
     upper: float
     lower: float
@@ -33,13 +43,9 @@ class Check:
     lower_size: int
     upper_depends_on_v: bool
     coupled: bool
-    """Whether g or the constraints depend on u: without it u has no say in v."""
     double_backward: str
-    """`yes`, or the operator that has none (`curvature="auto"` then falls back to differences)."""
     seconds_gradient: float
-    """One first-order gradient of f and g in v."""
     seconds_step: float
-    """One gradient of the penalised objective in v."""
 
     def __str__(self) -> str:
         rows = [
@@ -56,22 +62,49 @@ class Check:
 
 
 def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
-    """Try everything once without training (shapes, gradients, double backward, cost of a step) and print it."""
+    """Evaluate a problem once without training; print and return its sizes, gradients and the cost of a step.
+
+    Arguments:
+        problem: The `Problem`.
+        u: The upper variable, as for `solve`.
+        v: The lower variable, as for `solve`.
+        data: The data, as for `solve`. Default: no data.
+    """
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)
     d = Derivatives(problem, upper, lower, "auto")
     with undisturbed(lower.device, lower.buffers() + upper.buffers()):
-        found = _check(d, first_pairs(sources))
+        pairs = first_pairs(sources)
+        f, g, depends, coupled = _evaluate(d, pairs)
+        double = "yes"
+        started = time.perf_counter()
+        batches = d.prepare(pairs, graph=False)
+        d.slope(batches)
+        gradient(d.upper(batches[0][0]), d.v.leaves)
+        first = time.perf_counter() - started
+        started = time.perf_counter()
+        try:
+            s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
+            refuse_once_differentiable(s)
+            gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
+        except RuntimeError as error:
+            operator = missing_double_backward(error)
+            if operator is None:
+                raise
+            double = f"no: {operator} has none; curvature falls back to differences"
+        gradient(d.upper(batches[0][0]), d.v.leaves)
+        second = time.perf_counter() - started
+    found = Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)
     callbacks.show(str(found))
     return found
 
 
 def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
-    """Return u and v as variables; raise an error that says what is wrong with them."""
+    """Return u and v as variables; refuse those that `solve` cannot use."""
     upper = Variable(u, "u", problem.project_upper)
     lower = Variable(v, "v", problem.project_lower)
     if lower.rows:
-        raise OptionError("v cannot hold Rows: the lower variable moves as a whole. Pass a tensor of shape (n, ...).")
+        raise OptionError("v cannot hold Rows, because every step moves all of v. Pass a tensor of shape (n, ...).")
     if upper.device != lower.device:
         raise OptionError(f"u and v must be on one device; got {upper.device} and {lower.device}. Move one with .to().")
     if problem.trials is not None:
@@ -93,8 +126,8 @@ def _check_trials(trials: int, *both: Variable) -> None:
         for leaf in variable.leaves:
             if leaf.dim() == 0 or leaf.shape[0] != trials:
                 raise OptionError(
-                    f"every tensor of {variable.name} must have a leading dimension of {trials}, one part a trial; got "
-                    f"shape {tuple(leaf.shape)}."
+                    f"every tensor of {variable.name} must have a leading dimension of {trials}, one part for each "
+                    f"trial; got shape {tuple(leaf.shape)}."
                 )
 
 
@@ -113,13 +146,13 @@ def first_pairs(sources: Sources) -> list[Pair]:
 
 
 def first_evaluation(d: Derivatives, sources: Sources) -> None:
-    """Refuse what cannot be solved, before anything is changed."""
+    """Refuse a problem that `solve` cannot solve, before it changes anything."""
     with keeping(d.v.buffers() + d.u.buffers()):
         _evaluate(d, first_pairs(sources))
 
 
 def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
-    """(f, g, whether f depends on v, whether g or h depends on u)"""
+    """Return f, g, whether f depends on v, and whether g or a constraint depends on u."""
     with _explained(d, "prepare", pairs[0]):
         pair = d.prepare(pairs, graph=True)[0]
     with d.holding_u(True) as inputs:
@@ -127,7 +160,7 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
             g = d.lower(pair[1])
         with _explained(d, "a constraint", pair[0]):
             h = d.constraints(pair[0])
-        # Of the batch they know nothing: with data they are part of every lower problem alike.
+        # With data, the lower constraints receive no batch: they belong to every lower problem.
         own = None if d.problem.prepare is None else pair[1]
         with _explained(d, "a lower constraint", own):
             below = d.lower_constraints(own)
@@ -169,7 +202,7 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
 
 @contextmanager
 def _explained(d: Derivatives, name: str, batch: Any) -> Iterator[None]:
-    """An error of the user's own function, with the shapes it was given."""
+    """Raise an error of the user's function as a `ProblemError` with the shapes of its arguments."""
     try:
         yield
     except BilevelError:
@@ -199,26 +232,3 @@ def _reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:
     weights = torch.ones_like(output)
     found = torch.autograd.grad(output, leaves, weights, retain_graph=True, allow_unused=True)
     return any(d is not None for d in found)
-
-
-def _check(d: Derivatives, pairs: Sequence[Pair]) -> Check:
-    f, g, depends, coupled = _evaluate(d, pairs)
-    double = "yes"
-    started = time.perf_counter()
-    batches = d.prepare(pairs, graph=False)
-    d.slope(batches)
-    gradient(d.upper(batches[0][0]), d.v.leaves)
-    first = time.perf_counter() - started
-    started = time.perf_counter()
-    try:
-        s = gradient(d.lower(batches[0][1]), d.v.leaves, keep_graph=True)
-        refuse_once_differentiable(s)
-        gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
-    except RuntimeError as error:
-        operator = missing_double_backward(error)
-        if operator is None:
-            raise
-        double = f"no: {operator} has none; curvature falls back to differences"
-    gradient(d.upper(batches[0][0]), d.v.leaves)
-    second = time.perf_counter() - started
-    return Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)

@@ -1,4 +1,4 @@
-"""The sizes of a problem without data: |f_zz|, |g_vv|, |g_uv| and |J_h|, from a few products with random vectors."""
+"""Measures a problem without data: |f_zz|, |g_vv|, |g_uv| and |J_h|, by a few products with random vectors."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ TINY = 1e-12
 
 @dataclass
 class Scales:
+    """The sizes of a problem without data.
+
+    Fields:
+        f: |f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) if that is larger, since a linear f has a slope but no curvature.
+        g: |g_vv|.
+        cross: A lower bound of |g_uv|: how strongly u moves the slope of g.
+        jacobians: A lower bound of |J_h| for each constraint, exact for a constraint of one number.
+        unit_u: The length of a move of u that changes as much as a move of v by 1, at least 1; the unit of grad_u F.
+            min(sqrt(|f_zz| / |f_uu|), |g_vv| / |g_uv|, |J_h| / |J_h in u|). Default: 1.
+    """
+
     f: float
-    """|f_zz|, or 1e-3 |f_z| / (1 + |u| + |v|) if larger, since a linear f has a slope but no curvature."""
     g: float
-    """|g_vv|"""
     cross: float
-    """|g_uv|: how strongly u moves the slope of g; a lower bound"""
     jacobians: list[float]
-    """|J_h| of each constraint; a lower bound, exact for a constraint of one number"""
     unit_u: float = 1.0
-    """The length of a move of u that changes as much as a move of v by 1: min(sqrt(|f_zz| / |f_uu|), |g_vv| / |g_uv|,
-    |J_h| / |J_h in u|), and at least 1. grad_u F is judged in this unit"""
 
 
 def lower_curvature(d: Derivatives, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
-    """Return |g_vv| at the present u and v, on these batches if there are data."""
+    """Return |g_vv| at the present u and v, on these batches. Default: without data."""
     still = d.prepare([(None, None)], graph=False) if batches is None else batches
     return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
 
@@ -47,7 +52,7 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 def _power(
     product: Callable[[Sequence[Tensor]], list[Tensor]], like: Sequence[Tensor], generator: torch.Generator
 ) -> float:
-    """The largest |eigenvalue| of a symmetric map."""
+    """Return the largest |eigenvalue| of a symmetric map."""
     x, size = [_random(t, generator) for t in like], 0.0
     for _ in range(POWER_ITERATIONS):
         length = norm(x)
@@ -60,15 +65,11 @@ def _power(
 
 def measure(d: Derivatives, generator: torch.Generator) -> Scales:
     """Measure a problem without data at the present u and v."""
-
-    def random(like: Tensor) -> Tensor:
-        return _random(like, generator)
-
     leaves, count, split = [*d.u.leaves, *d.v.leaves], len(d.v.leaves), len(d.u.leaves)
     bend_g = lower_curvature(d, generator)
     cross = 0.0
     for _ in range(SAMPLES):
-        x = [random(leaf) for leaf in d.v.leaves]
+        x = [_random(leaf, generator) for leaf in d.v.leaves]
         product = d.hessian_product(d.prepare([(None, None)], graph=True), x, with_u=True)[count:]
         cross = max(cross, (norm(product) / norm(x)).item() * math.sqrt(max(1.0, d.v.size / d.u.size)))
     slope, reach = _upper_slope(d, leaves), 1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()
@@ -80,7 +81,7 @@ def measure(d: Derivatives, generator: torch.Generator) -> Scales:
     for _ in range(SAMPLES):
         for i in range(len(jacobians)):
             h = d.constraints(d.prepare([(None, None)], graph=True)[0][0])[i]
-            w = random(h)
+            w = _random(h, generator)
             pull = gradient(h, leaves, cotangent=[w])
             jacobians[i] = max(jacobians[i], (norm(pull) / norm([w])).item())
             jacobians_u[i] = max(jacobians_u[i], (norm(pull[:split]) / norm([w])).item())
@@ -91,13 +92,10 @@ def measure(d: Derivatives, generator: torch.Generator) -> Scales:
 
 
 def _upper_curvature_u(d: Derivatives, leaves: Sequence[Tensor]) -> float:
-    """|f_uu|. Its random vector has a generator of its own: the run's draws stay as they are."""
-    still = [torch.zeros_like(leaf) for leaf in d.v.leaves]
-
-    def product(x: Sequence[Tensor]) -> list[Tensor]:
-        return _upper_product(d, leaves, [*x, *still])[: len(d.u.leaves)]
-
-    return _power(product, d.u.leaves, torch.Generator().manual_seed(0))
+    """Return |f_uu|, without a draw from the run's generator."""
+    still, count = [torch.zeros_like(leaf) for leaf in d.v.leaves], len(d.u.leaves)
+    generator = torch.Generator().manual_seed(0)
+    return _power(lambda x: _upper_product(d, leaves, [*x, *still])[:count], d.u.leaves, generator)
 
 
 def _upper_slope(d: Derivatives, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -105,7 +103,7 @@ def _upper_slope(d: Derivatives, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _upper_product(d: Derivatives, leaves: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-    """f_zz x; by a difference of gradients where f has no second derivative."""
+    """Return f_zz x; by a difference of gradients if an operator of f has no double backward."""
     try:
         first = gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves, keep_graph=True)
         return gradient(first, leaves, cotangent=list(x))

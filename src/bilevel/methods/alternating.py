@@ -1,9 +1,9 @@
-"""Alternating descent (GD in the paper): v descends g, u descends f with v held.
+"""Alternating descent (GD in the paper): v descends g, u descends f with v held fixed.
 
     v <- v - rho grad_v g(u, v)   (T times),      u <- u - sigma grad_u f(u, v)
 
-The dependence of the lower solution on u is left out: the end is a solution only where that does not matter, and u does
-not move at all where f depends on it through v alone.
+The method ignores how the lower solution depends on u. Its end is a solution only if this dependence does not matter,
+and u does not move at all if f depends on it only through v.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from bilevel._util.checks import factory
 from bilevel.derivatives.prices import Prices
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.methods.minibatch_run import Draw, MinibatchRun
-from bilevel.methods.options import StepOptions, no_constraints
-from bilevel.optim.variable_optimizer import OptimizerFactory
+from bilevel.methods.minibatch_run import MinibatchRun
+from bilevel.methods.options import OptimizerOptions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Alternating(StepOptions):
+class Alternating(OptimizerOptions):
     """Alternating descent: v descends g, u descends f with v held fixed.
 
     It ignores how the lower solution depends on u, so its end is a solution only if that does not matter.
@@ -42,19 +39,16 @@ class Alternating(StepOptions):
     Alternating(lower_steps=1)
     """
 
-    lower_optimizer: OptimizerFactory | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        factory("lower_optimizer", self.lower_optimizer)
-
     def init(self, context: RunContext) -> MethodState:
-        no_constraints("Alternating", context.problem)
+        """Start a run; `solve` calls this."""
         return _Run(self, context)
 
 
 class _Run(MinibatchRun):
-    """Lower evaluations: T + 1 for each upper step, T in the lower steps and one for the record. Upper: one."""
+    """A run of `Alternating`.
+
+    Each upper step evaluates g T + 1 times (T lower steps and the record) and f once.
+    """
 
     def __init__(self, options: Alternating, context: RunContext) -> None:
         super().__init__(context, **options.steps(context.problem))
@@ -63,15 +57,6 @@ class _Run(MinibatchRun):
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self._ready()
 
-    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        d = self.derivatives
-        g, slope = d.slope(draw)
-        direct = d.direct(draw, with_v=False)
-        direct.rows = d.all_rows(direct.rows)
-        if moving:
-            self.upper.step(direct.u, direct.rows, left)
-        return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
-
     def prices(self) -> Prices:
-        """The adjoint is taken for zero, which is what the method leaves out: the certificate shows it."""
+        """Return prices with an adjoint of zero, as the method ignores it; the certificate shows the difference."""
         return self._adjoint_prices([torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves])

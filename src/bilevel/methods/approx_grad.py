@@ -1,12 +1,11 @@
-"""The approximate hypergradient (ApproxGrad in the paper): the adjoint q is solved for, a few steps at a time.
+"""The approximate hypergradient (ApproxGrad in the paper): a linear solver takes a few steps on the adjoint q.
 
     v <- v - rho grad_v g   (T times),     (g_vv + damping I) q ~ f_v,     u <- u - sigma (f_u - g_uv q)
 
 Domke, *Generic methods for optimization-based modeling*, AISTATS 2012; Pedregosa, *Hyperparameter optimization with
-approximate gradient*, ICML 2016. q is kept from one upper step to the next, so that a few products a step are enough
-where u moves slowly. The solvers are those of `bilevel.optim.linear_solvers`; all products of an upper step are of
-one batch and, but
-for the exceptions below, of one graph of g.
+approximate gradient*, ICML 2016. Each upper step starts from the last q, so that a few products are enough if u moves
+slowly. The solvers are in `bilevel.optim.linear_solvers`. All products of an upper step use one batch and, apart from
+the exceptions below, one graph of g.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import factory, in_range, one_of, true_or_false
+from bilevel._util.checks import in_range, one_of, true_or_false
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel._util.tensor_lists import difference, gradient
@@ -27,17 +26,16 @@ from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
-from bilevel.methods.options import StepOptions, no_constraints, no_projection
+from bilevel.methods.options import OptimizerOptions, no_projection
 from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
-from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.problem.rows import together
 
 LINEAR_SHARE = 0.1
-"""The default rate of Adam on q, as a share of the size of an entry of q."""
+"""The default learning rate of Adam on q, relative to the size of an entry of q."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ApproxGrad(StepOptions):
+class ApproxGrad(OptimizerOptions):
     """Approximate hypergradient: solves g_vv q = f_v a few steps at a time, then u descends f_u - g_uv q.
 
     Options:
@@ -71,7 +69,6 @@ class ApproxGrad(StepOptions):
     damping: float = 0.0
     warm_start: bool = True
     curvature: Literal["auto", "exact", "difference"] = "auto"
-    lower_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,24 +78,25 @@ class ApproxGrad(StepOptions):
         true_or_false("warm_start", self.warm_start)
         in_range("damping", self.damping, least=0)
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))
-        factory("lower_optimizer", self.lower_optimizer)
         if self.linear_rate is not None and self.linear_solver != "adam":
             raise OptionError(
-                f"linear_rate is only for linear_solver='adam'; got {self.linear_rate!r} with {self.linear_solver!r}."
+                f"linear_rate is only used with linear_solver='adam'; got {self.linear_rate!r} with "
+                f"linear_solver={self.linear_solver!r}. Leave it out, or pass linear_solver='adam'."
             )
 
     def init(self, context: RunContext) -> MethodState:
-        no_constraints("ApproxGrad", context.problem)
+        """Start a run; `solve` calls this."""
         no_projection("ApproxGrad", context.problem)
         return _Run(self, context)
 
 
 class _Run(MinibatchRun):
-    """Lower evaluations: T + 1 for each upper step, as all products share the graph of the last one. Upper: one.
+    """A run of `ApproxGrad`.
 
-    Where that graph is not to be had, each product evaluates g anew: with `accumulate=k` once for each batch, with
-    `curvature="difference"` twice. There are linear_steps + 2 products with `cg`, linear_steps + 3 with `neumann` (one
-    less each without `warm_start`), 2 linear_steps + 1 with `adam`; none in the warm-up.
+    Each upper step evaluates g T + 1 times, as all products share the graph of the last evaluation, and f once. Without
+    such a graph, each product evaluates g again: once for each batch with `accumulate=k`, twice with
+    `curvature="difference"`. The number of products is linear_steps + 2 with `cg` and linear_steps + 3 with `neumann`
+    (one less without `warm_start`), 2 linear_steps + 1 with `adam`, and none in the warm-up.
     """
 
     like_v = (*MinibatchRun.like_v, "linear")
@@ -107,7 +105,7 @@ class _Run(MinibatchRun):
         super().__init__(context, curvature=options.curvature, **options.steps(context.problem))
         measured = self._measured()
         self.damping = options.damping
-        self.linear = self._linear(options, measured)
+        self.linear: LinearSolver = self._linear(options, measured)
         self.lower = self._lower_descent(options.lower_optimizer, self._lower_rate(measured))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self._ready()
@@ -115,11 +113,10 @@ class _Run(MinibatchRun):
     def _linear(self, options: ApproxGrad, measured: BatchScales) -> LinearSolver:
         leaves, steps, dot = self.v.leaves, options.linear_steps or options.lower_steps, self.derivatives.dot
         warm = options.warm_start
-        if options.linear_solver == "cg":
-            return ConjugateGradients(leaves, steps, dot, warm_start=warm)
-        if options.linear_solver == "neumann":
-            return Neumann(leaves, steps, dot, warm_start=warm)
-        # |q| is about |f_v| / |g_vv|, and |g_vv| about |g_vv s| / |s|.
+        if options.linear_solver != "adam":
+            solver = ConjugateGradients if options.linear_solver == "cg" else Neumann
+            return solver(leaves, steps, dot, warm_start=warm)
+        # |q| is about |f_v| / |g_vv|, and |g_vv| is about |g_vv s| / |s|.
         size = measured.gamma * measured.sizes[1] / self.v.size**0.5
         rate = LINEAR_SHARE * size if options.linear_rate is None else options.linear_rate
         return LeastSquares(leaves, steps, dot, warm_start=warm, rate=rate)
@@ -151,9 +148,9 @@ class _Run(MinibatchRun):
         return self._record(total.f, total.g, total, d.norm(total.v), d.norm(total.slope), left, moving)
 
     def _curved(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
-        """Solve for q; returns g and grad_v g, with g_vv q and g_uv q in place of the derivatives of F."""
+        """Solve for q; return g and grad_v g, with g_vv q and g_uv q in place of the derivatives of F."""
         if len(batches) > 1 or self.derivatives.curvature == "difference":
-            return self._curved_anew(batches, f_v, left)
+            return self._curved_again(batches, f_v, left)
         d, leaves = self.derivatives, self.v.leaves
         with d.holding_u(True) as inputs:
             g = d.lower(batches[0][1])
@@ -164,8 +161,8 @@ class _Run(MinibatchRun):
             g, *slope = d.mean_over_ranks([g.detach(), *(x.detach() for x in s)])
             return d.gathered(torch.zeros_like(g), g, slope, [], found, 1.0, len(leaves))
 
-    def _curved_anew(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
-        """The same, where each product evaluates g anew: with the draws that the first evaluation had."""
+    def _curved_again(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
+        """Do the same with an evaluation of g for each product, which draws the same random numbers each time."""
         d, device = self.derivatives, self.v.device
         still, share = detached(batches), 1.0 / len(batches)
         before = random_state(device)
@@ -181,14 +178,14 @@ class _Run(MinibatchRun):
             q = self._solved(product, f_v, left)
             set_random_state(before, device)
             parts = []
-            for batch in batches:  # one by one: each has read rows of its own
+            for batch in batches:  # separately, as each batch reads other rows
                 found = [x * share for x in d.hessian_product([batch], q, with_u=True)]
                 parts.append(d.gathered(torch.zeros_like(g), g * share, slope, [], found, 1.0, len(slope)))
         set_random_state(after, device)
         return reduce(added, parts)
 
     def _solved(self, product: Product, f_v: list[Tensor], left: Tensor) -> list[Tensor]:
-        """The new q, of g_vv + damping I."""
+        """Return the new q, which solves (g_vv + damping I) q = f_v."""
         damping = self.damping
 
         def damped(p: list[Tensor]) -> list[Tensor]:
@@ -199,15 +196,8 @@ class _Run(MinibatchRun):
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
-        """nu = -q: with it, the derivative of f + <nu, grad_v g> in v is the residual of the linear system."""
+        """Return prices with nu = -q: the derivative of f + <nu, grad_v g> in v is then the residual of the system."""
         return self._adjoint_prices(self.linear.q)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"linear": self.linear.state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name, tensors in self.linear.state.items():
-            for mine, saved in zip(tensors, state["linear"][name], strict=True):
-                mine.copy_(saved)
+    def _tensors(self) -> dict[str, Any]:
+        return {"linear": self.linear.state}

@@ -1,4 +1,4 @@
-"""What `solve` and a method agree on. A method is a frozen dataclass of options; what changes lives in its state."""
+"""The interface between `solve` and a method. A method is a frozen dataclass of options; a run's state changes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.derivatives.penalised_objective import Derivatives
-from bilevel.derivatives.prices import Prices
 from bilevel.distributed.process_group import ProcessGroup
+from bilevel.measures.certificate import Measurable
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
@@ -32,12 +30,21 @@ RECORD = (
     "lower_rate",
     "advanced",
 )
-"""The columns of `History` that a step fills, in the order of its record."""
+"""The columns of `History` in the order of a step's record."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything a method needs to know of a run."""
+    """All that a method knows about a run.
+
+    Fields that are not obvious:
+        generator: For random numbers of the method, on the host.
+        precision: The precision in which the user's functions are evaluated: None (the dtype of u and v) or `bf16`
+            (see `bilevel.derivatives.mixed_precision`).
+        engine: The engine that runs the steps (see `bilevel.engines.engine`).
+        start: The index of this start among several.
+        ranks: The processes that share the batches; None if one process has all of them.
+    """
 
     problem: Problem
     u: Variable
@@ -47,52 +54,36 @@ class RunContext:
     tolerance: float | None
     accumulate: int
     generator: torch.Generator
-    """For the method's own draws, on the host."""
     precision: Precision | None = None
-    """What the user's functions are evaluated in: None, that of the variables, or `bf16` (see
-    `bilevel.derivatives.mixed_precision`)."""
     engine: str = "auto"
-    """What runs the steps: see `bilevel.engines.engine`."""
     start: int = 0
-    """Which of several starts this is."""
     ranks: ProcessGroup | None = None
-    """The processes that share the batches; None where one has them all."""
 
 
-class MethodState(Protocol):
-    """A run of a method. `step` moves u and v in place and returns its record, a tensor ordered as RECORD."""
+class MethodState(Measurable, Protocol):
+    """A run of a method.
+
+    `draws` is the number of pairs of batches in a step. The certificate is compared with `tolerance`; if it is None,
+    only the budget ends the run.
+    """
 
     mode: str
     draws: int
-    """Pairs of batches that a step takes."""
-    derivatives: Derivatives
     tolerance: float | None
-    """What the certificate is compared with; None where only the budget ends the run."""
 
     @property
     def engine(self) -> str:
-        """What runs the steps by now."""
-        ...
+        """The name of the engine that runs the steps."""
 
-    def step(self, k: int) -> Tensor: ...
+    def step(self, k: int) -> Tensor:
+        """Move u and v in place; return the record, a tensor ordered as RECORD."""
+
     def ended(self) -> Status | None:
-        """How the run ended by the method's own judgement; None while it goes on. May read values on the host."""
-        ...
+        """Return how the run ended, or None while it continues. This can read values on the host."""
 
     def finish(self) -> bool | None:
-        """Leave u and v as they are returned; True, False or None: v minimises g, does not, was not tried."""
-        ...
+        """Give u and v their final values. Return whether v minimises g; None if that was not tested."""
 
-    def scales(self) -> tuple[float, float, float, float]:
-        """The sizes that |grad_u F|, |grad_v F|, the lower residual and the violation are judged against."""
-        ...
-
-    def episode(self) -> list[Pair] | None:
-        """The batches that v belongs to, where each step has a lower problem of its own."""
-        ...
-
-    def prices(self) -> Prices: ...
-    def lam(self) -> Tensor: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -101,7 +92,16 @@ class Method(Protocol):
     """A frozen dataclass of options. `init` starts a run; the state it returns takes the steps."""
 
     def describe(self) -> dict[str, str]:
-        """The options that were given, as text: what a checkpoint is compared by."""
-        ...
+        """Return the options that differ from the defaults, as text. A run that resumes compares them."""
 
     def init(self, context: RunContext) -> MethodState: ...
+
+
+def copy_state(mine: Any, saved: Any) -> None:
+    """Copy saved tensors in place into tensors, lists or dicts of the same structure."""
+    if isinstance(mine, Tensor):
+        mine.copy_(saved)
+        return
+    pairs = [(mine[key], saved[key]) for key in mine] if isinstance(mine, dict) else zip(mine, saved, strict=True)
+    for a, b in pairs:
+        copy_state(a, b)

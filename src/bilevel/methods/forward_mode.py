@@ -1,16 +1,15 @@
-"""Forward-mode differentiation (FMD in the paper): the derivative of v_t in u is carried along with v_t.
+"""Forward-mode differentiation (FMD in the paper): each step updates v_t and its derivative in u.
 
     M <- beta M + P g_vv + g_uv,      P <- P - rho M,      then    v <- v - rho m            (t = 0 .. T-1)
     df/du = f_u + P f_v
 
-from P = M = 0 with v_0 and m_0 held fixed: row i of P, a U x V matrix, is the derivative of v in the i-th entry of u.
-P g_vv + g_uv is the Hessian of g in (u, v) times the rows (e_i, P_i): the second backward of one evaluation of g, taken
-for many rows at once. For a u of few numbers only: `ReverseMode` has the same derivative for any.
+from P = M = 0, with v_0 and m_0 held fixed. P is a U x V matrix; row i is the derivative of v in the i-th entry of u.
+P g_vv + g_uv is the Hessian of g in (u, v) times the rows (e_i, P_i), by the second backward pass of one evaluation of
+g for many rows at once. Use it only for a small u: `ReverseMode` computes the same derivative for any u.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range
+from bilevel._util.checks import in_range, warn_user
 from bilevel._util.nested import detached
 from bilevel._util.tensor_lists import gradient
 from bilevel.derivatives.double_backward import missing_double_backward
 from bilevel.derivatives.prices import Prices
-from bilevel.errors import BilevelWarning, OptionError, ProblemError
+from bilevel.errors import OptionError, ProblemError
 from bilevel.measures.certificate import adjoint
 from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 
 MANY = 20_000
-"""Second backwards in an upper step from which a warning is given."""
+"""Give a warning from this number of second backward passes in an upper step."""
 MEMORY_LIMIT = 2.0
-"""Most GiB that P, and M with momentum, may take."""
+"""The largest size of P, and M with momentum, in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,18 +67,17 @@ class ForwardMode(UnrolledOptions):
         in_range("chunk_size", self.chunk_size, least=1, whole=True)
 
     def init(self, context: RunContext) -> MethodState:
+        """Start a run; `solve` calls this."""
         if context.u.rows:
             raise OptionError(
-                "ForwardMode differentiates v in all of u at once, and cannot with Rows. Use ReverseMode or Penalty, "
-                "or a tensor with a row an example."
+                "ForwardMode differentiates v in all of u at once, so u cannot hold Rows. Use ReverseMode or Penalty, "
+                "or a tensor with one row for each example."
             )
         self._refuse_size(context)
         if (count := self.lower_steps * context.u.size // (context.problem.trials or 1)) > MANY:
-            warnings.warn(
-                f"ForwardMode takes T x U = {count:,} second backwards in every upper step. Use ReverseMode or Penalty "
-                "for so large a u.",
-                BilevelWarning,
-                stacklevel=7,
+            warn_user(
+                f"ForwardMode takes T x U = {count:,} second backward passes in every upper step. Use ReverseMode or "
+                "Penalty for a u of this size."
             )
         return _Run(self, context)
 
@@ -90,14 +88,17 @@ class ForwardMode(UnrolledOptions):
         if size > MEMORY_LIMIT:
             kept = "two matrices" if copies == 2 else "a matrix"
             raise OptionError(
-                f"ForwardMode keeps {kept} of U x V = {rows:,} x {columns:,} numbers: {size:,.2f} GiB, and at most "
+                f"ForwardMode keeps {kept} of U x V = {rows:,} x {columns:,} numbers: {size:,.2f} GiB; at most "
                 f"{MEMORY_LIMIT:g} GiB are allowed. Use ReverseMode or Penalty."
             )
 
 
 class _Run(Unrolled):
-    """Lower evaluations: T + 1 for each upper step, T in the lower steps and one for the record, times `accumulate`;
-    upper evaluations: one. Each of the T has U second backwards."""
+    """A run of `ForwardMode`.
+
+    Each upper step evaluates g T + 1 times (T lower steps and the record), times `accumulate`, and f once. Each lower
+    step has U second backward passes.
+    """
 
     curvature = "exact"
 
@@ -131,7 +132,7 @@ class _Run(Unrolled):
         return record
 
     def _forward(self, draw: Draw, left: Tensor, carried: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """A lower step, and the derivatives of v and m after it."""
+        """Take a lower step; return the derivatives of v and m after it."""
         P, M = carried
         d, share, count = self.derivatives, 1.0 / len(draw), len(self.v.leaves)
         slope: list[Tensor] = []
@@ -149,7 +150,7 @@ class _Run(Unrolled):
         return P, change if M else []
 
     def _bent(self, first: Sequence[Tensor], P: Sequence[Tensor]) -> list[Tensor]:
-        """P g_vv + g_uv from the gradient of g in v and u, which has its graph."""
+        """Return P g_vv + g_uv, from the gradient of g in v and u and its graph."""
         live = [i for i, x in enumerate(first) if x.requires_grad]
         if not live:
             return [torch.zeros_like(p) for p in P]
@@ -170,7 +171,7 @@ class _Run(Unrolled):
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def _units(self, start: int, stop: int) -> list[Tensor]:
-        """The unit vectors of u from `start` to `stop`, shaped like its leaves; the same in every trial."""
+        """Return the unit vectors of u from `start` to `stop`, shaped like its leaves; all trials share them."""
         found, offset = [], 0
         trials = self.problem.trials
         for leaf in self.u.leaves:
@@ -178,10 +179,8 @@ class _Run(Unrolled):
             size = shape.numel()
             units = leaf.new_zeros(stop - start, size)
             units.diagonal(start - offset).fill_(1)
-            if trials is None:
-                found.append(units.reshape(-1, *shape))
-            else:
-                found.append(units.reshape(-1, 1, *shape).expand(-1, trials, *shape))
+            rows = units.reshape(-1, *shape)
+            found.append(rows if trials is None else rows.unsqueeze(1).expand(-1, trials, *shape))
             offset += size
         return found
 
@@ -207,7 +206,7 @@ class _Run(Unrolled):
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
-        """minus the adjoint, from g_vv q = f_v at the present point: the method itself has none. Reads on the host."""
+        """Return prices with the adjoint of the present point, from g_vv q = f_v. This reads values on the host."""
         if self.adjoint is None:
             self.adjoint = adjoint(self, self.context.sources)
         return self._adjoint_prices(self.adjoint)

@@ -1,7 +1,7 @@
-"""The run that all step-wise methods share: T lower steps, then an upper one, on draws of both sources.
+"""The run that all methods on minibatches share: T lower steps, then an upper step.
 
-`MinibatchRun` draws the batches, keeps the optimizers, gives the steps to the engines, and answers what `solve` asks. A
-method's subclass says what one lower and one upper step do.
+`MinibatchRun` draws the batches, keeps the optimizers, gives the steps to the engines, and answers the questions of
+`solve`. The subclass of a method defines one lower step and one upper step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping
@@ -23,19 +22,19 @@ from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.derivatives import make_derivatives
+from bilevel.engines._torch_private import pytree
 from bilevel.engines.engine import Engines
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales, measure
 from bilevel.measures.certificate import SMALL
 from bilevel.measures.lower_minimum import lower_point
-from bilevel.methods.base import RunContext
+from bilevel.methods.base import RunContext, copy_state
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
 
 Draw = list[Pair]
 """The batches of one gradient."""
-SCALE_BATCHES = 5
 GOLDEN = (math.sqrt(5) - 1) / 2
 REACH = 5.0
 """How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
@@ -50,15 +49,15 @@ class _Parts(NamedTuple):
 
 
 class MinibatchRun(ABC):
-    """A run, step by step. A subclass sets `lower` and `upper`, then calls `_ready`."""
+    """A run of upper iterations. A subclass sets `lower` and `upper`, then calls `_ready`."""
 
     mode = "stochastic"
     curved = True
     """Whether a step takes second derivatives."""
     like_v: tuple[str, ...] = ("lower",)
-    """Where in the state each tensor of v has one of its shape: shards where v is sharded (see
+    """The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
     `bilevel.distributed.sharded_state`)."""
-    scale_batches = SCALE_BATCHES
+    scale_batches = 5
     """How many batches the scales are measured on."""
     lower: Descent
     upper: Descent
@@ -74,25 +73,30 @@ class MinibatchRun(ABC):
         warm_up: float = 0.0,
         falling: bool = True,
     ) -> None:
-        """`shared`: one draw for a whole upper step. `warm_up`: the share of the steps in which v alone moves.
-        `falling`: the learning rates fall linearly to zero."""
+        """Arguments:
+
+        lower_steps: Lower steps in an upper iteration (T in the paper).
+        shared: Whether all steps of an upper iteration use one draw.
+        warm_up: Share of the upper iterations in which only v moves.
+        falling: Whether the learning rates fall linearly to zero.
+        """
         self.context = context
         self.problem, self.u, self.v = context.problem, context.u, context.v
         if self.problem.constrained_below:
             raise OptionError(
                 "lower_equalities and lower_inequalities need Penalty(), which prices the KKT conditions of the lower "
-                "level. Use it, or project_lower where v lives in a set with a known projection (Box, Ball, Simplex)."
+                "level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
-            raise OptionError("u cannot hold Rows where the problem has prepare. Use a tensor with a row an example.")
-        if warm_up and self.problem.start_lower is not None:
             raise OptionError(
-                f"warm_up must be 0 with start_lower, which puts v at its start in every step; got {warm_up}."
+                "u cannot hold Rows if the problem has prepare. Use a tensor with one row for each example."
             )
+        if warm_up and self.problem.start_lower is not None:
+            raise OptionError(f"warm_up must be 0 with start_lower, which resets v in every step; got {warm_up}.")
         if context.accumulate > 1 and self.problem.start_lower is not None:
             raise OptionError(
-                f"accumulate must be 1 with start_lower, which sees one episode; got {context.accumulate}. Put several "
-                "tasks into one batch."
+                f"accumulate must be 1 with start_lower, which receives one episode; got {context.accumulate}. Put "
+                "several tasks into one batch."
             )
         self.derivatives = make_derivatives(
             context.problem,
@@ -115,7 +119,7 @@ class MinibatchRun(ABC):
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _measured(self) -> BatchScales:
-        """Put u and v into their sets, and measure f and g there. Reads values on the host."""
+        """Project u and v, and measure f and g there. This reads values on the host."""
         self.u.project(rows=True)
         self.v.project()
         with keeping([*self.v.buffers(), *self.u.buffers()]):
@@ -136,7 +140,7 @@ class MinibatchRun(ABC):
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
     ) -> Descent:
-        """What moves u, or another variable in its place: the user's optimizer, or Adam at the default rate."""
+        """Return what moves u, or the variable in its place: the user's optimizer, or Adam at the default rate."""
         u = self.u if u is None else u
         if factory is not None:
             return Descent(u, factory, "upper_optimizer")
@@ -145,16 +149,16 @@ class MinibatchRun(ABC):
         return Descent(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
 
     def _lower_rate(self, measured: BatchScales) -> float:
-        """The default rate where v descends g alone. Without data it is no less than that of u, which v must follow."""
+        """Return the default rate if v descends only g. Without data it is at least the rate of u, as v follows u."""
         moving = max(1, self.context.max_steps - self.warm_up)
         return max(measured.lower_rate(None), 0.0 if self.context.sources else 2 * REACH / moving)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
-        """What moves v: the user's optimizer, or Adam at this rate."""
+        """Return what moves v: the user's optimizer, or Adam at this rate."""
         return Descent(self.v, factory or adam(self.v, rate), "lower_optimizer")
 
     def _ready(self) -> None:
-        """Count the draws of a step and make the engines. Call this when all that a step changes is there."""
+        """Count the draws of an upper iteration and make the engines. A subclass calls this last in its `__init__`."""
         self.draws = self.context.accumulate * (1 if self.shared else self.lower_steps + 1)
         each = self.lower_steps + 1
         self.engines = Engines(self.context.engine, self, gradients=self.context.max_steps * each, each=each)
@@ -175,7 +179,7 @@ class MinibatchRun(ABC):
         return self._stepped(record)
 
     def _stepped(self, record: Tensor) -> Tensor:
-        """Called after each step with its record, which it returns."""
+        """Return the record of a step, after any work that follows each step."""
         return record
 
     def _begin(self, k: int) -> tuple[Iterator[Draw], Tensor]:
@@ -208,9 +212,10 @@ class MinibatchRun(ABC):
         yield last
 
     def _recorded(self, draws: Iterator[Draw], left: Tensor) -> Tensor:
-        """Run an upper iteration by the outer engine: in one piece, or step by step if a batch has another shape."""
+        """Run an upper iteration by the outer engine: in one piece, or step by step if the shapes of batches differ."""
         held = list(draws)
-        if len({_shapes(draw) for draw in held}) > 1:  # a last partial batch is among them
+        shapes = [[x.shape for x in pytree.tree_leaves(draw) if isinstance(x, Tensor)] for draw in held]
+        if any(shape != shapes[0] for shape in shapes):  # the last batch of an epoch can be smaller
             return self._iteration(held, left, self.moving, self._outer_parts)
         return self._whole(held, left, self.moving)
 
@@ -234,7 +239,7 @@ class MinibatchRun(ABC):
         yield partial(parts.upper, draw, left, moving)
 
     def _episode(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Run an upper iteration on what `prepare` makes of one draw: its graph runs through all of it."""
+        """Run an upper iteration on one draw after `prepare`, whose graph reaches through all steps."""
         batches = self.derivatives.prepare(draw, graph=moving)
         still = detached(batches)
         self._start_episode(still)
@@ -251,7 +256,7 @@ class MinibatchRun(ABC):
         return batches[0] if self.problem.prepare is None else batches[0][0]
 
     def _start_episode(self, draw: Draw) -> None:
-        """Put v at its start, and reset all that belongs to the lower problem of one episode."""
+        """Call `start_lower`, and reset what belongs to the lower problem of one episode."""
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._episode_of(draw))
@@ -259,40 +264,34 @@ class MinibatchRun(ABC):
             self._restart()
 
     def _restart(self) -> None:  # noqa: B027
-        """Called with v at the start of a new episode."""
+        """Called when `start_lower` has reset v."""
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        """Move v, by default down g. `left` is the factor on the learning rates; `moving` is False in the warm-up."""
+        """Move v, by default along grad_v g. `left` multiplies the rates; `moving` is False in the warm-up."""
         _, slope = self.derivatives.slope(draw)
         self.lower.step(slope, (), left)
 
-    @abstractmethod
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Move u if `moving`; return the record."""
+        """Move u if `moving`, by default along f_u with v held fixed; return the record."""
+        d = self.derivatives
+        g, slope = d.slope(draw)
+        direct = d.direct(draw, with_v=False)
+        direct.rows = d.all_rows(direct.rows)
+        if moving:
+            self.upper.step(direct.u, direct.rows, left)
+        return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
 
     def _record(
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
     ) -> Tensor:
-        """The record of a step of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
+        """Return the record of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
         zero = torch.zeros_like(f)
-        row = [
-            f,
-            g,
-            self._size_u(moved),
-            size_v,
-            residual,
-            zero,
-            zero,
-            zero,
-            zero,
-            left * self.upper.rate * moving,
-            self._lower_left(left) * self.lower.rate,
-            zero,
-        ]
+        row = [f, g, self._size_u(moved), size_v, residual, zero, zero, zero, zero]
+        row += [left * self.upper.rate * moving, self._lower_left(left) * self.lower.rate, zero]
         return torch.stack([x.detach().to(torch.float64).mean() for x in row])
 
     def _size_u(self, moved: Gradients) -> Tensor:
-        """|the gradient in u|, of each trial where there are trials; a row that was read twice counts once."""
+        """Return the norm of the gradient in u, one for each trial; a row that was read twice counts once."""
         squares = self.upper.row_squares(moved.rows)
         if moved.u:
             squares.append(dot(moved.u, moved.u, trials=self.problem.trials is not None))
@@ -309,11 +308,11 @@ class MinibatchRun(ABC):
 
     def obstacle(self) -> str:
         if self.derivatives.shared:
-            return "ranks average gradients in the midst of a step, which a record does not hold."
+            return "ranks average gradients within a step, which a recorded step cannot do."
         if self.curved and self.derivatives.curvature == "difference":
-            return "curvature='difference' sets the random generators back within a step."
+            return "curvature='difference' resets the random generators within a step."
         if self.context.accumulate > 1:
-            return f"accumulate={self.context.accumulate} sets the random generators back within a step."
+            return f"accumulate={self.context.accumulate} resets the random generators within a step."
         for name, descent in (("lower_optimizer", self.lower), ("upper_optimizer", self.upper)):
             if not descent.recordable:
                 return f"{name} is {type(descent.optimizer).__name__}, whose first state is not zero. Use Adam or SGD."
@@ -326,7 +325,7 @@ class MinibatchRun(ABC):
         return [*self.u.tensors().values(), *self.v.tensors().values(), *(t for t in held if isinstance(t, Tensor))]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [d.optimizer for d in (self.lower, self.upper) if d.optimizer is not None]
+        return [d.optimizer for d in self._descents().values() if d.optimizer is not None]
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 
@@ -338,24 +337,16 @@ class MinibatchRun(ABC):
         return None
 
     def finish(self) -> bool | None:
-        """Without data, whether v minimises g can be tried; on minibatches it is not.
-
-        Of a v that is not small it is tried only where a tolerance makes the status depend on it: g is minimised anew.
-        """
+        """Without data, test whether v minimises g. If v is large, this needs a tolerance."""
         if self.context.sources or self.problem.start_lower is not None:
             return None
         if self.tolerance is None and self.v.size > SMALL:
             return None
         d = self.derivatives
-        curvature = norm(d.hessian_product(self._still(), self._unit(), with_u=False)).item()
-        return lower_point(d, self.context.generator, self.tolerance or 1e-6, curvature) is None
-
-    def _still(self) -> list[Pair]:
-        return self.derivatives.prepare([(None, None)], graph=False)
-
-    def _unit(self) -> list[Tensor]:
         direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
-        return [x / norm(direction) for x in direction]
+        unit = [x / norm(direction) for x in direction]
+        curvature = norm(d.hessian_product(d.prepare([(None, None)], graph=False), unit, with_u=False)).item()
+        return lower_point(d, self.context.generator, self.tolerance or 1e-6, curvature) is None
 
     def scales(self) -> tuple[float, float, float, float]:
         return self._scale_values[0], *self._scale_values
@@ -365,20 +356,28 @@ class MinibatchRun(ABC):
 
     @abstractmethod
     def prices(self) -> Prices:
-        """What the certificate is measured with: nu + gamma s is minus the adjoint q."""
+        """Return the prices for the certificate: nu + gamma s is minus the adjoint q."""
 
     def _adjoint_prices(self, q: Sequence[Tensor]) -> Prices:
-        """The prices of a method that has an estimate of the adjoint and no gamma."""
+        """Return the prices of a method that estimates the adjoint q and has no gamma."""
         return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in q])
 
     def lam(self) -> Tensor:
         return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
 
+    def _descents(self) -> dict[str, Descent]:
+        """Return the optimizers by their names in the state; a subclass adds others."""
+        return {"upper": self.upper, "lower": self.lower}
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return other tensors that steps change in place, in lists or dicts; a subclass adds them."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
-        """All that changes in a run, beside u and v; a subclass adds its own."""
+        """Return all that changes in a run, except u and v."""
         return {
-            "upper": self.upper.state_dict(),
-            "lower": self.lower.state_dict(),
+            **{name: descent.state_dict() for name, descent in self._descents().items()},
+            **self._tensors(),
             "curvature": self.derivatives.curvature,
             "scales": list(self._scale_values),
             "before": self.before,
@@ -388,8 +387,9 @@ class MinibatchRun(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.upper.load_state_dict(state["upper"])
-        self.lower.load_state_dict(state["lower"])
+        for name, descent in self._descents().items():
+            descent.load_state_dict(state[name])
+        copy_state(self._tensors(), state)
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])
         self.before, self.moving = state["before"], state["moving"]
@@ -397,7 +397,3 @@ class MinibatchRun(ABC):
             self.context.sources.load_state_dict(self.before)
             self._draw()
         self.derivatives.lower_evaluations, self.derivatives.upper_evaluations = state["evaluations"]
-
-
-def _shapes(draw: Draw) -> tuple[torch.Size, ...]:
-    return tuple(leaf.shape for leaf in pytree.tree_leaves(draw) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Options that methods share, and the checks that need to know a problem."""
+"""Options that several methods share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bilevel.problem.problem import Problem
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MethodOptions:
-    """A method's options: a frozen dataclass that shows only what differs from the defaults."""
+    """The options of a method: a frozen dataclass whose `repr` shows only what differs from the defaults."""
 
     def __repr__(self) -> str:
         public = {name: value for name, value in self._changed().items() if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={_code(value)}' for name, value in public.items())})"
 
     def describe(self) -> dict[str, str]:
-        """Return the options that differ from the defaults, as text. A checkpoint is compared by them."""
+        """Return the options that differ from the defaults, as text. A run that resumes compares them."""
         return {name.lstrip("_"): _text(value) for name, value in self._changed().items()}
 
     def _changed(self) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class MethodOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepOptions(MethodOptions):
-    """Options that all methods except `Penalty` share. Each class lists and explains its own."""
+    """Options that all methods except `Penalty` share. Each class lists and explains its options."""
 
     lower_steps: int = 5
     warm_up: float | None = None
@@ -46,7 +46,12 @@ class StepOptions(MethodOptions):
         factory("upper_optimizer", self.upper_optimizer)
 
     def steps(self, problem: Problem) -> dict[str, Any]:
-        """Return the arguments of `MinibatchRun` that these options set."""
+        """Return the arguments of `MinibatchRun` that these options set. Refuse constraints on u and v."""
+        if problem.equalities or problem.inequalities:
+            raise OptionError(
+                f"{type(self).__name__} has no multipliers for equalities and inequalities. Use Penalty, or "
+                "project_upper if u lives in a set with a known projection."
+            )
         warm_up = (0.0 if problem.start_lower is not None else 0.1) if self.warm_up is None else self.warm_up
         return {
             "lower_steps": self.lower_steps,
@@ -56,8 +61,25 @@ class StepOptions(MethodOptions):
         }
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OptimizerOptions(StepOptions):
+    """Options of the methods that move v with a torch optimizer."""
+
+    lower_optimizer: OptimizerFactory | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        factory("lower_optimizer", self.lower_optimizer)
+
+
+def no_projection(method: str, problem: Problem) -> None:
+    """Refuse `project_lower`: on the border of its set grad_v g is not zero, so the implicit derivative differs."""
+    if problem.project_lower is not None:
+        raise OptionError(f"{method} differentiates through grad_v g = 0, which project_lower changes. Use Penalty.")
+
+
 def _text(value: Any) -> str:
-    """Return an option as a checkpoint names it."""
+    """Return an option as a checkpoint writes it."""
     if isinstance(value, partial):
         options = ", ".join(f"{key}={_text(item)}" for key, item in sorted(value.keywords.items()))
         return f"{_text(value.func)}({options})"
@@ -70,18 +92,3 @@ def _code(value: Any) -> str:
         options = "".join(f", {key}={_code(item)}" for key, item in value.keywords.items())
         return f"partial({_text(value.func)}{options})"
     return _text(value) if callable(value) else repr(value)
-
-
-def no_constraints(method: str, problem: Problem) -> None:
-    """Refuse upper-level constraints, which need multipliers."""
-    if problem.equalities or problem.inequalities:
-        raise OptionError(
-            f"{method} has no multipliers for equalities and inequalities. Use Penalty, or project_upper if u lives in "
-            "a set with a known projection."
-        )
-
-
-def no_projection(method: str, problem: Problem) -> None:
-    """Refuse `project_lower`: on the border of its set grad_v g is not zero, so the implicit derivative differs."""
-    if problem.project_lower is not None:
-        raise OptionError(f"{method} differentiates through grad_v g = 0, which project_lower changes. Use Penalty.")

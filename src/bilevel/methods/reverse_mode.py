@@ -1,12 +1,12 @@
-"""Reverse-mode differentiation (RMD in the paper): the derivative of f(u, v_T(u)) by a recursion back from v_T.
+"""Reverse-mode differentiation (RMD in the paper): a recursion back from v_T gives the derivative of f(u, v_T(u)).
 
     forward     m_{t+1} = beta m_t + s(u, v_t),       v_{t+1} = v_t - rho m_{t+1}            t = 0 .. T-1
     backward    w_t = rho q_{t+1} + beta w_{t+1},     q_t = q_{t+1} - g_vv w_t,     p_t = p_{t+1} - g_uv w_t
 
-from q_T = f_v, p_T = f_u and w_T = 0, with s = grad_v g; p_0 is what u descends. v_0 and m_0 are held fixed. The
-iterates v_t are kept, O(VT) numbers, and no graph: each step back evaluates g at its v_t again, for both products.
+from q_T = f_v, p_T = f_u and w_T = 0, with s = grad_v g. u descends along p_0; v_0 and m_0 are held fixed. The run
+keeps the iterates v_t (V T numbers) but no graph: each step back evaluates g at v_t again, for both products.
 
-The sum of the w_t is the adjoint q as T steps approximate it: with g quadratic, p_0 = f_u - g_uv q.
+The sum of the w_t approximates the adjoint q in T steps: if g is quadratic, p_0 = f_u - g_uv q.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from bilevel._util.checks import in_range
 from bilevel._util.nested import detached
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.engines._torch_private import preserve_version_counter
 from bilevel.errors import OptionError
-from bilevel.methods.base import MethodState, RunContext
+from bilevel.methods.base import MethodState, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 from bilevel.problem.rows import Parts, together
@@ -62,12 +63,16 @@ class ReverseMode(UnrolledOptions):
             raise OptionError(f"truncate must be at most lower_steps={self.lower_steps}; got {self.truncate}.")
 
     def init(self, context: RunContext) -> MethodState:
+        """Start a run; `solve` calls this."""
         return _Run(self, context)
 
 
 class _Run(Unrolled):
-    """Lower evaluations: T forward, one for the record and T back (k with truncate=k) for each upper step, times
-    `accumulate`; upper evaluations: one. In the warm-up T + 1 and one."""
+    """A run of `ReverseMode`.
+
+    Each upper step evaluates g T times forward, once for the record and T times back (k times with truncate=k), each
+    times `accumulate`, and f once. In the warm-up it evaluates g T + 1 times and f once.
+    """
 
     like_v = (*Unrolled.like_v, "adjoint")
 
@@ -104,7 +109,7 @@ class _Run(Unrolled):
         return record
 
     def _forward(self, draw: Draw, left: Tensor, _: object, noting: bool) -> list[Tensor]:
-        """A lower step; where asked, returns the point it set out from."""
+        """Take a lower step; return the point before it if `noting`."""
         point = self._point() if noting else []
         self._lower_step(draw, left, True)
         return point
@@ -112,7 +117,7 @@ class _Run(Unrolled):
     def _turn(
         self, draw: Draw, left: Tensor, _: object
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Parts]:
-        """(f, g, |s|), the point, f_v, f_u and what of f_u belongs to Rows, at v_T."""
+        """Return (f, g, |s|), the point, f_v, f_u, and the part of f_u that belongs to Rows, at v_T."""
         d = self.derivatives
         g, slope = d.slope(detached(draw))
         direct = d.direct(draw)
@@ -120,7 +125,7 @@ class _Run(Unrolled):
         return [direct.f, g, d.norm(slope)], self._point(), direct.v, direct.u, rows
 
     def _back(self, draw: Draw, left: Tensor, carried: Any) -> tuple[tuple[list[Tensor], ...], Parts]:
-        """One step back from (q, w, p, sum of w): those before it, and what of p belongs to Rows."""
+        """Take one step back from (q, w, p, sum of w); return the new ones, and the part of p that belongs to Rows."""
         point, q, w, p, total = carried
         d, share, count = self.derivatives, 1.0 / len(draw), len(self.v.leaves)
         pull = self.lower.scaled(q, left)
@@ -129,7 +134,7 @@ class _Run(Unrolled):
         self._put(point)
         parts: Parts = [[] for _ in self.u.rows]
         ends = [*q, *p]
-        for pair in draw:  # one by one: each reads rows of its own
+        for pair in draw:  # separately, as each batch reads other rows
             found = d.hessian_product([pair], pull, with_u=True)
             ends = [x - share * y for x, y in zip(ends, found, strict=False)]
             rest = iter(found[len(ends) :])
@@ -139,21 +144,20 @@ class _Run(Unrolled):
         return (ends[:count], pull if w else [], ends[count:], total), parts
 
     def _move(self, draw: Draw, left: Tensor, carried: Any) -> Tensor:
-        """Put v back to v_T, move u along p, and keep the adjoint."""
+        """Return v to v_T, move u along p, and keep the adjoint."""
         (f, g, residual), end, q, p, rows, total = carried
         d = self.derivatives
         self._put(end)
         with torch.no_grad():
-            for mine, new in zip(self.adjoint, total, strict=True):
-                mine.copy_(new)
+            copy_state(self.adjoint, total)
         p, rows = d.pulled(p), d.all_rows(rows)
         self.upper.step(p, rows, left)
         moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
-        # What the adjoint leaves of f_v is the slope of the Lagrangian in v.
+        # q is f_v - g_vv times the adjoint: the slope of the Lagrangian in v.
         return self._record(f, g, moved, d.norm(q), residual, left, True)
 
     def _point(self) -> list[Tensor]:
-        """Copies of v and of what a forward pass changes besides."""
+        """Return copies of v and of the buffers that a forward pass changes."""
         return [x.detach().clone() for x in (*self.v.leaves, *self.v.buffers(), *self.u.buffers())]
 
     @torch.no_grad()
@@ -162,8 +166,8 @@ class _Run(Unrolled):
         for leaf, value in zip(self.v.leaves, point[:count], strict=True):
             leaf.copy_(value)
         if buffers:
-            # Not counted as a change: the graph of `prepare` has seen these very values.
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers):
+            # The graph of `prepare` was made with these values, so autograd must not count this as a change.
+            with preserve_version_counter(buffers):
                 for buffer, value in zip(buffers, point[count:], strict=True):
                     buffer.copy_(value)
 
@@ -171,18 +175,12 @@ class _Run(Unrolled):
 
     def obstacle(self) -> str:
         if self.random:
-            return "lower draws random numbers, which the steps back draw again: the generators are set back."
+            return "lower draws random numbers, and the steps back reset the generators to draw them again."
         return super().obstacle()
 
     def prices(self) -> Prices:
-        """The adjoint of the last step, on its batches; gamma is zero."""
+        """Return prices with the adjoint of the last step, on its batches; gamma is zero."""
         return self._adjoint_prices(self.adjoint)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"adjoint": self.adjoint}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for mine, saved in zip(self.adjoint, state["adjoint"], strict=True):
-            mine.copy_(saved)
+    def _tensors(self) -> dict[str, Any]:
+        return {"adjoint": self.adjoint}

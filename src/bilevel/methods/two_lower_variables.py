@@ -1,16 +1,16 @@
-"""What the value-function methods share: a second lower variable, and gradients of first order at both.
+"""The run that `ValueGap` and `ValueFunction` share: a second lower variable w, and first-order gradients at v and w.
 
-With s = grad_v g(u, v), or v - P(v - s) where the lower variable is projected,
+With s = grad_v g(u, v), or v - P(v - s) if the lower variable is projected,
 
     v descends g(u, .),     w descends f(u, .) + p (g(u, .) - <s, .>)     (T times)
     u descends f_u(u, w) + p (g_u(u, w) - g_u(u, v))
 
-The user's v is the lower solution. w lies beside it, where f pulls it to at the price p of the gap g(u, w) - g(u, v):
-p (v - w) estimates the adjoint (g_vv)^-1 f_v. A method says what p is. The term in s is zero once v is there. Before,
-while u moves, and on minibatches, it takes out of the difference of v and w what both have in common, which p would
-multiply; for the same reason w moves along with v.
+The user's v is the lower solution. f pulls w away from v, at a price p for the gap g(u, w) - g(u, v), so that
+p (v - w) estimates the adjoint (g_vv)^-1 f_v. Each method defines p. The term in s is zero if v minimises g. Otherwise
+(while u moves, and on minibatches) it removes from v - w the part that v and w have in common, which p would multiply.
+For the same reason, w makes every move of v as well.
 
-To evaluate at w, the tensors of v hold its values for the time being; BatchNorm's statistics are those of v alone.
+To evaluate at w, the tensors of v hold the values of w for a moment. BatchNorm's statistics follow only v.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import RECORD, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
-from bilevel.methods.options import StepOptions
-from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.methods.options import OptimizerOptions
+from bilevel.optim.variable_optimizer import Descent, adam
 from bilevel.problem.rows import together
 from bilevel.problem.variables import Variable
 
@@ -41,34 +41,32 @@ GAMMA = RECORD.index("gamma")
 class TwoLowerVariablesRun(MinibatchRun):
     """A run with two lower variables.
 
-    Lower evaluations: 2 (T + 1) for each upper step, one of each variable. Upper: T + 1. In the warm-up, in which v
-    moves alone: T + 1 and 1.
+    Each upper step evaluates g 2 (T + 1) times and f T + 1 times; in the warm-up, in which only v moves, T + 1 times
+    and once.
     """
 
     curved = False
     like_v = (*MinibatchRun.like_v, "w", "shadow")
 
-    def __init__(self, options: StepOptions, lower_optimizer: OptimizerFactory | None, context: RunContext) -> None:
-        # Steps are of first order. What is measured before and after them may not ask for more.
+    def __init__(self, options: OptimizerOptions, context: RunContext) -> None:
+        self.options = options
+        # The steps are of first order; the measurements before and after them must not need second derivatives.
         super().__init__(context, curvature="difference", **options.steps(context.problem))
         measured = self._measured()
         named = zip(self.v.names, self.v.leaves, strict=True)
         second = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
         rate = self._lower_rate(measured)
-        self.lower = self._lower_descent(lower_optimizer, rate)
-        self.second_optimizer = Descent(
-            Variable(second, "v", self.problem.project_lower), lower_optimizer or adam(self.v, rate), "lower_optimizer"
-        )
+        self.lower = self._lower_descent(options.lower_optimizer, rate)
+        w = Variable(second, "v", self.problem.project_lower)
+        self.second_optimizer = Descent(w, options.lower_optimizer or adam(self.v, rate), "lower_optimizer")
         self.upper = self._upper_descent(options.upper_optimizer, measured)
-        self.w = self.second_optimizer.variable.leaves
-        self.price = torch.zeros(self._shape(), dtype=self.v.dtype, device=self.v.device)
+        self.w = w.leaves
+        shape = () if self.problem.trials is None else (self.problem.trials,)
+        self.price = torch.zeros(shape, dtype=self.v.dtype, device=self.v.device)
         self._start(measured)
         self._ready()
 
-    def _shape(self) -> tuple[int, ...]:
-        return () if self.problem.trials is None else (self.problem.trials,)
-
-    # -- what a method says --------------------------------------------------------------------------------------
+    # -- what a method defines --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _start(self, measured: BatchScales) -> None:
@@ -76,21 +74,21 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     @abstractmethod
     def _priced(self, gap: Tensor) -> Tensor:
-        """p, from the gap on one draw."""
+        """Return p for the gap on one draw."""
 
     @abstractmethod
     def _scale(self) -> Tensor:
-        """The usual size of p: what w descends is divided by it, so that one learning rate does for v and for w."""
+        """Return the usual size of p. It divides the gradient in w, so that v and w can share a learning rate."""
 
     @abstractmethod
     def _advance(self) -> float:
-        """Called after each step on u; returns what w - v is multiplied by for it."""
+        """Change the prices after a step on u; return the factor on w - v that follows from this."""
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _at_w(self) -> Iterator[None]:
-        """v holds w inside."""
+        """Give v the values of w inside."""
         live = [*self.v.leaves, *self.v.buffers(), *self.u.buffers()]
         held = [tensor.detach().clone() for tensor in live]
         with torch.no_grad():
@@ -105,7 +103,7 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     @torch.no_grad()
     def _meet(self) -> None:
-        """Put w where v is."""
+        """Give w the values of v."""
         for w, leaf in zip(self.w, self.v.leaves, strict=True):
             w.copy_(leaf)
 
@@ -136,10 +134,7 @@ class TwoLowerVariablesRun(MinibatchRun):
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
         if not moving:
-            g, slope = d.slope(draw)
-            direct = d.direct(draw, with_v=False)
-            direct.rows = d.all_rows(direct.rows)
-            return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
+            return super()._upper_step(draw, left, moving)
         batches = d.cut(draw)
         below = self._lower_slopes(batches)
         with self._at_w():
@@ -165,15 +160,15 @@ class TwoLowerVariablesRun(MinibatchRun):
         self.upper.step(total.u, total.rows, left)
         record = self._record(total.f, total.g, total, d.norm(total.v), d.norm(residual), left, moving)
         record[GAMMA] = p.mean()
-        nearer = self._advance()
-        self.price.copy_(p / nearer)
+        factor = self._advance()
+        self.price.copy_(p / factor)
         with torch.no_grad():
             for w, leaf in zip(self.w, self.v.leaves, strict=True):
-                w.copy_(leaf + nearer * (w - leaf))
+                w.copy_(leaf + factor * (w - leaf))
         return record
 
     def _lower_slopes(self, batches: list[Pair]) -> Gradients:
-        """g, grad_v g and grad_u g over the batches, at the present v."""
+        """Return g, grad_v g and grad_u g, averaged over the batches, at the present v."""
         d, count, share = self.derivatives, len(self.v.leaves), 1.0 / len(batches)
         parts = []
         for _, batch in batches:
@@ -194,26 +189,14 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     # -- what the engines and solve ask --------------------------------------------------------------------------
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return super().optimizers() + [o for o in [self.second_optimizer.optimizer] if o is not None]
-
     def prices(self) -> Prices:
-        """nu = p (w - v)."""
+        """Return prices with nu = p (w - v)."""
         pairs = zip(self.w, self.v.leaves, strict=True)
         nu = [spread(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
         return Prices(gamma=torch.zeros_like(self.price), nu=nu)
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "w": self.w,
-            "shadow": self.second_optimizer.state_dict(),
-            "price": self.price,
-        }
+    def _descents(self) -> dict[str, Descent]:
+        return super()._descents() | {"shadow": self.second_optimizer}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for w, saved in zip(self.w, state["w"], strict=True):
-            w.copy_(saved)
-        self.second_optimizer.load_state_dict(state["shadow"])
-        self.price.copy_(state["price"])
+    def _tensors(self) -> dict[str, Any]:
+        return {"w": self.w, "price": self.price}

@@ -1,12 +1,13 @@
-"""What the methods share that differentiate through T steps of gradient descent on g.
+"""The run that `ReverseMode` and `ForwardMode` share: it differentiates through T steps of gradient descent on g.
 
-    m <- beta m + grad_v g(u, v),      v <- v - rho m            (heavy ball; gradient descent where beta = 0)
+    m <- beta m + grad_v g(u, v),      v <- v - rho m            (heavy ball; gradient descent if beta = 0)
 
-`Unrolled` draws the batches, estimates rho and takes the steps of the warm-up; a subclass differentiates the others.
+`Unrolled` draws the batches, estimates rho and takes the steps of the warm-up. A subclass differentiates all others.
 """
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,15 @@ from bilevel._util.random_state import keeping, random_state
 from bilevel._util.tensor_lists import spread
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients
-from bilevel.methods.base import RECORD, RunContext
+from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
-from bilevel.methods.options import StepOptions, no_constraints, no_projection
+from bilevel.methods.options import StepOptions, no_projection
 from bilevel.optim.variable_optimizer import Descent
 from bilevel.problem.variables import Variable
 
 POWER_ITERATIONS = 10
 Run = Callable[..., Any]
-"""run(step, *arguments) runs a step by the engines if they can."""
+"""`run(step, *arguments)` runs a step by the engines if they can."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,7 +50,7 @@ class UnrolledOptions(StepOptions):
 
 
 class HeavyBall(Descent):
-    """torch.optim.SGD's arithmetic with a length for each trial. torch's reads a rate that is a tensor on the host."""
+    """The steps of torch.optim.SGD, with a length for each trial. SGD would read such a tensor on the host."""
 
     def __init__(self, variable: Variable, lengths: Tensor, momentum: float, *, falling: bool) -> None:
         super().__init__(variable, partial(torch.optim.SGD, lr=lengths.mean().item()), "lower_rate")
@@ -57,7 +58,7 @@ class HeavyBall(Descent):
         self.moments = [torch.zeros_like(leaf, requires_grad=False) for leaf in variable.leaves] if momentum else []
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-        """rho times one tensor for each leaf, or times a stack of such tensors for each."""
+        """Multiply one tensor for each leaf, or a stack of such tensors, by rho."""
         rho = factor * self.lengths if self.falling else self.lengths
         return [spread(rho, v).to(x.dtype) * x for x, v in zip(tensors, self.variable.leaves, strict=True)]
 
@@ -86,21 +87,18 @@ class HeavyBall(Descent):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for mine, saved in zip([*self.moments, self.lengths], [*state["moments"], state["lengths"]], strict=True):
-            mine.copy_(saved)
+        copy_state(self.state_dict(), state)
         self.rates = [(rate, self.lengths.mean().item()) for rate, _ in self.rates]
 
 
 class Unrolled(MinibatchRun):
-    """A run of T differentiated steps on v and one on u. In the warm-up the lower evaluations are T + 1."""
+    """A run of T differentiated steps on v and one on u. In the warm-up each iteration evaluates g T + 1 times."""
 
     lower: HeavyBall
     curvature: Curvature = "auto"
 
     def __init__(self, options: UnrolledOptions, context: RunContext) -> None:
-        name = type(options).__name__
-        no_constraints(name, context.problem)
-        no_projection(name, context.problem)
+        no_projection(type(options).__name__, context.problem)
         super().__init__(context, curvature=self.curvature, **options.steps(context.problem))
         measured = self._measured()
         with keeping([*self.v.buffers(), *self.u.buffers()]):
@@ -114,16 +112,14 @@ class Unrolled(MinibatchRun):
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _draws_numbers(self, pairs: Sequence[Pair]) -> bool:
-        """Whether g draws random numbers, as dropout does."""
-        before, cuda_before = random_state(self.v.device)
+        """Return whether g draws random numbers, as dropout does."""
+        before = random_state(self.v.device)
         self.derivatives.slope(pairs[:1])
-        after, cuda_after = random_state(self.v.device)
-        if not torch.equal(before, after):
-            return True
-        return cuda_before is not None and cuda_after is not None and not torch.equal(cuda_before, cuda_after)
+        both = zip(before, random_state(self.v.device), strict=True)
+        return any(a is not None and b is not None and not torch.equal(a, b) for a, b in both)
 
     def _lengths(self, pairs: Sequence[Pair], rate: float | None) -> Tensor:
-        """rho, of each trial where there are trials: as given, or one over the largest |g_vv| on these batches."""
+        """Return rho, one number for each trial: as given, or 1 / the largest |g_vv| on these batches."""
         d, trials = self.derivatives, self.problem.trials
         shape = () if trials is None else (trials,)
         if rate is not None:
@@ -167,26 +163,18 @@ class Unrolled(MinibatchRun):
         batches = self.derivatives.prepare(draw, graph=True)
         still = detached(batches)
         self._start_episode(still)
-        return self._unrolled(_as_written, [still] * self.lower_steps, batches, left)
+        return self._unrolled(operator.call, [still] * self.lower_steps, batches, left)
 
     @abstractmethod
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
-        """T steps on v and one on u, which is moved along the derivative through them; returns the record.
+        """Take T steps on v and one on u along the derivative through them; return the record.
 
-        The draws in `lower` are without the graph of `prepare`, that of the upper step is with it.
+        The draw of the upper step has the graph of `prepare`; the draws in `lower` have not.
         """
 
     def _live(self, lower: Sequence[Draw], upper: Draw) -> Sequence[Draw]:
-        """The draws of the lower steps, with the graph of `prepare`."""
+        """Return the draws of the lower steps with the graph of `prepare`."""
         return lower if self.problem.prepare is None else [upper] * len(lower)
-
-    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """The record of a step of the warm-up."""
-        d = self.derivatives
-        g, slope = d.slope(draw)
-        direct = d.direct(draw, with_v=False)
-        direct.rows = d.all_rows(direct.rows)
-        return self._record(direct.f, g, direct, d.norm(slope), d.norm(slope), left, moving)
 
     def _record(
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
@@ -196,7 +184,3 @@ class Unrolled(MinibatchRun):
             column = RECORD.index("lower_rate")
             row[column : column + 1].fill_(self.lower.rate)  # an assignment would wait for the device
         return row
-
-
-def _as_written(step: Any, *arguments: Any) -> Any:
-    return step(*arguments)

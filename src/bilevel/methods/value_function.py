@@ -1,15 +1,15 @@
-"""The value-function interior-point method (BVFIM): first order only, a barrier keeps w among the lower solutions.
+"""The value-function interior-point method (BVFIM), a first-order method with a barrier around the lower solutions.
 
-    m(u) = min_v  g(u, v),  and a margin on top
+    m(u) = min_v  g(u, v);  w can exceed it by a margin
     w descends f(u, w) + P(g(u, w) - m(u) - margin)
     u descends f_u(u, w) + P'(g(u, w) - m(u) - margin) (g_u(u, w) - g_u(u, v))
-    P(t) = -tau ln(-t) up to t = -delta,    tau/2 (((t + 2 delta) / delta)^2 - 1) - tau ln(delta) from there on
+    P(t) = -tau ln(-t) for t <= -delta,    tau/2 (((t + 2 delta) / delta)^2 - 1) - tau ln(delta) for larger t
 
 Liu, Liu, Yuan, Zeng and Zhang, *A value-function-based interior-point method for non-convex bilevel optimization*, ICML
-2021. Among several lower solutions w finds one that is good for f: no curvature of g is asked for, and no uniqueness.
-The parabola, with delta = margin/2, has the value and two derivatives of the barrier where they meet: a w outside is
-pulled back, and nothing is ever the logarithm of a negative number. tau shrinks by the same factor in each step on u,
-and the margin by its square, so that the price P' of the gap grows as the reciprocal of tau.
+2021. Among several lower solutions w finds one that is good for f. The method needs no curvature of g and no unique
+lower solution. At t = -delta = -margin/2 the parabola has the value and the first two derivatives of the barrier. It
+pulls w back from outside, and no logarithm has a negative argument. Each step on u multiplies tau by the same factor
+and the margin by its square, so that the price P' of the gap grows like 1 / tau.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import factory, in_range
+from bilevel._util.checks import in_range
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.methods.options import StepOptions, no_constraints
+from bilevel.methods.options import OptimizerOptions
 from bilevel.methods.two_lower_variables import TwoLowerVariablesRun
-from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ValueFunction(StepOptions):
+class ValueFunction(OptimizerOptions):
     """Value-function interior-point method (BVFIM): a barrier keeps a second lower variable w near the minimum of g.
 
     First order only. Among several lower solutions, w finds one that is good for f.
@@ -47,7 +46,8 @@ class ValueFunction(StepOptions):
             the rate of u.
         barrier: First weight tau of the barrier. Default: such that the first price, tau / margin, is
             |f_v| / |grad_v g| at the start.
-        margin: How far g at w may first be above its minimum. Default: |s|^3 / |g_vv s| with s = grad_v g at the start.
+        margin: How far g at w can exceed its minimum at first. Default: |s|^3 / |g_vv s| at the start, with
+            s = grad_v g.
         shrink: Last tau as a multiple of the first; the margin shrinks by the square of it. Default: 0.01.
 
     >>> ValueFunction(shrink=0.1)
@@ -57,30 +57,26 @@ class ValueFunction(StepOptions):
     barrier: float | None = None
     margin: float | None = None
     shrink: float = 0.01
-    lower_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("barrier", "margin"):
             in_range(name, getattr(self, name), above=0)
         in_range("shrink", self.shrink, above=0, most=1)
-        factory("lower_optimizer", self.lower_optimizer)
 
     def init(self, context: RunContext) -> MethodState:
-        no_constraints("ValueFunction", context.problem)
+        """Start a run; `solve` calls this."""
         return _Run(self, context)
 
 
 class _Run(TwoLowerVariablesRun):
-    """Evaluations: see `TwoLowerVariablesRun`."""
+    """A run of `ValueFunction`; `TwoLowerVariablesRun` counts the evaluations."""
 
-    def __init__(self, options: ValueFunction, context: RunContext) -> None:
-        self.options = options
-        super().__init__(options, options.lower_optimizer, context)
+    options: ValueFunction
 
     def _start(self, measured: BatchScales) -> None:
         options = self.options
-        # |s| / |g_vv s| is gamma / lam: both are |f_v| over one of them.
+        # |s| / |g_vv s| is gamma / lam: both divide |f_v|, by |g_vv s| and by |s|.
         margin = measured.sizes[1] ** 2 * measured.gamma / measured.lam if options.margin is None else options.margin
         tau = measured.lam * margin if options.barrier is None else options.barrier
         self.margin, self.tau = (torch.full_like(self.price, x) for x in (margin, tau))
@@ -95,19 +91,13 @@ class _Run(TwoLowerVariablesRun):
     def _advance(self) -> float:
         self.tau.mul_(self.factor)
         self.margin.mul_(self.factor**2)
-        return 1.0  # w may be far from v, at a lower solution that is better for f
+        return 1.0  # w can be far from v, at a lower solution that is better for f
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"tau": self.tau, "margin": self.margin}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name in ("tau", "margin"):
-            getattr(self, name).copy_(state[name])
+    def _tensors(self) -> dict[str, Any]:
+        return super()._tensors() | {"tau": self.tau, "margin": self.margin}
 
 
 def barrier_slope(slack: Tensor, tau: Tensor, delta: Tensor) -> Tensor:
-    """P'(-slack): tau / slack, and its tangent from `delta` down."""
+    """Return P'(-slack): tau / slack, or its tangent at `delta` if slack is below `delta`."""
     inside = slack > delta
     return tau * torch.where(inside, 1.0 / torch.where(inside, slack, delta), (2 * delta - slack) / delta**2)

@@ -1,12 +1,12 @@
-"""The value-gap penalty: first order only, with a price on how far g is above its minimum.
+"""The value-gap penalty, a first-order method with a price on how far g is above its minimum.
 
     F(u, w) = f(u, w) + gamma (g(u, w) - min_v g(u, v))
     v descends g,     w descends f / gamma + g     (T times),     u descends f_u(u, w) + gamma (g_u(u, w) - g_u(u, v))
 
 Kwon, Kwon, Wright and Nowak, *A fully first-order method for stochastic bilevel optimization*, ICML 2023; Shen and
 Chen, *On penalty-based bilevel gradient descent method*, ICML 2023. With v and w at their minima, the step on u is the
-hypergradient up to O(1/gamma). gamma grows by the same factor in each step on u. Two evaluations of g are subtracted
-and multiplied by gamma: they share their batch, but not the masks of dropout, which does not belong into such a g.
+hypergradient up to O(1/gamma). gamma grows by the same factor in each step on u. The method multiplies the difference
+of two evaluations of g by gamma. Both use the same batch but not the same dropout masks: do not use dropout in g.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import factory, in_range
+from bilevel._util.checks import in_range
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.methods.options import StepOptions, no_constraints
+from bilevel.methods.options import OptimizerOptions
 from bilevel.methods.two_lower_variables import TwoLowerVariablesRun
-from bilevel.optim.variable_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ValueGap(StepOptions):
+class ValueGap(OptimizerOptions):
     """Value-gap penalty: a price on how far g at a second lower variable w is above its minimum. First order only.
 
     Options:
@@ -49,25 +48,21 @@ class ValueGap(StepOptions):
 
     gamma: float | None = None
     gamma_growth: float = 100.0
-    lower_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("gamma", self.gamma, above=0)
         in_range("gamma_growth", self.gamma_growth, least=1)
-        factory("lower_optimizer", self.lower_optimizer)
 
     def init(self, context: RunContext) -> MethodState:
-        no_constraints("ValueGap", context.problem)
+        """Start a run; `solve` calls this."""
         return _Run(self, context)
 
 
 class _Run(TwoLowerVariablesRun):
-    """Evaluations: see `TwoLowerVariablesRun`."""
+    """A run of `ValueGap`; `TwoLowerVariablesRun` counts the evaluations."""
 
-    def __init__(self, options: ValueGap, context: RunContext) -> None:
-        self.options = options
-        super().__init__(options, options.lower_optimizer, context)
+    options: ValueGap
 
     def _start(self, measured: BatchScales) -> None:
         first = measured.lam if self.options.gamma is None else self.options.gamma
@@ -84,10 +79,5 @@ class _Run(TwoLowerVariablesRun):
         self.gamma.mul_(self.growth)
         return 1.0 / self.growth
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"gamma": self.gamma}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.gamma.copy_(state["gamma"])
+    def _tensors(self) -> dict[str, Any]:
+        return super()._tensors() | {"gamma": self.gamma}

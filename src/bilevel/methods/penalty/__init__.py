@@ -121,12 +121,22 @@ class Penalty(PenaltyOptions):
         if mode == "deterministic":
             if context.sources:
                 raise OptionError(
-                    "mode='deterministic' needs objectives without data; got data. Close over the full data in upper "
-                    "and lower and pass data=None."
+                    "mode='deterministic' needs objectives without data; got data. Use the full data inside upper and "
+                    "lower, and pass data=None."
                 )
+            self.refuse_without_batches()
             if problem.trials is not None:
                 raise OptionError("mode='deterministic' solves one problem at a time. Pass mode='stochastic'.")
-            self.refuse_without_batches()
+            if context.engine not in ("auto", "eager"):
+                raise OptionError(
+                    f"engine={context.engine!r} is not used in deterministic mode, whose line search reads values. "
+                    "Leave it out, or pass mode='stochastic'."
+                )
+            if context.precision is not None:
+                raise OptionError(
+                    f"precision must be None in deterministic mode, which works to the last digits; got "
+                    f"{context.precision!r}. Leave it out, or pass mode='stochastic'."
+                )
             return (ConstrainedLagrangianRun if problem.constrained_below else AugmentedLagrangianRun)(self, context)
         own = EPISODES if problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.for_batches(own)

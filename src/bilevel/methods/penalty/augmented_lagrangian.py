@@ -1,22 +1,21 @@
-"""The penalty method without data: the augmented AugmentedLagrangianRun, minimised over z = (u, v) together by L-BFGS.
+"""The penalty method without data: an augmented Lagrangian F, minimised over z = (u, v) by L-BFGS.
 
     v minimises g(u, .) first;  Lg = |g_vv|, Lf = |f_zz| by power iterations
     gamma = 10 max(Lf, 1e-3 |f_z| / (1 + |u| + |v|)) / Lg^2;   nu = 0;   epsilon = 0.1 |grad F|
     rounds: L-BFGS on F until |grad F| <= epsilon, or for at most INNER_STEPS iterations
-        unbounded (moved by more than 100 (1 + |z|), or not finite): back to the round's start, gamma *= 10
-        nu += gamma r;  if the round met epsilon:  epsilon /= 10, and gamma *= 10 if |r| fell by less than 4 times
-    at the end: move v away and minimise g again; if g falls, v was no minimiser, and the run goes on from there
+        unbounded (moved by more than 100 (1 + |z|), or not finite): return to the round's start, gamma *= 10
+        nu += gamma r;  if the round met epsilon:  epsilon /= 10, and gamma *= 10 unless |r| fell to a quarter
+    at the end: move v away and minimise g again; if g falls, v did not minimise g, and the run continues from there
 
-Each constraint has its own gamma_h = 10 Lf / |J_h|^2, raised by the same rule on its own violation. `project_upper` is
-the constraint u in U: with y = u + m/c it adds c/2 |y - P(y)|^2, and m = c (y - P(y)) is its multiplier.
+Each constraint has a gamma_h = 10 Lf / |J_h|^2, and its violation raises it by the same rule. `project_upper` is the
+constraint u in U: with y = u + m/c it adds c/2 |y - P(y)|^2, and m = c (y - P(y)) is its multiplier.
 
-A step is one L-BFGS iteration. Values are read on the host.
+A step is one L-BFGS iteration. It reads values on the host.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -26,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair, each_tensor
 from bilevel._util.tensor_lists import dot, norm
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.derivatives.prices import Gradients, Prices, constraint_pull, violation
-from bilevel.errors import BilevelWarning, OptionError
+from bilevel.errors import OptionError
 from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
 from bilevel.measures.problem_scales import Scales, measure
 from bilevel.methods.base import RunContext
@@ -41,61 +41,49 @@ from bilevel.results import Status
 MEMORY = 100
 """Pairs that L-BFGS keeps."""
 INNER_STEPS = 50
-"""L-BFGS iterations of a round: the multipliers move after them even if the tolerance is not met."""
+"""L-BFGS iterations in a round. After them the multipliers move even if the round did not meet epsilon."""
 RESTARTS = 5
 SETTLING = 20
 """Most L-BFGS iterations on v after the last projection of u."""
 RAISES = 8
-"""How often the price of a constraint is raised in vain before the run is called infeasible."""
+"""The run ends as infeasible after this many raises of the price of a constraint without success."""
 STALLS = 20
-"""Rounds in a row that bring nothing nearer before the run is over; one that cannot move at all counts for several."""
+"""The run ends after this many rounds in a row without progress; a round that cannot move counts several times."""
 
 
 def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """What the relative measures of the certificate can be expected to reach in the coarsest of these precisions."""
+    """Return the relative accuracy that a certificate can reach in the least precise dtype."""
     return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 class AugmentedLagrangianRun:
-    """A run of the deterministic mode. Lower and upper evaluations: one for each gradient of F."""
+    """A run of the deterministic mode. Each gradient of F evaluates f and g once."""
 
     mode = "deterministic"
     engine = "eager"
     draws = 0
     patience = STALLS
     shortest = 0.0
-    """A step of this length along its direction, or less, counts as none."""
+    """A step of at most this length along its direction counts as no step."""
 
     def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
         self.options, self.context = options, context
         self.problem, self.u, self.v = context.problem, context.u, context.v
-        if context.engine not in ("auto", "eager"):
-            raise OptionError(
-                f"engine={context.engine!r} is not used in deterministic mode, whose line search reads values. Leave "
-                "it out, or pass mode='stochastic'."
-            )
-        if context.precision is not None:
-            raise OptionError(
-                f"precision must be None in deterministic mode, which works to the last digits; got "
-                f"{context.precision!r}. Leave it out, or pass mode='stochastic'."
-            )
         self.u.make_dense()
         self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
-        dtypes = sorted({leaf.dtype for leaf in self.leaves}, key=lambda dtype: torch.finfo(dtype).eps)
-        coarse = str(dtypes[-1]).removeprefix("torch.")
-        if torch.finfo(dtypes[-1]).eps > 1e-4:
+        dtype = max((leaf.dtype for leaf in self.leaves), key=lambda dtype: torch.finfo(dtype).eps)
+        coarse = str(dtype).removeprefix("torch.")
+        if torch.finfo(dtype).eps > 1e-4:
             raise OptionError(f"u and v must be float32 or float64 in deterministic mode; got {coarse}. Use .double().")
-        self.tolerance: float | None = context.tolerance or default_tolerance(dtypes)
-        # What the rounds aim at, so that the certificate passes, which is measured after the last projection.
+        self.tolerance: float | None = context.tolerance or default_tolerance([dtype])
+        # The goal of the rounds is stricter, so that the certificate passes after the last projection.
         self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
-        if context.tolerance is None and dtypes[-1] != torch.float64:
-            warnings.warn(
+        if context.tolerance is None and dtype != torch.float64:
+            warn_user(
                 f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
-                "that precision can reach. Use float64 for more digits.",
-                BilevelWarning,
-                stacklevel=7,
+                "that precision can reach. Use float64 for more digits."
             )
         self.status: Status | None = None
         self.restarts = self.stalls = 0
@@ -109,7 +97,7 @@ class AugmentedLagrangianRun:
         self._start()
 
     def _minimise_lower(self) -> None:
-        """Put v where g is least, near its start."""
+        """Move v to a minimum of g near its start."""
         minimise(self.derivatives, self.goal)
 
     # -- functions of the flat vector z ----------------------------------------------------------------------------
@@ -118,11 +106,11 @@ class AugmentedLagrangianRun:
         return self.derivatives.prepare([(None, None)], graph=graph)
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Return the context in which one gradient of F is taken."""
+        """Return a context for one gradient of F."""
         return nullcontext()
 
     def _penalised(self, z: Tensor) -> tuple[float, Tensor, Gradients]:
-        """F, grad F and their parts at z; leaves u and v there."""
+        """Return F, grad F and their parts at z; leave u and v there."""
         write(z, self.leaves)
         with self._evaluating():
             at = self.derivatives.penalised(self._batches(graph=True), self.price, with_u=True)
@@ -142,19 +130,19 @@ class AugmentedLagrangianRun:
 
     @torch.no_grad()
     def _outside(self) -> list[Tensor]:
-        """y - P(y) at y = u + m/c."""
+        """Return y - P(y) at y = u + m/c."""
         points = [u + m / self.set_price for u, m in zip(self.u.leaves, self.set_mu, strict=True)]
         return [y - p for y, p in zip(points, self.u.project_leaves(points), strict=True)]
 
     def at(self) -> Gradients:
-        """The parts of F at the present point."""
+        """Return the parts of F at the present point."""
         if self.search.extra is None:
             self.search.extra = self._penalised(self.search.x)[2]
         parts: Gradients = self.search.extra
         return parts
 
     def _measure(self) -> None:
-        """Measure the problem at the present point and set the prices by its sizes."""
+        """Measure the problem at the present point, and set the first prices."""
         scales = self._sizes()
         with torch.no_grad():
             shapes = [torch.zeros_like(h) for h in self.derivatives.constraints(self._batches(graph=False)[0][0])]
@@ -176,7 +164,7 @@ class AugmentedLagrangianRun:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Begin with no multipliers at the present z."""
+        """Start at the present z without multipliers."""
         count = len(self.price.mu) + 1
         self.lowest = math.inf
         self.epsilon, self.best, self.best_h, self.raises = math.inf, math.inf, [math.inf] * count, [0] * count
@@ -184,7 +172,7 @@ class AugmentedLagrangianRun:
         self.epsilon = 0.1 * self.search.gradient.norm().item()
 
     def _new_round(self, *, keep: bool = False) -> None:
-        """Minimise F anew from the present z. New multipliers leave its curvature as it is, new prices do not."""
+        """Minimise F again from the present z. `keep` its pairs if only the multipliers are new."""
         gamma = self.price.gamma.item()
         z = flatten(self.leaves)
         metric = torch.empty_like(z)
@@ -206,15 +194,16 @@ class AugmentedLagrangianRun:
                 price.mul_(10)
             self._new_round()
             return self._record(0)
-        write(self.search.x, self.leaves)  # the line search may have left another trial there
+        write(self.search.x, self.leaves)  # the line search can have left another trial there
         met = self.search.gradient.norm().item() <= self.epsilon or self._stationarity() <= 0.1 * self.goal
-        record = self._record(1 if met else 3 if not moved or self.taken >= INNER_STEPS else 0)
-        if met or not moved or self.taken >= INNER_STEPS:
+        over = not moved or self.taken >= INNER_STEPS
+        record = self._record(1 if met else 3 if over else 0)
+        if met or over:
             self._end_round(met, moved)
         return record
 
     def _end_round(self, met: bool, moved: bool) -> None:
-        """Move the multipliers; then either finish, or set out on the next round."""
+        """End the run, or move the multipliers and start the next round."""
         sizes = self._violations()
         residual = norm(self.at().residual).item()
         measure = self._measure_of(residual, sizes)
@@ -247,43 +236,41 @@ class AugmentedLagrangianRun:
         self._new_round(keep=not self._tighten(met) and not raised)
 
     def _over(self) -> bool:
-        """Whether a phase of the run has had its rounds."""
+        """Return whether a phase of the run has used all its rounds."""
         return False
 
     def _tighten(self, met: bool) -> bool:
-        """Change what F is between two rounds; False where it stays."""
+        """Change F between two rounds; return whether it changed."""
         return False
 
     def _violations(self) -> list[float]:
-        """|h| of each constraint, with the part of an inequality that its multiplier explains; then that of u in U."""
-        sizes = []
+        """Return |h| of each constraint, or |max(h, -m/c)| of an inequality; then the violation of u in U."""
         equal = len(self.problem.equalities)
-        for i, (m, c, h) in enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True)):
-            sizes.append((h if i < equal else torch.maximum(h, -m / c)).norm().item())
+        parts = enumerate(zip(self.price.mu, self.price.gamma_h, self.at().constraints, strict=True))
+        sizes = [(h if i < equal else torch.maximum(h, -m / c)).norm().item() for i, (m, c, h) in parts]
         if self.u.projected:
             moved = [o - m / self.set_price for o, m in zip(self._outside(), self.set_mu, strict=True)]
             sizes.append(norm(moved).item())
         return sizes
 
     def _stationarity(self) -> float:
-        """|grad F|, that of u and that of v each relative to its scale."""
+        """Return |grad F|, with grad_u F and grad_v F relative to their scales."""
         scale_u, scale_v, *_ = self.scales()
         slope = self.search.gradient
         return math.hypot(slope[: self.split].norm().item() / scale_u, slope[self.split :].norm().item() / scale_v)
 
     def _measure_of(self, residual: float, sizes: Sequence[float]) -> float:
-        """The largest of the relative measures: what is compared with the tolerance."""
-        measures = [self._stationarity(), residual / self.scales()[2]]
-        measures += [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
-        return float(max(measures))
+        """Return the largest of the relative measures, for comparison with the tolerance."""
+        relative = [size / s for size, s in zip(sizes, self._constraint_scales(), strict=False)]
+        return float(max(self._stationarity(), residual / self.scales()[2], *relative))
 
     def _constraint_scales(self) -> list[float]:
-        """How much each constraint changes over the size of z; then u in U, in units of z itself."""
+        """Return how much each constraint changes over the size of z; then the size of z, for u in U."""
         reach = self._reach()
         return [j * reach for j in self.sizes.jacobians] + [1 + norm(self.leaves).item()]
 
     def _reach(self) -> float:
-        """The size of z that measures are relative to, u in its unit."""
+        """Return the size of z, with u in its unit; measures are relative to it."""
         return 1 + math.hypot(norm(self.u.leaves).item() / self.sizes.unit_u, norm(self.v.leaves).item())
 
     def scales(self) -> tuple[float, float, float, float]:
@@ -291,7 +278,7 @@ class AugmentedLagrangianRun:
         return sizes.f * reach / sizes.unit_u, sizes.f * reach, sizes.g * reach, min(self._constraint_scales())
 
     def _check_end(self) -> None:
-        """End here, or, where g can be made smaller, go on from the lower point."""
+        """End here; if g has a lower point nearby, continue from there."""
         better = self._lower_point()
         self.minimiser = better is None
         if better is None or not self._may_restart():
@@ -309,13 +296,13 @@ class AugmentedLagrangianRun:
         return self.restarts < RESTARTS
 
     def _lower_point(self) -> Tensor | None:
-        """A v with a lower g, or None where none was found."""
+        """Return a v with a smaller g, or None if there is none nearby."""
         return lower_point(self.derivatives, self.context.generator, self.goal, self.sizes.g)
 
     def _restart(self, better: Tensor) -> None:
         write(better, self.v.leaves)
         self._measure()
-        # A higher price at the start makes leaving the basin of this minimiser cost more than f can gain by it.
+        # With a higher first price, f cannot gain enough to pull v away from this minimum.
         self.price.gamma.mul_(10.0**self.restarts)
         self._start()
 
@@ -324,20 +311,8 @@ class AugmentedLagrangianRun:
         size_u = self.search.gradient[: self.split].norm().item()
         size_v = self.search.gradient[self.split :].norm().item()
         worst = violation(at.constraints, len(self.problem.equalities)).item() if at.constraints else 0.0
-        row = [
-            at.f.item(),
-            at.g.item(),
-            size_u,
-            size_v,
-            norm(at.residual).item(),
-            worst,
-            price.gamma.item(),
-            0.0,
-            self.epsilon,
-            self.search.length,
-            self.search.length,
-            float(reason),
-        ]
+        row = [at.f.item(), at.g.item(), size_u, size_v, norm(at.residual).item(), worst, price.gamma.item(), 0.0]
+        row += [self.epsilon, self.search.length, self.search.length, float(reason)]
         return torch.tensor(row, dtype=torch.float64)
 
     # -- what solve asks -----------------------------------------------------------------------------------------------
@@ -346,7 +321,7 @@ class AugmentedLagrangianRun:
         return self.status
 
     def finish(self) -> bool | None:
-        """Put u and v in their sets exactly: the multipliers bring them there only to the tolerance."""
+        """Project u and v, as the multipliers bring them into their sets only to the tolerance."""
         if self.u.projected:
             self.u.project()
             self._settle_lower()
@@ -356,7 +331,7 @@ class AugmentedLagrangianRun:
         return self.minimiser
 
     def _settle_lower(self) -> None:
-        """Minimise F over v alone: u was moved by a hair, which the price of the slope magnifies."""
+        """Minimise F over v only: the projection moved u a little, and the price of the slope magnifies this."""
 
         def restricted(v: Tensor) -> tuple[float, Tensor, None]:
             value, slope, _ = self._penalised(torch.cat([z[: self.split], v]))

@@ -1,12 +1,12 @@
-"""The deterministic mode where the lower level has constraints: the same rounds, on its KKT conditions.
+"""The deterministic mode for a lower level with constraints: the same rounds, on its KKT conditions.
 
     v solves the lower problem first, which gives the first multipliers; t = 0.1 (1 + |v|)
     smooth rounds on F with phi_t; t /= 10 in each that met its epsilon, until it is 1e-4 (1 + |v|)
-    piece: rounds on F with the active constraints held, to the last digits; at its end the next piece, if f falls there
-    at the end: solve the lower problem again from several points; if g falls, cut there and go on;
-            if it ties where f is less, cut here and go on from there
+    piece: rounds on F with the active constraints held fixed, to the last digits; then the next piece, if f falls there
+    at the end: solve the lower problem again from several points; if g falls, add a cut there and continue;
+            if g ties at a point with a smaller f, add a cut here and continue from that point
 
-See `bilevel.derivatives.lower_constraints` for the conditions and `lagrangian` for a round.
+See `bilevel.derivatives.lower_constraints` for the conditions and `augmented_lagrangian` for a round.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun,
 from bilevel.methods.penalty.options import PenaltyOptions
 
 TOLERANCE = 1e-7
-"""By default, relative. Prices of several kinds at once leave fewer digits than without lower constraints."""
+"""The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints."""
 SMOOTH_GOAL = 1e-4
-"""How far the smooth rounds go, relative to the sizes of the problem."""
+"""The goal of the smooth rounds, relative to the sizes of the problem."""
 SMOOTH_ROUNDS = 15
 PRICES = (1.0, 100.0, 0.1, 100.0)
-"""What the first prices are multiplied by, in turn over several starts: high ones keep a run near its start, low ones
-let it pass over what lies between. Every other start leaves out the smooth rounds, too."""
+"""Factors on the first prices, in turn over several starts: high prices keep a run near its start, low prices let it
+cross barriers. Every second start also leaves out the smooth rounds."""
 PIECES = 30
-"""Most pieces of one run."""
+"""The largest number of pieces in a run."""
 HALVINGS = 20
-"""Most restarts of a run whose gap each of them at least halves; others have `lagrangian.RESTARTS`."""
+"""The largest number of restarts if each of them halves the gap; otherwise `augmented_lagrangian.RESTARTS`."""
 FEASIBLE = 1e-6
 LESS = 1e-6
-"""How much less f must be, relative to 1 + |f|, for a run to go on at another lower solution."""
+"""A run continues at another lower solution if f is smaller there by this much, relative to 1 + |f|."""
 
 
 class ConstrainedLagrangianRun(AugmentedLagrangianRun):
     """A run with lower constraints.
 
-    Each gradient of F evaluates f, g and each lower constraint once, and for each cut g and these once more.
+    Each gradient of F evaluates f, g and each lower constraint once; each cut evaluates g and the constraints again.
     """
 
     patience = 8
@@ -60,8 +60,8 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         if context.tolerance is None:
             dtypes = [leaf.dtype for leaf in (*context.u.leaves, *context.v.leaves)]
             context = replace(context, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
-        d = context.problem.prepare
-        batch = None if d is None else d(context.u.value, None)
+        prepare = context.problem.prepare
+        batch = None if prepare is None else prepare(context.u.value, None)
         self.kkt = KKT(context.problem, context.u, context.v, batch)
         self.pieces, self.rounds = 0, 0
         self.exact_goal = 0.0
@@ -86,7 +86,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
             self._smooth()
 
     def _smooth(self) -> None:
-        """Begin the smooth rounds."""
+        """Start the smooth rounds."""
         self.rounds = 0
         self.kkt.active = None
         self.kkt.t.fill_(0.1 * (1 + norm(self.v.leaves).item()))
@@ -94,7 +94,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         self._set_problem()
 
     def _piece(self) -> None:
-        """Begin with the piece of the present point."""
+        """Start with the piece of the present point."""
         self.kkt.choose_piece(self._batches(graph=False)[0][1])
         self.goal = self.exact_goal
         self._set_problem()
@@ -109,21 +109,20 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
             price.mul_(factor)
 
     def _sizes(self) -> Scales:
-        """As measured; what `bilevel.derivatives.lower_constraints` adds is of size one by its units, also where its
-        derivative vanishes."""
+        """Return the measured sizes, with at least 1 for the KKT conditions: their units give them this size."""
         scales = super()._sizes()
         upper = self._upper()
         sizes = [size if i in upper else max(size, 1.0) for i, size in enumerate(scales.jacobians)]
         d = self.derivatives
         leaves = [*self.kkt.plain_u.leaves, *self.v.leaves]
         slope = norm(gradient(d.upper(self._batches(graph=True)[0][0]), leaves)).item()
-        # Objectives may be linear here: f then changes by its slope over the size of z, and the slope of g by `bend`
-        # with a multiplier in the unit of v.
+        # Objectives can be linear here. Then f changes by its slope over the size of z, and a multiplier in the unit
+        # of v changes the slope of g by `bend`.
         bend = max(scales.f, slope / self._reach())
         return replace(scales, f=bend, g=max(scales.g, self.kkt.bend), jacobians=sizes, unit_u=1.0)
 
     def _upper(self) -> list[int]:
-        """The positions of the upper level's constraints among all."""
+        """Return the positions of the upper level's constraints among all constraints."""
         equal, less = len(self.kkt.source.equalities), len(self.kkt.source.inequalities)
         first = equal + len(self.kkt.a) + len(self.kkt.b)
         return [*range(equal), *range(first, first + less)]
@@ -133,7 +132,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         return *super().scales()[:3], min((sizes[i] for i in self._upper()), default=self._reach())
 
     def _reach(self) -> float:
-        """That of u and v: multipliers of the lower level need not be bounded."""
+        """Return the size of u and v without the multipliers of the lower level, which can be unbounded."""
         return 1 + norm([*self.kkt.plain_u.leaves, *self.v.leaves]).item()
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -174,7 +173,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         super()._check_end()
 
     def _next(self) -> None:
-        """Set out on another piece from the present point, with the multipliers of the slope."""
+        """Start another piece from the present point; keep nu."""
         nu = self.price.nu
         self._set_problem()
         self.stalls = 0
@@ -201,7 +200,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
 
     @torch.no_grad()
     def _preferred(self, points: list[LowerPoint]) -> LowerPoint | None:
-        """The feasible one of these lower solutions whose f is least, where it is less than here."""
+        """Return the feasible lower solution with the smallest f, if f is smaller there than here."""
         held = flatten(self.v.leaves)
         source, best = self.kkt.source, None
         least = self.at().f.item()
@@ -218,13 +217,13 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         return best
 
     def _restart(self, better: Tensor) -> None:
-        """Cut off the present point; go on from the better one, or, every other time, from here.
+        """Add a cut at the better point; continue from there or, every second time, from here.
 
-        Which of the two comes first depends on the start: where minimisers tie, each is the way to another solution.
-        From a lower solution that ties, and where f is less, the present one is what keeps v at a minimiser.
+        The order depends on the start: if minimisers tie, each of them leads to another solution. If the better point
+        ties and has a smaller f, add the cut at the present point and continue from the better one.
         """
         if self.resolved is None or self.resolved.better is None:
-            raise RuntimeError("a restart needs a better point")
+            raise RuntimeError("a restart needs a better point; there is none.")
         self.kkt.cuts.add(flatten(self.v.leaves) if self.tie else better)
         if self.tie or (self.restarts + self.context.start // 2) % 2:
             write(better, self.v.leaves)
@@ -243,7 +242,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
             self._piece()
             self._measure()
         found = super().finish()
-        # Where the lower problem could not be solved again, nothing says that v solves it.
+        # If the lower problem could not be solved again, v is not known to solve it.
         unknown = self.resolved is not None and not self.resolved.met
         beyond = self.kkt.cuts.violation(self._batches(graph=False)[0][1])
         return False if unknown or beyond > (self.tolerance or 0.0) * self._reach() else found

@@ -1,17 +1,17 @@
-"""The penalty method on minibatches where the lower level has constraints: its KKT conditions are priced.
+"""The penalty method on minibatches for a lower level with constraints: F has prices on its KKT conditions.
 
 With L = g + <alpha, c> + <beta, d>, s = grad_v L, and d = 0 and phi_t(alpha, -c) = 0 as equalities (see
 `bilevel.derivatives.lower_constraints`),
 
-    v descends F + lam A,   alpha and beta descend F, beside v,   u descends F
+    v descends F + lam A,   alpha and beta descend F together with v,   u descends F
     A = g + rho/2 |max(0, c + alpha/rho)|^2 - |alpha|^2 / (2 rho) + <beta, d> + rho/2 |d|^2
 
-A is the augmented Lagrangian of the lower level; alpha and beta are held fixed in it, and where the conditions hold its
-slope is s = 0, so that it moves nothing but keeps v at a minimum. In the warm-up v descends f + lam A with alpha and
-beta zero; at its end they are set to what A says, alpha = max(0, rho c) and beta = rho d. t falls to 0.7 of itself at
-each advance of the schedule.
+A is the augmented Lagrangian of the lower level, with alpha and beta held fixed. If the conditions hold, its slope is
+s = 0: it then moves nothing, but keeps v at a minimum. In the warm-up v descends f + lam A with alpha = beta = 0. At
+the end of the warm-up A gives their values: alpha = max(0, rho c), beta = rho d. Each advance of the schedule
+multiplies t by 0.7.
 
-The constraints are functions of u and v alone: with data their batch is None.
+The constraints depend only on u and v: with data their batch is None.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from bilevel.problem.problem import Objective
 from bilevel.problem.variables import Variable
 
 FIRST_T = 0.1
-"""The first t, in the unit of one number of v."""
+"""The first t, relative to the size of an entry of v."""
 T_FACTOR = 0.7
 RHO = 1.0
-"""The price of a lower constraint in A, in the unit of g's curvature."""
+"""The price of a lower constraint in A, relative to the curvature of g."""
 
 
 class ConstrainedMinibatchRun(PenaltyMinibatchRun):
@@ -61,13 +61,12 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         for name in ("prepare", "start_lower"):
             if getattr(problem, name) is not None:
                 raise OptionError(
-                    f"{name} cannot be used with lower_equalities or lower_inequalities on minibatches, where these "
-                    "are functions of u and v alone. Use project_lower, or pass data=None."
+                    f"{name} cannot be used with lower_equalities or lower_inequalities on minibatches, because these "
+                    "constraints depend only on u and v. Use project_lower, or pass data=None."
                 )
         if context.v.shards or context.u.shards:
             raise OptionError(
-                "lower_equalities and lower_inequalities cannot be used where v is sharded by fully_shard. Use "
-                "project_lower."
+                "lower_equalities and lower_inequalities cannot be used if fully_shard shards v. Use project_lower."
             )
         alone = replace(
             problem,
@@ -78,20 +77,16 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         self._measure_units(context)
         super().__init__(options, replace(context, problem=self.kkt.problem(), u=self.kkt.u))
         self.derivatives.kkt = self.kkt
-        if context.v.device.type == "cuda":
-            self._leave_uncompiled()
-
-    def _leave_uncompiled(self) -> None:
-        """Compiled for a GPU, these steps leave the path of the written ones (torch 2.11); captured, they keep it."""
-        why = "on a GPU, steps with lower constraints are not compiled."
-        for engine in self.engines.made:
+        # Compiled for a GPU, these steps give other results than eager ones (torch 2.11); CUDA graphs do not.
+        for engine in self.engines.made if context.v.device.type == "cuda" else []:
             if isinstance(engine, Compiled):
+                why = "on a GPU, steps with lower constraints are not compiled."
                 engine.give_up(why, quietly=self.context.engine == "auto")
 
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _measure_units(self, context: RunContext) -> None:
-        """|g_vv| on the first batches, |J| of each constraint, and the first t."""
+        """Measure |g_vv| on the first batches and |J| of each constraint, and set the first t."""
         kkt = self.kkt
         d = make_derivatives(kkt.problem(), kkt.u, context.v, ranks=context.ranks, precision=context.precision)
         upper, lower, _ = context.sources.sample(1)
@@ -139,7 +134,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
 
     @contextmanager
     def _holding_u(self) -> Iterator[None]:
-        """Differentiate in v, alpha and beta alone."""
+        """Differentiate only in v, alpha and beta inside."""
         d = self.derivatives
         d.u = self.kkt.alone
         for leaf in self.kkt.plain_u.leaves:
@@ -182,19 +177,15 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
                 held = a.detach()
                 pulls.append(((held + RHO * x.detach() / size).clamp(min=0) - held) * kkt.bend / size)
             pulls += [RHO * kkt.bend * x.detach() / size**2 for x, size in zip(d, kkt.sizes_d, strict=True)]
-            # A's slope is s and this: max(0, alpha + rho c) and beta + rho d in the place of alpha and beta.
+            # The slope of A has max(0, alpha + rho c) and beta + rho d in place of alpha and beta: add the difference.
             more = gradient([*c, *d], self.v.leaves, cotangent=pulls)
         lowered = super()._lowered(gradients)
         return [x + spread(lam, m) * m for x, m in zip(lowered, more, strict=True)]
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        own = self.multipliers.optimizer
-        return [*super().optimizers(), *([] if own is None else [own])]
-
     def finish(self) -> bool | None:
-        """Without data, the lower problem is solved again from several points."""
+        """Without data, solve the lower problem again from several points."""
         if self.context.sources:
             return None
         d, kkt = self.derivatives, self.kkt
@@ -203,32 +194,24 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         kkt.gap, kkt.gap_starts = found.gap, found.starts
         return found.better is None and found.met > 0
 
-    def state_dict(self) -> dict[str, Any]:
-        kkt = self.kkt
-        return super().state_dict() | {
-            "a": list(kkt.a),
-            "b": list(kkt.b),
-            "t": kkt.t,
-            "bend": kkt.bend,
-            "sizes_c": kkt.sizes_c,
-            "sizes_d": kkt.sizes_d,
-            "multipliers": self.multipliers.state_dict(),
-        }
+    def _descents(self) -> dict[str, Descent]:
+        return super()._descents() | {"multipliers": self.multipliers}
 
-    @torch.no_grad()
+    def _tensors(self) -> dict[str, Any]:
+        kkt = self.kkt
+        own = {"a": list(kkt.a), "b": list(kkt.b), "t": kkt.t, "sizes_c": kkt.sizes_c, "sizes_d": kkt.sizes_d}
+        return super()._tensors() | own
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"bend": self.kkt.bend}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        kkt = self.kkt
-        for name in ("a", "b", "sizes_c", "sizes_d"):
-            for mine, saved in zip(getattr(kkt, name), state[name], strict=True):
-                mine.copy_(saved)
-        kkt.t.copy_(state["t"])
-        kkt.bend = state["bend"]
-        self.multipliers.load_state_dict(state["multipliers"])
+        self.kkt.bend = state["bend"]
 
 
 def without_batch(function: Objective) -> Objective:
-    """The constraint as a function of u and v alone."""
+    """Return the constraint with None as its batch."""
 
     def constraint(u: Any, v: Any, _: Any) -> Tensor:
         return function(u, v, None)

@@ -1,12 +1,11 @@
 """The penalty method on minibatches: T descent steps on v, one on u, and a schedule that raises the prices.
 
-    v descends F + lam g, u descends F           (F: see `bilevel.derivatives.penalised_objective`; the schedule: see
-    `bilevel.methods.penalty.schedule`)
+    v descends F + lam g,       u descends F
 
-With data and no options, the scales come from the first batches (see `bilevel.measures.batch_scales`), gamma at the
-end of the
-warm-up. In the warm-up v descends f + lam g. The learning rates fall linearly to zero. The step on u moves v, too
-(`joint`), so that T may be 0.
+`bilevel.derivatives.penalised_objective` defines F, and `bilevel.methods.penalty.schedule` the schedule. By default the
+scales come from the first batches (see `bilevel.measures.batch_scales`), and gamma from the end of the warm-up, in
+which v descends f + lam g. The learning rates fall linearly to zero. The step on u also moves v (`joint`), so that T
+can be 0.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from bilevel.results import REASONS
 
 
 class PenaltyMinibatchRun(MinibatchRun):
-    """A run of the penalty method, step by step.
+    """A run of the penalty method on minibatches.
 
-    Lower evaluations: one for each of the T + 1 gradients; docs/method.md has the exceptions.
+    Each of the T + 1 gradients evaluates f and g once; docs/method.md lists the exceptions.
     """
 
     like_v = (*MinibatchRun.like_v, "running", *(f"schedule/{name}" for name in ("nu", "nu_start", "mean")))
@@ -48,9 +47,9 @@ class PenaltyMinibatchRun(MinibatchRun):
             warm_up=options.warm_up or 0.0,
             falling=options.decay == "linear",
         )
-        asked = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
-        if context.problem.start_lower is not None and all(option is not None for option in asked):
-            self.scale_batches = 1  # nothing is chosen by the scales, and an episode may be a pass of a large network
+        given = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
+        if context.problem.start_lower is not None and all(option is not None for option in given):
+            self.scale_batches = 1  # no default needs the scales, and an episode can be a pass through a large network
         self._start()
         self.running: list[Tensor] = [torch.zeros_like(leaf) for leaf in self.v.leaves]
         self.running_weight = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
@@ -59,7 +58,7 @@ class PenaltyMinibatchRun(MinibatchRun):
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Scales, schedule and optimizers. Reads values on the host: this is before the first step."""
+        """Measure the scales, and make the schedule and the optimizers. This reads values on the host."""
         options = self.options
         measured = self._measured()
         trials, new = self.problem.trials, self._price
@@ -94,7 +93,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             raise OptionError("rate_power must be 0 with trials, which share their learning rates. Use Adam.")
 
     def _price(self, name: str, value: float | Sequence[float]) -> Tensor:
-        """A first price as a tensor, one number for each trial where there are trials."""
+        """Return a first price as a tensor, with one number for each trial."""
         trials = self.problem.trials
         shape = () if trials is None else (trials,)
         if isinstance(value, (int, float)):
@@ -106,13 +105,13 @@ class PenaltyMinibatchRun(MinibatchRun):
         return torch.tensor(value, dtype=self.v.dtype, device=self.v.device)
 
     def _rate_power(self, descent: Descent) -> float:
-        """How fast a learning rate falls with gamma: plain SGD needs it, Adam's steps do not grow with the gradient."""
+        """Return how fast a learning rate falls with gamma. The steps of SGD grow with the gradient, Adam's do not."""
         if self.options.rate_power is not None:
             return self.options.rate_power
         return 1.0 if isinstance(descent.optimizer, torch.optim.SGD) else 0.0
 
     def _measure_gamma(self) -> None:
-        """Set the first gamma by what the warm-up has led to: at its start the slopes are those of an untrained v."""
+        """Set the first gamma at the end of the warm-up; before it, v is untrained and its slopes say little."""
         d, prices = self.derivatives, (self.schedule.prices.gamma, self.schedule.gamma_start)
         counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
@@ -125,7 +124,7 @@ class PenaltyMinibatchRun(MinibatchRun):
 
     def _stepped(self, record: Tensor) -> Tensor:
         if self.moving and self.schedule.count():
-            record[-1:].fill_(REASONS.index("steps"))  # an assignment would wait for the device
+            record[-1:].fill_(REASONS.index("steps"))  # an assignment would wait for the GPU
         return record
 
     def _warmed(self, k: int) -> None:
@@ -145,7 +144,7 @@ class PenaltyMinibatchRun(MinibatchRun):
         self.lower.step(gradients.v, (), self._factor(self.lower_power, left))
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        """Move u, and v if `joint`, then the schedule; return the record of the step."""
+        """Move u, and v if `joint`; advance the schedule; return the record of the step."""
         d, schedule = self.derivatives, self.schedule
         factor = self._factor(self.lower_power, self._lower_left(left))
         upper_factor = self._factor(self.upper_power, left)
@@ -159,6 +158,8 @@ class PenaltyMinibatchRun(MinibatchRun):
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         self._move_upper(gradients, (upper_factor, factor), moving)
+        h = gradients.constraints
+        worst = violation(h, len(self.problem.equalities)) if h else torch.zeros_like(schedule.lam)
         size_u, size_v, residual = self._size_u(gradients), d.norm(lowered), d.norm(gradients.residual)
         record = [
             gradients.f,
@@ -166,7 +167,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             size_u,
             size_v,
             residual,
-            self._worst(gradients.constraints),
+            worst,
             schedule.prices.gamma,
             schedule.lam,
             schedule.epsilon,
@@ -180,25 +181,25 @@ class PenaltyMinibatchRun(MinibatchRun):
         return torch.cat([row, reason.to(torch.float64).amax().reshape(1)])
 
     def _lowered(self, gradients: Gradients) -> list[Tensor]:
-        """Return the derivative of F + lam g in v, from F's and s."""
+        """Return the derivative of F + lam g in v."""
         lam = self.schedule.lam
         return [(spread(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
 
     def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
-        """Move u if `moving`; `factors` are those on the rates of u and of v."""
+        """Move u if `moving`; `factors` multiply the learning rates of u and of v."""
         if moving:
             self.upper.step(gradients.u, gradients.rows, factors[0])
 
     def _shrinking(self) -> list[tuple[Tensor, float]]:
-        """Return what else an advance of the schedule multiplies, each with its factor."""
+        """Return other tensors that an advance of the schedule multiplies, each with its factor."""
         return []
 
     def _factor(self, power: float, left: Tensor) -> Tensor:
-        """Return the factor on a learning rate: `left`, and less as gamma grows."""
+        """Return the factor on a learning rate: `left`, divided by a power of the growth of gamma."""
         return left if power == 0 else self.schedule.gamma_growth() ** -power * left
 
     def _mean_slope(self) -> list[Tensor] | None:
-        """Return the running mean of s if it is the cotangent; None for s of the batch."""
+        """Return the running mean of s if it is the cotangent; None if s of the batch is."""
         if self.options.cotangent != "running":
             return None
         weight = torch.where(self.running_weight > 0, self.running_weight, torch.ones_like(self.running_weight))
@@ -209,9 +210,6 @@ class PenaltyMinibatchRun(MinibatchRun):
             torch._foreach_lerp_(self.running, slope, 0.1)
             self.running_weight.lerp_(torch.ones_like(self.running_weight), 0.1)
 
-    def _worst(self, values: Sequence[Tensor]) -> Tensor:
-        return violation(values, len(self.problem.equalities)) if values else torch.zeros_like(self.schedule.lam)
-
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
@@ -220,14 +218,12 @@ class PenaltyMinibatchRun(MinibatchRun):
     def lam(self) -> Tensor:
         return self.schedule.lam
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {"schedule": self.schedule.state_dict(), "running": self.running, "running_weight": self.running_weight}
-        return super().state_dict() | own
+    def _tensors(self) -> dict[str, Any]:
+        return {"running": self.running, "running_weight": self.running_weight}
 
-    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"schedule": self.schedule.state_dict()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        for mine, saved in zip(self.running, state["running"], strict=True):
-            mine.copy_(saved)
-        self.running_weight.copy_(state["running_weight"])

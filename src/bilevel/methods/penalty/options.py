@@ -33,9 +33,9 @@ STOCHASTIC: dict[str, Any] = {
     "cotangent": "same",
 }
 IN_TURN: dict[str, Any] = {"lower_steps": 5}
-"""If the step on u leaves v alone, other steps have to move it."""
+"""If the step on u does not move v, other steps must."""
 EPISODES: dict[str, Any] = {"lower_steps": 5, "joint": False, "warm_up": 0.0}
-"""With `start_lower`, v is reset in every iteration: it must reach its minimum there, and no warm-up lasts."""
+"""`start_lower` resets v in every iteration: v must reach its minimum in each, and a warm-up has no effect."""
 STOCHASTIC_ONLY = {
     *STOCHASTIC,
     "rate_power",
@@ -49,7 +49,7 @@ STOCHASTIC_ONLY = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PenaltyOptions(MethodOptions):
-    """The fields of `Penalty`, which explains them, with their checks."""
+    """The fields of `Penalty`, and their checks. The docstring of `Penalty` explains them."""
 
     mode: Mode | None = None
     curvature: Curvature = "auto"
@@ -74,7 +74,7 @@ class PenaltyOptions(MethodOptions):
     lower_batches: Literal["fresh", "shared"] | None = None
     cotangent: Literal["same", "running"] | None = None
     _average_residual: bool | None = None
-    # Whether nu moves by the mean of grad_v g since the last advance, not by the last one. The presets use the last.
+    # Whether nu moves by the mean of grad_v g since the last advance, and not by the last one, as in `algorithm_2`.
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("deterministic", "stochastic"), optional=True)
@@ -103,13 +103,13 @@ class PenaltyOptions(MethodOptions):
             factory(name, getattr(self, name))
 
     def for_batches(self, own: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """Return these options with `own`, then the defaults of the stochastic mode, in place of None."""
+        """Return these options with None replaced by `own`, or by the defaults of the stochastic mode."""
         defaults = {**STOCHASTIC, **own}
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, mode="stochastic", **missing)
 
     def refuse_without_batches(self) -> None:
-        """Refuse what the deterministic mode does not use."""
+        """Refuse the options that the deterministic mode does not use."""
         for name in sorted(STOCHASTIC_ONLY):
             if getattr(self, name) is not None:
                 raise OptionError(

@@ -1,6 +1,6 @@
-"""The schedule: gamma, lam, epsilon, nu, mu; when they move and how.
+"""The schedule: when gamma, lam, epsilon, nu and mu change, and how.
 
-With G = (grad_u F, grad_v (F + lam g)) after an upper step, the schedule advances when the first of these holds:
+With G = (grad_u F, grad_v (F + lam g)) after an upper step, the schedule advances as soon as one condition holds:
 
     tolerance   |G| <= epsilon
     steps       `every` upper steps have passed since the last advance
@@ -10,9 +10,9 @@ and an advance does
     nu += gamma r;   mu += gamma_h h (equalities);   mu = max(0, mu + gamma_h h) (inequalities)
     gamma *= c_gamma;   gamma_h *= c_gamma;   lam *= c_lam;   epsilon *= c_epsilon;   t *= c_t (`shrinking`)
 
-Everything is a tensor on the device of v, and no decision is read on the host. Without an epsilon the host knows when
-it is time, and the multipliers are touched only then. Over trials, each price is a vector, and each trial advances by
-itself.
+Everything is a tensor on the device of v, and the host reads no decision. Without an epsilon the host counts the steps
+itself, and changes the multipliers only at an advance. With trials each price is a vector, and each trial advances
+separately.
 """
 
 from __future__ import annotations
@@ -25,9 +25,24 @@ from torch import Tensor
 
 from bilevel._util.tensor_lists import spread
 from bilevel.derivatives.prices import Gradients, Prices, constraint_pull
+from bilevel.methods.base import copy_state
 
 
 class Schedule:
+    """The prices of a run, and the rule that moves them.
+
+    Arguments:
+        prices: The first prices. The schedule changes them in place.
+        lam: The first weight of g.
+        epsilon: The first tolerance; None for no tolerance.
+        factors: The factors on gamma, lam and epsilon at an advance.
+        every: Upper steps between two advances; None for no limit.
+        multipliers: Whether nu moves.
+        averaged: Whether nu moves by the mean of r since the last advance, and not by the last r.
+        equalities: How many of the constraints are equalities; they come first.
+        shrinking: Other tensors to multiply at an advance, each with its factor. Default: none.
+    """
+
     def __init__(
         self,
         prices: Prices,
@@ -47,13 +62,12 @@ class Schedule:
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
         self.every, self.multipliers, self.equalities = every, multipliers, equalities
         self.shrinking = list(shrinking)
-        """What else an advance multiplies, and by what; the owner keeps it."""
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros_like(lam, dtype=torch.int64)
         self.counted = 0
-        """Steps since the last advance, where the host knows them."""
-        # The running mean of r since the last advance: one minibatch's r is mostly noise. Not averaged, the last r.
+        """Steps since the last advance, if the host counts them."""
+        # The running mean of r since the last advance, because r of one minibatch is mostly noise; or the last r.
         self.averaged = averaged
         held = multipliers and (averaged or not self.tolerant)
         self.mean = [torch.zeros_like(n) for n in prices.nu] if held else []
@@ -61,9 +75,9 @@ class Schedule:
 
     @torch.no_grad()
     def observe(self, square: Tensor, gradients: Gradients) -> Tensor:
-        """Take in one upper step with |G|^2 = `square`; advance if the tolerance or the number of steps says so.
+        """Note an upper step with |G|^2 = `square`; advance if it meets the tolerance, or after `every` steps.
 
-        Returns the position in `REASONS`, as a tensor.
+        Return the position of the reason in `REASONS`, as a tensor.
         """
         self.since += 1
         if self.mean:
@@ -81,7 +95,7 @@ class Schedule:
 
     @torch.no_grad()
     def count(self) -> bool:
-        """Count one upper step on the host; advance, and say so, if that alone tells that it is time."""
+        """Count one upper step on the host if there is no epsilon; return whether the schedule advanced."""
         if self.tolerant or self.every is None:
             return False
         self.counted += 1
@@ -110,12 +124,11 @@ class Schedule:
 
     @torch.no_grad()
     def restart_multipliers(self) -> None:
-        """Put nu back at nu_0: a new episode has a lower problem of its own."""
-        for n, start in zip(self.prices.nu, self.nu_start, strict=True):
-            n.copy_(start)
+        """Reset nu to its first value, as a new episode has another lower problem."""
+        copy_state(self.prices.nu, self.nu_start)
 
     def gamma_growth(self) -> Tensor:
-        """gamma over its first value."""
+        """Return gamma / its first value."""
         start = self.gamma_start
         return torch.where(start > 0, self.prices.gamma / start, torch.ones_like(start))
 
@@ -139,7 +152,4 @@ class Schedule:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counted = state["counted"]
-        for name, mine in self.state_dict().items():
-            if name != "counted":
-                for a, b in zip(*([x] if isinstance(x, Tensor) else x for x in (mine, state[name])), strict=True):
-                    a.copy_(b)
+        copy_state({name: mine for name, mine in self.state_dict().items() if name != "counted"}, state)

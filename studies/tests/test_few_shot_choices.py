@@ -173,7 +173,7 @@ def test_the_settings_on_cifar_fs_are_the_best_that_were_compared():
         assert best in (taken, *study.ALSO_RUN.get(place, ())), place
         one_shot = max(alone, key=lambda varied: alone[varied])
         better = alone[one_shot] > sum(one for _, one in mine[taken].values()) / study.CHOICE_SEEDS
-        assert study.BETTER_APART.get(place, study.APART.get(place)) == (one_shot if better else None), place
+        assert BETTER_APART.get(place, study.APART.get(place)) == (one_shot if better else None), place
 
 
 def test_of_settings_that_have_the_length_of_the_table_the_best_on_meta_validation_classes_is_taken():

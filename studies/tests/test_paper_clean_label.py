@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_tables, photographs
+from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_tables
 from bilevel_studies.poisoning import clean_label_batch as batch
 from bilevel_studies.poisoning.feature_collision import collide
 from common import needs
@@ -309,7 +309,7 @@ def test_missing_inception_is_refused_with_what_to_install():
 
 
 def test_missing_photographs_are_refused_with_a_sentence(tmp_path, monkeypatch, capsys):
-    photographs.photos.cache_clear()
+    clean_label_features.photos.cache_clear()
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
     assert main(["reproduce", "clean-label", "--features", "small", "--out", str(tmp_path / "o")]) == 1
     assert "put photos256.zip into $BILEVEL_DATA/photos" in capsys.readouterr().err
@@ -321,7 +321,7 @@ def test_missing_photographs_are_refused_with_a_sentence(tmp_path, monkeypatch, 
 def test_small_version_runs_all_methods_within_the_bound(monkeypatch, features, steps):
     if features == "efficientnet":
         pytest.importorskip("efficientnet_lite_pytorch")
-    photographs.photos.cache_clear()
+    clean_label_features.photos.cache_clear()
     clean_label.scene_of.cache_clear()
     monkeypatch.setattr(clean_label, "EPSILONS", (4, 8))
     rows = clean_label.order(169)[:2]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bilevel import OptionError
 from bilevel._util.checks import one_of
-from bilevel.errors import OptionError
 from bilevel_studies.study import Kept, Report, Study, side_by_side
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ def denoising_steps(
 def _figure(
     part: str, device: str, seeds: int, minutes: float | None, out: Path, results: Path | None, no_run: bool, json: bool
 ) -> None:
-    from bilevel_studies.denoising import cells, speed, speed_tables
+    from bilevel_studies.denoising import cells, speed
 
     where = device_of(device)
-    report = partial(speed_tables.report, part)
+    report = partial(speed.report, part)
     run = Study(f"denoising-{part}", out, report, results, no_run, json, minutes, possible=_with_data)
     function = partial(cells.run, device=where, checkpoints=run.states, deadline=run.deadline)
     run.run(speed.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds), function)
@@ -219,8 +219,7 @@ def clean_label(
     """One clean-label poison point for a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
     from bilevel_studies.poisoning import clean_label as study
     from bilevel_studies.poisoning import clean_label_tables
-    from bilevel_studies.poisoning.clean_label_features import FEATURES
-    from bilevel_studies.poisoning.photographs import photos
+    from bilevel_studies.poisoning.clean_label_features import FEATURES, photos
 
     one_of("--features", features, tuple(FEATURES))
     where = device_of(device)
@@ -252,9 +251,8 @@ def deep_victim(
 ) -> None:
     """Clean-label poison against a network that is trained from scratch: beyond the paper."""
     from bilevel_studies.poisoning import deep_victim as study
-    from bilevel_studies.poisoning.deep_victim_tables import report
 
-    run = Study("deep-victim", out, report, results, no_run, json, minutes, workers)
+    run = Study("deep-victim", out, study.report, results, no_run, json, minutes, workers)
     run.run(
         study.choice_cells(choose, rows=rows),
         side_by_side(partial(study.run, device=device_of(device)), workers),

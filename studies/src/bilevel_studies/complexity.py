@@ -20,16 +20,11 @@ import matplotlib
 import torch
 from torch import Tensor
 
-from bilevel.methods.approx_grad import ApproxGrad
+from bilevel import ApproxGrad, ForwardMode, Penalty, Problem, ReverseMode
 from bilevel.methods.base import Method
-from bilevel.methods.forward_mode import ForwardMode
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.problem.problem import Problem
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies import plots
 from bilevel_studies.cost import cost
-from bilevel_studies.study import Kept, Report
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings
 from bilevel_studies.study import table as markdown
 
 VALID = 4

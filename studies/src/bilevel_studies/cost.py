@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from bilevel import Problem
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Method, MethodState, RunContext
-from bilevel.problem.problem import Problem
 
 HORIZON = 10**6
 """Upper steps of the run that a counted step is of: many, so that the share of the warm-up is seen exactly."""

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bilevel import Penalty
 from bilevel._util.atomic_files import whole, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
-from bilevel.methods.penalty import Penalty
 from bilevel.report.figures import convergence
 from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable

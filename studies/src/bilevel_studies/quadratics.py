@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.problem.problem import Problem
+from bilevel import Problem
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 from scipy import stats
 
-from bilevel.running.run_many import Settings
-from bilevel_studies.study import Kept
+from bilevel_studies.study import Kept, Settings
 
 NOT_RUN = "not run"
 SEEDS = 5

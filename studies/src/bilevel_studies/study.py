@@ -22,11 +22,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from bilevel import Callback, OptionError, Run, Solution
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.parallel_map import Where
-from bilevel.errors import OptionError
-from bilevel.results import Solution
-from bilevel.running.callbacks import Callback, Run
 from bilevel.running.checkpoints import BEFORE, FILE
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 

@@ -16,12 +16,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from bilevel.errors import OptionError
+from bilevel import Box, OptionError, Problem, Solution, solve
 from bilevel.methods.base import Method
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Box
-from bilevel.results import Solution
-from bilevel.running.solve import solve
 
 Function = Callable[[Tensor, Tensor], Tensor]
 Many = Callable[[Tensor, Tensor], Sequence[Tensor]]

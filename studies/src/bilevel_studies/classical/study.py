@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bilevel.methods.penalty import Penalty
-from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel import Penalty
 from bilevel_studies.classical.case import Case, cases, judge, named, run
-from bilevel_studies.study import Kept, Report, table
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, table
 
 STARTS = 8
 MAX_STEPS = 2000

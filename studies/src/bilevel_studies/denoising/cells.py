@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from bilevel.errors import DataError
-from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel import DataError
 from bilevel_studies.denoising import runs as denoising_runs
 from bilevel_studies.denoising import small as denoising_small
 from bilevel_studies.denoising import speed as denoising_speed
 from bilevel_studies.denoising import study as denoising
 from bilevel_studies.denoising import wide as denoising_wide
+from bilevel_studies.study import Found, RunItem, Settings
 
 DATASETS = (*denoising.STUDIES, denoising_wide.NAME)
 

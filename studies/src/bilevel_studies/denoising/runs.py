@@ -16,6 +16,7 @@ import torch
 from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor, nn
 
+from bilevel import Rows, Status, solve
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
@@ -23,14 +24,9 @@ from bilevel.applications.training import Watch, accuracy, fit, probabilities
 from bilevel.data import corrupt, load, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.methods.base import Method
-from bilevel.problem.rows import Rows
-from bilevel.results import Status
-from bilevel.running.run_many import Found, Settings
-from bilevel.running.solve import solve
-from bilevel_studies.denoising import methods as denoising_methods
-from bilevel_studies.denoising.methods import PAPER_T
-from bilevel_studies.denoising.study import ONE_SEED, STUDIES, Study
-from bilevel_studies.study import Deadline, Leave, OutOfTimeError, Sitting, device_name
+from bilevel_studies.denoising import study as denoising_study
+from bilevel_studies.denoising.study import ONE_SEED, PAPER_T, STUDIES, Study
+from bilevel_studies.study import Deadline, Found, Leave, OutOfTimeError, Settings, Sitting, device_name
 
 loaded = cache(load)
 """A data set, read once."""
@@ -209,11 +205,11 @@ def stopped(task: Task) -> Found:
 
 
 def approx_grad(task: Task) -> Found | None:
-    return _bilevel(task, denoising_methods.approx_grad(PAPER_T, task.study.rate))
+    return _bilevel(task, denoising_study.approx_grad(PAPER_T, task.study.rate))
 
 
 def algorithm_2(task: Task) -> Found | None:
-    return _bilevel(task, denoising_methods.algorithm_2(PAPER_T, task.study.paper_nu))
+    return _bilevel(task, denoising_study.algorithm_2(PAPER_T, task.study.paper_nu))
 
 
 def _bilevel(task: Task, method: Method) -> Found | None:
@@ -221,11 +217,11 @@ def _bilevel(task: Task, method: Method) -> Found | None:
     model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
     task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]
-    u = Rows(len(task.y), init=denoising_methods.start(p), device=task.device)
+    u = Rows(len(task.y), init=denoising_study.start(p), device=task.device)
     data = loaders(task.x, task.y, *task.trusted, task.study.batch)
     model.train()
     solution = solve(
-        importance_problem(task.study.augment, denoising_methods.importance),
+        importance_problem(task.study.augment, denoising_study.importance),
         method,
         u,
         model,
@@ -240,7 +236,7 @@ def _bilevel(task: Task, method: Method) -> Found | None:
     )
     if solution.interrupted:
         return None
-    importance = denoising_methods.importance(u.values.cpu())
+    importance = denoising_study.importance(u.values.cpu())
     so_far = {"partial": True, "of": steps} if solution.status is Status.STOPPED else {}
     return {
         "accuracy": task.accuracy(model),

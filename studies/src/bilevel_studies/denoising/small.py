@@ -19,9 +19,8 @@ from bilevel.applications import networks as models
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.training import accuracy, fit
 from bilevel.data import Labelled, corrupt, split_trusted
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.denoising.runs import loaded
-from bilevel_studies.study import device_name
+from bilevel_studies.study import Found, RunItem, Settings, device_name
 
 HYPER_CLEANING, HOW_FEW = "hyper-cleaning", "how-few"
 NETWORKS = ("linear", "mlp")

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from bilevel import ApproxGrad, Penalty
 from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.training import Augment
-from bilevel.running.run_many import RunItem
-from bilevel_studies.denoising.methods import SOLVER
+from bilevel_studies.study import RunItem
 
 COLUMNS = {
     "ours": "Penalty, ours",
@@ -169,3 +171,34 @@ def bilevel_passes(study: Study, column: str) -> int:
     """Of the bilevel run."""
     own = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
     return own.get(column, study.passes)
+
+
+PAPER_T = 20
+"""Lower steps in each upper step; ApproxGrad takes as many for the linear system."""
+SOLVER: Final = "adam"
+"""Of ApproxGrad's linear system; among the settings of its cells."""
+DAMPING = 0.1
+LOWER_RATE, UPPER_RATE = 1e-5, 3.0
+"""rho and sigma in the paper."""
+NEAREST = 1e-3
+"""How near to 0 and to 1 an importance may start."""
+
+
+def approx_grad(T: int, rate: float) -> ApproxGrad:
+    adam = partial(torch.optim.Adam, lr=rate)
+    return ApproxGrad(lower_steps=T, linear_steps=T, linear_solver=SOLVER, damping=DAMPING, lower_optimizer=adam)
+
+
+def algorithm_2(T: int, nu: float) -> Penalty:
+    return Penalty.algorithm_2(
+        lower_steps=T, gamma=0.01, epsilon=0.01, lam=0.01, nu=nu, upper_rate=UPPER_RATE, lower_rate=LOWER_RATE
+    )
+
+
+def importance(u: Tensor) -> Tensor:
+    return (torch.tanh(u) + 1) / 2
+
+
+def start(probability: Tensor) -> Tensor:
+    """The u whose importance is this probability."""
+    return torch.logit(probability.clamp(NEAREST, 1 - NEAREST)) / 2

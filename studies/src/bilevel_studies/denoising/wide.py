@@ -17,20 +17,16 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn.functional import relu
 
+from bilevel import Penalty, Rows, Status, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.denoising.denoise import importance_problem, loaders
 from bilevel.applications.training import accuracy
 from bilevel.data import corrupt, split_trusted
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.rows import Rows
-from bilevel.results import Status
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel.running.solve import solve
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.study import ONE_SEED
-from bilevel_studies.study import Deadline, Sitting, device_name
+from bilevel_studies.study import Deadline, Found, RunItem, Settings, Sitting, device_name
 
 NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from bilevel._util.random_state import seeded
 from bilevel.applications.poisoning.bounds import norms
 from bilevel.applications.poisoning.victims import mapped
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning import clean_label_batch as batch
-from bilevel_studies.poisoning.clean_label_features import FEATURES, side_of
-from bilevel_studies.poisoning.photographs import CLASSES, photos
+from bilevel_studies.poisoning.clean_label_features import CLASSES, FEATURES, photos, side_of
 from bilevel_studies.repeated_step import let_go
-from bilevel_studies.study import device_name
+from bilevel_studies.study import Found, RunItem, Settings, device_name
 
 EPSILONS = tuple(range(1, 17))
 METHODS = ("penalty", "feature-collision", "collision-adam")

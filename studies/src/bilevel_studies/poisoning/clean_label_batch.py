@@ -18,16 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from bilevel import Box, Penalty, Problem, ProblemError, Status, solve
 from bilevel.applications.poisoning.bounds import Bound, Within, drawn_back
 from bilevel.applications.poisoning.victims import Features
-from bilevel.errors import ProblemError
-from bilevel.methods.penalty import Penalty
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Box
 from bilevel.problem.variables import Variable
-from bilevel.results import Status
-from bilevel.running.solve import solve
 from bilevel_studies.repeated_step import repeat
 from bilevel_studies.steepest_descent import Steepest
 

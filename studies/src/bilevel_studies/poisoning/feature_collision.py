@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel import OptionError
 from bilevel._util.checks import in_range
 from bilevel.applications.poisoning.attack import Poison, made
 from bilevel.applications.poisoning.bounds import Bound, Within
 from bilevel.applications.poisoning.goals import Goal
 from bilevel.applications.poisoning.victims import Features, mapped
-from bilevel.errors import OptionError
 
 
 def collide(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import DataError
+from bilevel import DataError
 
 TINY = 1e-3
 """What the stored batch normalisation adds to a variance."""

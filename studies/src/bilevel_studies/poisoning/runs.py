@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel import ApproxGrad, Penalty, ReverseMode
 from bilevel.applications.denoising.clean_dataset import as_bytes
 from bilevel.applications.poisoning.attack import Poison, attack, evaluate, unmoved
 from bilevel.applications.poisoning.goals import SHARPER, Goal, failure, raised_loss, shortfall, targeted, untargeted
 from bilevel.applications.poisoning.victims import Recipe
 from bilevel.data import Pair, load
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.running.run_many import Found, Settings
 from bilevel_studies.poisoning.study import CHOICE, CHOICE_SEED, SOURCE, SPLITS, TABLE, TARGETED, UNTARGETED, WANTED
+from bilevel_studies.study import Found, Settings
 
 loaded = cache(load)
 ITERATIONS = 500

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel_studies.study import Found, RunItem, Settings
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
 MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bilevel import DataError
 from bilevel.applications.tuning.folded_linear_model import Rows
 from bilevel.applications.tuning.sparse_inputs import from_scipy
-from bilevel.errors import DataError
 
 DATASETS = ("a9a", "digits", "text")
 SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}

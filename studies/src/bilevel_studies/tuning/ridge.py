@@ -15,7 +15,7 @@ import torch
 from bilevel.applications.tuning.caution import loss_of
 from bilevel.applications.tuning.folded_linear_model import Rows
 from bilevel.applications.tuning.linear_tuning import trained, tune_linear
-from bilevel.running.run_many import Found
+from bilevel_studies.study import Found
 from bilevel_studies.tuning.data import INFORMATIVE, sparse_regression
 
 GRID = 25

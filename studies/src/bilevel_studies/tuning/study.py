@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bilevel import ApproxGrad, Callback, Problem, ReverseMode, Run, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.training import accuracy
@@ -27,13 +28,8 @@ from bilevel.applications.tuning.losses import Batch, TrainingLoss
 from bilevel.applications.tuning.sparse_inputs import to_sklearn
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import corrupt
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.problem.problem import Problem
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel.running.solve import solve
+from bilevel_studies.study import Found, RunItem, Settings
 from bilevel_studies.tuning import ridge as tuning_ridge
 from bilevel_studies.tuning.data import DATASETS, problem
 

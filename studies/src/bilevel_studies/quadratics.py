@@ -19,7 +19,7 @@ from bilevel import Problem
 
 @dataclass(frozen=True)
 class Quadratic:
-    """A problem, a random start, and the solution."""
+    """A problem, a random start and the solution."""
 
     problem: Problem
     u: Tensor
@@ -28,13 +28,13 @@ class Quadratic:
     """The solution (u, v), in one vector."""
 
     def error(self) -> float:
-        """The relative distance of the present (u, v) from the solution."""
+        """Return the relative distance of the present (u, v) from the solution."""
         z = torch.cat([self.u, self.v]).detach()
         return float((z - self.best).norm() / self.best.norm())
 
 
 def quadratic(seed: int, number: int) -> Quadratic:
-    """Problem `number` of the family that `seed` draws."""
+    """Return problem `number` of the family that `seed` draws."""
     draw = np.random.default_rng([seed, number])
 
     def scale(low: float, high: float) -> float:
@@ -58,8 +58,7 @@ def quadratic(seed: int, number: int) -> Quadratic:
         return torch.sum((v - a) ** 2) / 2 + alpha * torch.sum((u - b) ** 2) / 2
 
     def lower(u: Tensor, v: Tensor, batch: None) -> Tensor:
-        value: Tensor = v @ H @ v / 2 - v @ (C @ u + c)
-        return value
+        return torch.as_tensor(v @ H @ v / 2 - v @ (C @ u + c))
 
     u, v = (size_u * normal(p)).requires_grad_(), (size_v * normal(q)).requires_grad_()
     return Quadratic(Problem(upper, lower), u, v, torch.cat([best_u, M @ best_u + m]))

@@ -1,4 +1,4 @@
-"""A step that is taken many times, in place: on a GPU it is captured once as a CUDA graph, and replayed."""
+"""Repeat a step in place: a GPU captures it once as a CUDA graph and replays the graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from bilevel.optim.variable_optimizer import Descent
 
 
 def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], descent: Descent | None = None) -> None:
-    """step(1), step(1 - 1/count), ..., step(1/count): what learning rates that fall to zero are multiplied by.
+    """Call step(1), step(1 - 1/count), ..., step(1/count). The argument is the factor of a rate that falls to zero.
 
-    A step changes the tensors `moved`, by `descent` where there is one, and nothing else that lives on; it reads no
-    value on the host.
+    A step changes only the tensors `moved`, and the state of `descent` if there is one. It reads no value on the host.
     """
     like = moved[0]
     engines = Engines("graph" if like.is_cuda else "eager", _Host(moved, descent), gradients=count)
@@ -28,14 +27,14 @@ def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], 
 
 
 def let_go(device: torch.device) -> None:
-    """Give back the memory of graphs that nothing replays any more: none can be given back while one is captured."""
+    """Release the memory of graphs that are no longer used. This is impossible while a graph is captured."""
     if device.type == "cuda":
         gc.collect()  # a run and its graphs refer to each other
         torch.cuda.empty_cache()
 
 
 class _Host:
-    """What an engine has to know of the steps (see `bilevel.engines.recording.Host`)."""
+    """The interface that an engine needs (see `bilevel.engines.engine`)."""
 
     def __init__(self, moved: Sequence[Tensor], descent: Descent | None) -> None:
         self.moved, self.descent = moved, descent

@@ -1,7 +1,7 @@
 """Steepest descent in the Euclidean norm, for variables whose rows each live in a ball of that norm.
 
-Adam gives every entry a step of the same size, which is steepest descent in the largest entry's norm: within a bound on
-the Euclidean length it spends that length on entries that gain little.
+Adam gives every entry a step of the same size: this is steepest descent in the maximum norm. Under a bound on the
+Euclidean length, it spends that length on entries that gain little.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Steepest(torch.optim.Optimizer):
-    """Moves each row (the first dimension) along the mean of its last gradients, each at the same length.
+    """Moves each row (the first dimension) along the mean of its last gradients, scaled to the same length.
 
-    A row moves by `lr` in the root mean square of its entries, at most; what the gradients' own lengths are plays no
-    part. `momentum` is the share of the mean that a step keeps.
+    A row moves by at most `lr` in the root mean square of its entries; the lengths of the gradients do not matter.
+    `momentum` is the share of the mean that a step keeps.
     """
 
     state_starts_at_zero = True  # so that the engines can record it
@@ -45,5 +45,5 @@ class Steepest(torch.optim.Optimizer):
 
 
 def row_lengths(x: Tensor) -> Tensor:
-    """Return the root mean square of each row, in a shape that x can be divided by."""
+    """Return the root mean square of each row, in a shape that can divide x."""
     return x.square().mean(tuple(range(1, x.ndim)), keepdim=True).sqrt() if x.ndim > 1 else x.abs()

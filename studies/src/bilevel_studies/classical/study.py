@@ -17,16 +17,16 @@ QUICK = ("clark-westerberg-1990-a", "bard-1984-b", "mirrlees-1999")
 
 
 def cells(*, quick: bool = False, seed: int = 0) -> list[RunItem]:
-    """One cell a case."""
-    chosen = [case for case in cases() if not quick or case.name in QUICK]
+    """Return one cell per case."""
     return [
         RunItem({"case": case.name, "starts": STARTS, "max_steps": MAX_STEPS, "seed": seed}, weight=len(case.v))
-        for case in chosen
+        for case in cases()
+        if not quick or case.name in QUICK
     ]
 
 
 def run_cell(settings: Settings) -> Found | None:
-    """Solve a case and judge the answer; None where Ctrl-C came."""
+    """Solve a case and judge the answer; return None after Ctrl-C."""
     case = named(settings["case"])
     solution, seconds = run(
         case, Penalty(), starts=settings["starts"], max_steps=settings["max_steps"], seed=settings["seed"]

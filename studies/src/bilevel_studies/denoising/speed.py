@@ -2,8 +2,8 @@
 
 1,000 trusted examples. On a GPU the network is the paper's and all other examples are used; on a CPU it is an MLP
 784-300-10 on 5,000 of them. The paper's way (its Penalty, and ApproxGrad) starts from a network trained on the trusted
-set, with importances at its probabilities of the labels; the seconds of that count. The accuracy is that of the lower
-variable as the run goes, without training after it.
+set, with importances at its probabilities of the labels; these seconds count. The accuracy is measured on the lower
+variable during the run, without training after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS = {"mlp": 5000, "cnn": 59_000}
 PASSES: dict[str, dict[str, float]] = {"speed": {"mlp": 10, "cnn": 2}, "steps": {"mlp": 4, "cnn": 0.5}}
 """Over the training set; an upper step sees one batch of it."""
 OURS_PASSES = {"mlp": 48, "cnn": 12}
-"""Of our Penalty in the first study, as `denoise` has them: its upper step has no lower steps before it."""
+"""Passes of our Penalty in the first study, as in `denoise`: its upper steps have no lower steps before them."""
 PRETRAINING = 300
 """Steps on the trusted set."""
 POINTS = {"speed": 20, "steps": 4}
@@ -50,7 +50,7 @@ POINTS = {"speed": 20, "steps": 4}
 
 
 def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[RunItem]:
-    """The runs of one figure with a network (`mlp` or `cnn`), the seeds one after another."""
+    """Return the runs of one figure with a network (`mlp` or `cnn`), seed by seed."""
     found: list[dict[str, Any]] = [
         {
             "part": part,
@@ -85,7 +85,7 @@ def method(name: str, T: int) -> Method:
 
 
 class Curves(Callback):
-    """Accuracies on the test set, the trusted and the noisy labels, and the seconds of the run without measuring."""
+    """Measures accuracies on test, trusted and noisy examples, and the seconds of the run without measurements."""
 
     def __init__(self, model: nn.Module, test: Pair, trusted: Pair, train: Pair, offset: float) -> None:
         self.model, self.offset, self.spent = model, offset, 0.0
@@ -104,7 +104,7 @@ class Curves(Callback):
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """Run a cell; None where Ctrl-C came. `steps` among the settings cuts the run short."""
+    """Run a cell; return None after Ctrl-C. The setting `steps` shortens the run."""
     device = device or torch.device("cpu")
     seed, rows, name = int(settings["seed"]), int(settings["rows"]), settings["method"]
     data = split_trusted(loaded(settings["dataset"]), settings["trusted"], seed)
@@ -149,12 +149,12 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
 
 
 def load() -> float | None:
-    """How many programs wanted to run for each core in the last minute: above 1, times are too long."""
+    """Return the runnable programs per core in the last minute. Above 1, times are too long."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
 
 
 def _summary(curves: Curves, seconds: Any, engine: str) -> Found:
-    """The curves and their ends. A step's time is the median of the last half, which no measuring is part of."""
+    """Return the curves and their ends. The time of a step is the median of the second half, without measurements."""
     differences = np.diff(np.array(seconds))[len(seconds) // 2 :]
     return {
         "curves": curves.found,

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from bilevel_studies.plots import STYLE, legend_above, new_figure, save_figure
+from bilevel_studies.plots import STYLE, new_figure, save_figure
 from bilevel_studies.synthetic.results import Array, Results
 from bilevel_studies.synthetic.study import LAMS, LOWER_STEPS, METHODS, NUMBERS, PAIRS, PROBLEMS, SENSITIVITY
 
@@ -42,8 +42,7 @@ def convergence(results: Results, pair: str, path: Path) -> None:
         row[0].set_ylabel("error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    legend_above(figure, axes[0][0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 @matplotlib.rc_context(STYLE)
@@ -62,8 +61,7 @@ def ablation(results: Results, path: Path) -> None:
         row[0].set_ylabel("mean error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    legend_above(figure, axes[0][0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 @matplotlib.rc_context(STYLE)
@@ -86,8 +84,7 @@ def sensitivity(results: Results, path: Path) -> None:
             cell.set_xscale("log")
         cell.set_xlabel(names[option])
     axes[0].set_ylabel("last mean error")
-    legend_above(figure, axes[0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0])
 
 
 @matplotlib.rc_context(STYLE)
@@ -109,8 +106,7 @@ def budget(results: Results, path: Path) -> None:
         cell.set_xlabel("gradients of g")
     for cell in axes[:, 0]:
         cell.set_ylabel("mean error")
-    legend_above(figure, axes[0][0], columns=5)
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:

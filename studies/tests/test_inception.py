@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bilevel_studies.poisoning import clean_label_features
-from bilevel_studies.poisoning.inception import plain
+from bilevel_studies.poisoning.clean_label_features import plain
 from torch import nn
 from torch.nn.functional import batch_norm, conv2d
 

@@ -87,7 +87,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     seconds = time.perf_counter() - began
 
     def after(kept: Tensor) -> float:
-        """Return the accuracy after training on these rows and the trusted ones, for the steps of a round of `denoise`."""
+        """Return the accuracy after training on these rows and the trusted ones, with the steps of one round."""
         rival, used = copy.deepcopy(first), found.settings
         fit(
             rival,

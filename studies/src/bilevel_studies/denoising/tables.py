@@ -60,7 +60,7 @@ def report(kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str, list[Kept]]:
-    """Return the finished cells of a row of the table, by column. `trusted` sees no noise, so cells of any row count."""
+    """Return the finished cells of a row of the table, by column. `trusted` sees no noise: any row counts."""
     final = STUDIES[dataset].final_passes
     finished = [
         pair

@@ -1,9 +1,10 @@
 """The clean-label study (Section 3.4, Appendix E.4, Figures 3 and 6(a)): settings, and one cell.
 
-One poison point for a target, with its own label, on features that the victim does not train. For each test image that
-the clean victim has right: the smallest epsilon of 1 to 16, of l2 over pixels in [-1, 1], that flips it after training
-anew, by bisection. The dog-fish set of the paper cannot be had; dog and fish photographs of other sources stand in for
-it. A cell is some targets with one method, side by side in one tensor (`clean_label_batch`).
+There is one poison point per target, with a label of its class, on features that the victim does not train. Each test
+image that the clean victim classifies correctly is a target. Bisection finds the smallest epsilon from 1 to 16 (l2 over
+pixels in [-1, 1]) whose point flips the target after training from scratch. The paper's dog-fish set is not available;
+dog and fish photographs of other sources replace it. A cell is some targets with one method, in one tensor
+(`clean_label_batch`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.poisoning.bounds import norms
 from bilevel.applications.poisoning.victims import mapped
 from bilevel_studies.poisoning import clean_label_batch as batch
-from bilevel_studies.poisoning.clean_label_features import CLASSES, FEATURES, photos, side_of
+from bilevel_studies.poisoning.clean_label_features import CLASSES, FEATURES, SIDES, photos
 from bilevel_studies.repeated_step import let_go
 from bilevel_studies.study import Found, RunItem, Settings, device_name
 
@@ -36,37 +37,37 @@ TITLES = {
     "collision-adam": "only the collision term",
 }
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
-"""K of the paper, and the steps of Algorithm 1 there."""
+"""K of the paper, and its steps of Algorithm 1."""
 PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.3}
-"""T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is that of the points, of a
-direction of length one over all pixels: the paper's 0.01 a pixel would leave a ball of 1 to 5 in one step."""
+"""T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is the rate of the points, for a
+direction of length one over all pixels: the paper's 0.01 per pixel would leave a ball of 1 to 5 in one step."""
 STEEPEST: dict[str, Any] = PAPER | {"rate": 1.0, "points": "steepest"}
-"""The points moved by steepest descent in the norm of their bound, as Algorithm 1 moves them, in place of Adam."""
+"""Move the points by steepest descent in the norm of their bound, as Algorithm 1 does, instead of Adam."""
 CANDIDATES: tuple[dict[str, Any], ...] = (
     PAPER,
     STEEPEST,
     STEEPEST | {"collision": 0.1, "gamma": 10.0},
     STEEPEST | {"collision": 0.01, "gamma": 100.0},
 )
-"""In the last two, what the victim does with the point counts for more."""
+"""The settings to choose from. In the last two, the training of the victim counts for more."""
 CHUNK = 32
 """Targets of a cell."""
 MULTIPLE = 8
-"""On a GPU, targets side by side are filled up to a multiple of these."""
+"""On a GPU, the number of targets in one tensor is filled up to a multiple of this."""
 CHOICE = "choice"
 STEPS, RATE = 1000, 1e-3
-"""Of a victim. The paper: RMSProp at this rate for 1,000 epochs; here Adam on all rows, whose rate falls to zero."""
+"""Training of a victim: Adam on all rows, whose rate falls to zero. The paper: RMSProp at this rate for 1,000 epochs."""
 SHOWN, SHOWN_SIDE = 6, 96
-"""Points of a cell of Penalty that are kept as pictures, and their pixels."""
+"""How many points of a cell of Penalty are stored as pictures, and their width in pixels."""
 
 
 def order(count: int) -> list[int]:
-    """The test photographs in the order in which they are targets."""
+    """Return the random order in which test photographs are targets."""
     return [int(i) for i in torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 
 
 def choice_cells(features: str, targets: Sequence[int], steps: Mapping[str, int] = PAPER_STEPS) -> list[RunItem]:
-    """Every candidate of Penalty on the same few targets, which are in no other cell."""
+    """Return a cell for every candidate of Penalty, on the same few targets, which are in no other cell."""
     found = [
         {"part": CHOICE, **_settings(features, targets, "penalty", steps), "options": options} for options in CANDIDATES
     ]
@@ -81,12 +82,9 @@ def cells(
     chunk: int = CHUNK,
     steps: Mapping[str, int] = PAPER_STEPS,
 ) -> list[RunItem]:
-    """One for each chunk of targets and method, the methods of a chunk after one another: first those to compare."""
+    """Return a cell for each chunk of targets and method, chunk by chunk."""
     chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
-    found = []
-    for some in chunks:
-        for method in METHODS:
-            found.append(_settings(features, some, method, steps) | _own(method, options))
+    found = [_settings(features, some, method, steps) | _own(method, options) for some in chunks for method in METHODS]
     return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
@@ -95,13 +93,13 @@ def _settings(features: str, targets: Sequence[int], method: str, steps: Mapping
 
 
 def _own(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method takes of the options of Penalty."""
+    """Return the options of Penalty that a method also has."""
     names = {"penalty": tuple(options), "collision-adam": ("rate", "points")}.get(method, ())
     return {"options": {name: options[name] for name in names if name in options}} if names else {}
 
 
 def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
-    """The cells of a feature map that are compared: none of the choice, and none with options that were not taken."""
+    """Return the cells of a feature map to compare: not those of the choice, and only with the chosen options."""
     taken = best(kept, features)
     return [
         (settings, found)
@@ -113,7 +111,7 @@ def in_table(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tupl
 
 
 def earlier(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple[Settings, Found]]:
-    """Penalty with options that were not taken, on targets that are no choice's."""
+    """Return the cells of Penalty with options that were not chosen, without those of the choice."""
     taken = _own("penalty", best(kept, features))["options"]
     return [
         (settings, found)
@@ -126,7 +124,7 @@ def earlier(kept: Sequence[tuple[Settings, Found]], features: str) -> list[tuple
 
 
 def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any]:
-    """The candidate whose smallest epsilons have the least mean; the paper's where not all were run."""
+    """Return the candidate whose smallest epsilons have the least mean; the paper's if not all were run."""
     means = []
     for options in CANDIDATES:
         mine = [f for s, f in kept if s.get("part") == CHOICE and s["features"] == features and s["options"] == options]
@@ -138,10 +136,10 @@ def best(kept: Sequence[tuple[Settings, Found]], features: str) -> dict[str, Any
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """The smallest epsilons that flip the targets of a cell; None where Ctrl-C came."""
+    """Return the smallest epsilons that flip the targets of a cell; None after Ctrl-C."""
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scene = scene_of(settings["features"], str(where))
-    began = time.perf_counter()  # the photographs and the clean victim, once for all cells, are not counted
+    scene = scene_of(settings["features"], where)
+    began = time.perf_counter()  # photographs and the clean victim, made once for all cells, do not count
     rows = torch.tensor(settings["targets"], device=where)
     right = scene.right[rows]
     out: list[dict[str, Any]] = [{"target": int(i), "skipped": True} for i in rows[~right].tolist()]
@@ -155,7 +153,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
 
 
 def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[dict[str, Any]]:
-    last: dict[int, tuple[Tensor, float]] = {}
+    last: dict[int, tuple[Tensor, float]] = {}  # the point that flipped a target, and its distance
 
     def flips(which: Tensor, epsilons: Tensor) -> Tensor:
         let_go(scene.device)
@@ -190,12 +188,11 @@ def _search(scene: Scene, targets: batch.Targets, settings: Settings) -> list[di
 
 
 class Scene:
-    """The photographs on a device, their features, and which test photographs the clean victim has right."""
+    """The photographs on a device, their features, and the test photographs that the clean victim classifies correctly."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
-        side = side_of(name)
-        self.train, self.test = (photos(part, side) for part in ("train", "test"))
+        self.train, self.test = (photos(part, SIDES[name]) for part in ("train", "test"))
         self.features = FEATURES[name](self.train, device)
         rows = mapped(self.features, self.train[0], device)
         self.test_rows = mapped(self.features, self.test[0], device)
@@ -206,11 +203,11 @@ class Scene:
         self.clean = batch.Clean(rows, self.train[1].to(device), weight.T, bias, STEPS, RATE)
         self.right = batch.scores(self.test_rows, *self.clean.victim)[0].argmax(1) == self.test_labels
         self.multiple = 1
-        if device.type == "cuda":  # from here on thousands of passes have few sizes, and the search for kernels pays
+        if device.type == "cuda":  # thousands of passes follow with few sizes: the search for kernels pays
             torch.backends.cudnn.benchmark, self.multiple = True, MULTIPLE
 
     def targets(self, rows: Tensor) -> batch.Targets:
-        """Targets with the nearest test photograph of the other class, in the features, as the base."""
+        """Return targets. The base of each is the test photograph of the other class with the nearest features."""
         labels, places = self.test_labels[rows], self.test_rows[rows]
         apart = torch.cdist(places, self.test_rows)
         apart[labels[:, None] == self.test_labels[None]] = torch.inf
@@ -229,13 +226,11 @@ class Scene:
         return batch.penalty(targets, self.clean, self.features, epsilons, steps=steps, options=settings["options"])
 
 
-@cache
-def scene_of(name: str, device: str) -> Scene:
-    return Scene(name, torch.device(device))
+scene_of = cache(Scene)
 
 
 def picture(image: Tensor) -> str:
-    """An image in [-1, 1] as a small PNG in base64."""
+    """Return an image in [-1, 1] as a small PNG in base64."""
     pixels = ((image + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).resize((SHOWN_SIDE, SHOWN_SIDE)).save(buffer, "PNG")

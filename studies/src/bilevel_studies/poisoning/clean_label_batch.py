@@ -1,7 +1,7 @@
-"""Clean-label points of many targets in one tensor: attacks, victims trained anew, and the smallest epsilons.
+"""Clean-label points of many targets in one tensor: attacks, retrained victims, and the smallest epsilons.
 
-The problems of the targets share nothing but their feature map: f and g are sums over targets, and every price,
-schedule and learning rate is set beforehand, so that no target hears of another. A point is u_i = b_i + epsilon_i w_i.
+The problems of the targets share only their feature map: f and g are sums over targets, and every penalty weight,
+schedule and learning rate is fixed in advance, so that targets are independent. A point is u_i = b_i + epsilon_i w_i.
 
     f = sum_i  l(h(t_i; v_i), wanted_i) + c |r(u_i) - r(t_i)|^2         |w_i|^2 - 1 <= 0, with a multiplier
     g = sum_i  mean over the photographs and u_i of l(h(.; v_i), .)     (Eq. 12, the term squared as in Section 3.4)
@@ -9,7 +9,7 @@ schedule and learning rate is set beforehand, so that no target hears of another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,16 +24,15 @@ from bilevel.applications.poisoning.victims import Features
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.variables import Variable
 from bilevel_studies.repeated_step import repeat
-from bilevel_studies.steepest_descent import Steepest
 
 LOW, HIGH = -1.0, 1.0
 STIFFNESS = 10.0
-"""The price of a bound in units of f at the base, for h of size one."""
+"""The penalty of a bound in units of f at the base, for h of size one."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Some targets on a device: images, features and labels of the targets, and where their points begin."""
+    """Some targets on a device: their features and labels, and the bases where their points start."""
 
     rows: Tensor
     labels: Tensor
@@ -43,21 +42,21 @@ class Targets:
     wanted: Tensor
 
     def only(self, which: Tensor | slice) -> Targets:
-        """Some of them."""
+        """Return some of them."""
         return Targets(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
 
 
 def filled(count: int, multiple: int) -> Tensor:
-    """0 to count - 1, and the last of them again up to a multiple.
+    """Return 0 to count - 1, with the last one repeated up to a multiple.
 
-    A GPU has kernels searched for, anew for each size of a batch: so there are few sizes.
+    A GPU searches for kernels for each batch size, so there should be few sizes.
     """
     return torch.arange(-(-count // multiple) * multiple).clamp(max=count - 1)
 
 
 @dataclass(frozen=True)
 class Clean:
-    """What the victims are trained on: features and labels of the photographs, and the first weights."""
+    """The training of the victims: features and labels of the photographs, first weights, steps and rate."""
 
     features: Tensor
     labels: Tensor
@@ -69,22 +68,22 @@ class Clean:
 
     @cached_property
     def victim(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of one victim that is trained on the photographs alone, with a leading dimension of one."""
+        """The weight and bias of one victim trained on the photographs only, with a leading dimension of one."""
         return trained(self, None, self.labels[:1], 1)
 
 
 def scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(targets, rows, classes) of rows that all victims see."""
+    """Return the scores (targets, rows, classes) of rows that all victims see."""
     return x @ weight + bias[:, None]
 
 
 def own_scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(targets, classes) of one row for each victim."""
+    """Return the scores (targets, classes) of one row for each victim."""
     return (x[:, None] @ weight)[:, 0] + bias
 
 
 def lower_values(clean: Clean, z: Tensor | None, labels: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """g of each victim: the mean loss over the photographs and its point, or over the photographs alone."""
+    """Return g of each victim: the mean loss over the photographs and its point, or only over the photographs."""
     rows, count = len(clean.labels), len(weight)
     of_rows = scores(clean.features, weight, bias)
     losses = cross_entropy(of_rows.flatten(0, 1), clean.labels.repeat(count), reduction="none").view(count, rows).sum(1)
@@ -94,8 +93,10 @@ def lower_values(clean: Clean, z: Tensor | None, labels: Tensor, weight: Tensor,
 
 
 def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Victims from the first weights, each on the photographs and its point: Adam on all rows, a rate that falls to
-    zero, as `bilevel.applications.training.fit` does for one."""
+    """Train victims from the first weights, each on the photographs and its point.
+
+    Adam takes all rows, and its rate falls to zero, as in `bilevel.applications.training.fit` for one victim.
+    """
     weight = clean.weight.expand(count, -1, -1).clone().requires_grad_()
     bias = clean.bias.expand(count, -1).clone().requires_grad_()
     v = Variable([weight, bias], "victims")
@@ -109,8 +110,45 @@ def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple
     return weight.detach(), bias.detach()
 
 
+class Steepest(torch.optim.Optimizer):
+    """Steepest descent in the Euclidean norm: moves each row (the first dimension) along the mean of its last gradients.
+
+    The gradients are scaled to the same length, and a row moves by at most `lr` in the root mean square of its entries.
+    `momentum` is the share of the mean that a step keeps. Adam gives every entry a step of the same size, so that under
+    a bound on the Euclidean length it spends that length on entries that gain little.
+    """
+
+    state_starts_at_zero = True  # so that the engines can record it
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for leaf in group["params"]:
+                if leaf.grad is None:
+                    continue
+                state = self.state[leaf]
+                if not state:
+                    state["mean"] = torch.zeros_like(leaf)
+                even = leaf.grad / row_lengths(leaf.grad).clamp(min=torch.finfo(leaf.dtype).tiny)
+                state["mean"].lerp_(even, 1 - group["momentum"])
+                leaf.sub_(group["lr"] * state["mean"])
+
+    @staticmethod
+    def gradient_length(gradient: Tensor) -> Tensor:
+        """Return the length of each row: a variable with a projection moves row by row."""
+        return row_lengths(gradient)
+
+
+def row_lengths(x: Tensor) -> Tensor:
+    """Return the root mean square of each row, in a shape that can divide x."""
+    return x.square().mean(tuple(range(1, x.ndim)), keepdim=True).sqrt() if x.ndim > 1 else x.abs()
+
+
 def mover(options: Mapping[str, Any], bases: Tensor) -> OptimizerFactory:
-    """What moves the points: `rate` is the length of a step, of bounds of length one."""
+    """Return the optimizer of the points. `rate` is the length of a step for bounds of length one."""
     kind = Steepest if options.get("points") == "steepest" else torch.optim.Adam
     return partial(kind, lr=float(options["rate"]) / bases[0].numel() ** 0.5)
 
@@ -118,7 +156,7 @@ def mover(options: Mapping[str, Any], bases: Tensor) -> OptimizerFactory:
 def penalty(
     targets: Targets, clean: Clean, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
 ) -> Tensor:
-    """Points by the penalty method, not yet brought into their bounds."""
+    """Return points by the penalty method, not yet projected into their bounds."""
     count = len(targets.labels)
     factor = epsilons.view(-1, 1, 1, 1)
     weight, bias = (leaf.repeat(count, *[1] * (leaf.ndim - 1)).requires_grad_() for leaf in clean.victim)
@@ -132,7 +170,7 @@ def penalty(
     def prepare(w: Tensor, batches: object) -> Tensor:
         if torch.is_grad_enabled():
             return features(targets.bases + factor * w)
-        if not kept or not torch.equal(kept[0], w):  # the certificate asks for the same points many times over
+        if not kept or not torch.equal(kept[0], w):  # the certificate needs the same points many times
             kept[:] = [w.detach().clone(), features(targets.bases + factor * w)]
         return kept[1]
 
@@ -176,8 +214,10 @@ def penalty(
 def collision_alone(
     targets: Targets, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
 ) -> Tensor:
-    """Points by the collision term alone, with Penalty's optimizer, drawn back into their bounds at every step: no
-    lower level."""
+    """Return points by the collision term only, with Penalty's optimizer and a projection at every step.
+
+    There is no lower level.
+    """
     factor = epsilons.view(-1, 1, 1, 1)
     w = torch.zeros_like(targets.bases).requires_grad_()
     descent = Descent(Variable(w, "points"), mover(options, targets.bases), "optimizer")
@@ -196,8 +236,10 @@ def collision_alone(
 def algorithm_1(
     targets: Targets, features: Features, epsilons: Tensor, *, steps: int, rate: float = 0.01, beta: float = 0.1
 ) -> Tensor:
-    """Points by Algorithm 1 of Shafahi et al., drawn back into box and bound at every step (see
-    `bilevel_studies.poisoning.feature_collision`)."""
+    """Return points by Algorithm 1 of Shafahi et al., projected into box and bound at every step.
+
+    See `bilevel_studies.poisoning.feature_collision`.
+    """
     u = targets.bases.clone()
 
     def step(_: Tensor) -> None:
@@ -212,13 +254,13 @@ def algorithm_1(
 
 
 def settled(u: Tensor, bases: Tensor, epsilons: Tensor) -> Tensor:
-    """The points in box and bound, exactly."""
+    """Return the points, moved exactly into box and bound."""
     parts = zip(u, bases, epsilons.tolist(), strict=True)
     return torch.cat([Within(b[None], LOW, HIGH, Bound(epsilon)).settled(point[None]) for point, b, epsilon in parts])
 
 
 def flipped(targets: Targets, clean: Clean, features: Features, u: Tensor) -> Tensor:
-    """Whether victims trained anew on the photographs and their points give their targets another class."""
+    """Return whether victims, retrained on the photographs and their points, give their targets another class."""
     with torch.no_grad():
         z = features(u)
     victims = trained(clean, z, targets.wanted, len(u))
@@ -228,10 +270,10 @@ def flipped(targets: Targets, clean: Clean, features: Features, u: Tensor) -> Te
 def smallest_of_many(
     count: int, values: tuple[int, ...], flips: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[int | None], list[list[tuple[int, bool]]]]:
-    """For each of some targets the smallest of rising values that flips it, by bisection of all side by side.
+    """Return, for each target, the smallest of rising values that flips it, and the values that were tried.
 
-    `flips(which, values)` answers for the targets `which`, each at a value of its own. Also returns what was tried.
-    The middle is asked for first: sixteen values take four rounds, and a fifth for what the largest does not flip.
+    The bisections of all targets run at the same time: `flips(which, values)` answers for the targets `which`, each
+    with its value. Sixteen values take four rounds, and a fifth if the largest does not flip a target.
     """
     low, high = [-1] * count, [len(values)] * count
     tried: list[list[tuple[int, bool]]] = [[] for _ in range(count)]

@@ -1,14 +1,13 @@
 """A deep victim, beyond the paper: clean-label poison against a network that is trained from scratch.
 
-The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
-changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
-network as the lower variable, tethered (see `bilevel.applications.poisoning.attack`); feature collision draws the
-points to
-the target's features in the network trained on clean data. Both know one set of first weights; what counts is a network
-trained from scratch, from these and from others.
+The victim is the paper's CIFAR-10 network without dropout on 5,000 images. 50 more images of one class, with their
+correct label and changed by at most 8/255 per pixel, should make the victim give one test image that class. Penalty has
+all weights of the network as the lower variable, with a tether (see `bilevel.applications.poisoning.attack`). Feature
+collision moves the points to the target's features in the network trained on clean data. Both know one set of first
+weights; the test trains networks from scratch, from these weights and from others.
 
-A cell is one target with all methods: they share its bases, and the clean networks of the process, which on a GPU are
-not the same bits in another.
+A cell is one target with all methods. They share its bases and the clean networks of the process, whose bits differ
+between processes on a GPU.
 """
 
 from __future__ import annotations
@@ -40,38 +39,38 @@ from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
 ROWS, POOL, TEST = 5000, 5000, 2000
-"""Images for training, those that bases are taken from, and those that targets are."""
+"""Images for training, for bases and for targets."""
 POINTS = 50
 EPSILON = 8 / 255
 MEAN, SPREAD = 0.47, 0.25
-"""Of the pixels."""
+"""Mean and spread of the pixels."""
 TARGETS = 20
 STEPS = {PENALTY: 300, "feature-collision": 500}
 BATCH = 500
-"""Training images in a step of Penalty, beside all points."""
+"""Training images in a step of Penalty, together with all points."""
 RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
 KNOWN, OTHERS = 0, (1, 2)
-"""The first weights that the attack knows, by their seed, and those of other victims."""
+"""The seed of the first weights that the attack knows, and the seeds of other victims."""
 COLLISION_RATE = 0.01
 TETHERS = (0.0003, 0.003, 0.03)
-"""Prices of the tether of Penalty's lower variable that are compared."""
+"""The weights of the tether of Penalty's lower variable to compare."""
 CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
-"""They are compared on the targets from the thousandth on, which no table has."""
+"""The choice uses targets from the thousandth, which no table has."""
 
 
 def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[RunItem]:
-    """A cell for each target: Penalty with one tether, and the others."""
+    """Return a cell for each target: Penalty with one tether, and the other methods."""
     return [RunItem(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
 
 
 def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[RunItem]:
-    """Penalty alone, with every tether, on targets that no table has."""
+    """Return cells of Penalty only, with every tether, on targets that no table has."""
     some = range(FIRST_CHOICE, FIRST_CHOICE + choose)
     return [RunItem({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
 
 
 def current(kept: Sequence[Kept]) -> list[Kept]:
-    """The cells with the settings of now: a file may hold others."""
+    """Return the cells with the current settings: a file can contain others."""
     now = {"steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps}
     return [pair for pair in kept if now == {key: pair[0].get(key) for key in now}]
 
@@ -89,7 +88,7 @@ def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
 
 
 def tried(kept: Sequence[Kept], rows: int) -> dict[float, float]:
-    """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
+    """Return the mean margin of the wanted class in retrained victims, by the tether."""
     found: dict[float, list[float]] = {}
     for settings, one in current(kept):
         if settings.get("part") == CHOICE and settings["rows"] == rows:
@@ -99,19 +98,19 @@ def tried(kept: Sequence[Kept], rows: int) -> dict[float, float]:
 
 
 def best(kept: Sequence[Kept], rows: int) -> float:
-    """The tether whose points serve the wanted class best; the default of `attack` where nothing was compared."""
+    """Return the tether with the largest mean margin; the default of `attack` if none were compared."""
     means = tried(kept, rows)
     return max(means, key=lambda tether: means[tether]) if means else TETHER
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """One target: the class that every retrained victim gives it, by the method; None where Ctrl-C came.
+    """Attack one target and return the class that every retrained victim gives it, by method; None after Ctrl-C.
 
-    `runs` has Penalty with each tether, then, where there is one tether, the other methods.
+    `runs` has Penalty with each tether, then, if there is only one tether, the other methods.
     """
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scene = scene_of(int(settings["rows"]), str(where), int(settings["training"]))
-    began = time.perf_counter()  # the clean victims, trained once for all cells, are not counted
+    scene = scene_of(int(settings["rows"]), where, int(settings["training"]))
+    began = time.perf_counter()  # the clean victims, trained once for all cells, do not count
     row, wanted = scene.target(int(settings["target"]))
     goal = clean_label(
         scene.pool,
@@ -180,7 +179,7 @@ class Scene:
         self.body = nn.Sequential(*list(self.victims[KNOWN].children())[:-1]).requires_grad_(False)
 
     def first(self, seed: int) -> nn.Module:
-        """The network at first weights, which are `channels_last`: convolutions are fastest in this form."""
+        """Return the network at first weights, in the form `channels_last`, in which convolutions are fastest."""
         with seeded(seed):
             network = cifar_cnn(dropout=False).to(self.device)
         network = nn.Sequential(Standard(), *network)
@@ -190,7 +189,7 @@ class Scene:
         return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()
 
     def target(self, k: int) -> tuple[int, int]:
-        """The k-th of the test images in random order, and a wanted class, which is not its own."""
+        """Return the k-th of the test images in random order, and a wanted class, which is not its class."""
         generator = torch.Generator().manual_seed(1)
         row = int(torch.randperm(len(self.test[1]), generator=generator)[k])
         shift = torch.randint(1, 10, (TEST,), generator=generator)[k]
@@ -217,7 +216,7 @@ class Scene:
         return unmoved(goal)
 
     def retrained(self, poison: Poison, row: int, seed: int) -> tuple[Tensor, float]:
-        """What a victim trained from scratch gives the classes of the target, and its accuracy."""
+        """Return the scores of the target under a victim trained from scratch, and the victim's accuracy."""
         found = evaluate(poison, self.train, self.test, self.first(seed), recipe=self.recipe)
         with torch.no_grad():
             scores: Tensor = found.model(self.test[0][row : row + 1].to(self.device))[0]
@@ -225,26 +224,26 @@ class Scene:
 
 
 class Standard(nn.Module):
-    """Pixels in [0, 1] as numbers about 0: with the pixels themselves, decay draws the weights to zero before the
-    network has learnt anything, and it gives all images one class."""
+    """Scales pixels in [0, 1] to numbers around 0.
+
+    Without this, decay moves the weights to zero before the network has learned anything.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - MEAN) / SPREAD
 
 
 def ahead(scores: Tensor, wanted: int) -> float:
-    """How far the wanted class is ahead of all others; negative where it is not the first."""
+    """Return the margin of the wanted class over all others; negative if it is not the first."""
     others = torch.cat([scores[:wanted], scores[wanted + 1 :]])
     return float(scores[wanted] - others.max())
 
 
-@cache
-def scene_of(rows: int, device: str, training: int) -> Scene:
-    return Scene(rows, torch.device(device), training)
+scene_of = cache(Scene)
 
 
 def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
+    """Return the runs of a method in the table by (rows, target), for Penalty with the chosen tether."""
     pairs = current(list(kept))
     taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
     found = {}
@@ -256,7 +255,7 @@ def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:
-    """Return the tables of the cells with the settings of now."""
+    """Return the tables of the cells with the current settings."""
     kept = current(kept)
     found = {method: shares(kept, method) for method in METHODS}
     tables = {
@@ -306,7 +305,7 @@ def flip_table(found: dict[str, dict[str, Any]]) -> str:
 def pair_table(kept: Sequence[Kept]) -> str:
     """For how many targets a method flips more victims than another (sign test), and the difference of margins.
 
-    The margin is that of the wanted class over the best other one, in the mean of a target's victims.
+    The margin is the score of the wanted class minus the best other score, in the mean of a target's victims.
     """
     rows = []
     for one, other in combinations(METHODS, 2):

@@ -1,9 +1,9 @@
-"""Feature collision: the points are drawn to the target's features, without a thought of the victim's training.
+"""Feature collision: move the points to the target's features, without regard to the victim's training.
 
     u <- u - rate grad |r(u) - r(t)|^2,        u <- (u + rate beta b) / (1 + rate beta)
 
 Shafahi et al., *Poison frogs! Targeted clean-label poisoning attacks on neural networks*, NeurIPS 2018, Algorithm 1;
-with a bound, the points are brought back into it after each step, as the paper does in its comparison (Appendix E.4:
+with a bound, the points are projected into it after each step, as the paper does in its comparison (Appendix E.4:
 beta 0.1, rate 0.01, 2,000 steps).
 """
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bilevel import OptionError
-from bilevel._util.checks import in_range
 from bilevel.applications.poisoning.attack import Poison, made
 from bilevel.applications.poisoning.bounds import Bound, Within
 from bilevel.applications.poisoning.goals import Goal
@@ -35,9 +34,6 @@ def collide(
     device: torch.device | str = "cpu",
 ) -> Poison:
     """Forward-backward splitting on the distance of features, from the bases of a clean-label goal."""
-    in_range("steps", steps, least=1, whole=True)
-    in_range("rate", rate, above=0)
-    in_range("beta", beta, least=0)
     if goal.collide is None:
         raise OptionError(f"feature collision needs a goal with a target, as clean_label makes; got {goal.name!r}.")
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The tables and numbers of the poisoning study, next to those of the paper."""
+"""The tables and numbers of the poisoning study, next to the paper's."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def network_task(seed: int) -> tuple[Any, Any, Any, Any]:
 
 
 def network_knobs() -> dict[str, Knob]:
-    """Return the hyper-parameters. The temperature corrects, in the validation loss, for noise in the training labels."""
+    """Return the hyper-parameters. The temperature makes up for noisy training labels."""
     return {
         "decay": WeightDecay(per="tensor", biases=True, low=1e-6, high=1.0, start=1e-3),
         "smoothing": LabelSmoothing(),

@@ -12,7 +12,7 @@ from bilevel_studies.denoising import speed
 from bilevel_studies.denoising import tables as denoising
 from bilevel_studies.fairness import study as fairness
 from bilevel_studies.few_shot import tables as few_shot
-from bilevel_studies.poisoning import clean_label_tables, deep_victim
+from bilevel_studies.poisoning import clean_label, deep_victim
 from bilevel_studies.poisoning import tables as poisoning
 from bilevel_studies.render import fixed, interval, render, signed
 from bilevel_studies.statistics import Numbers
@@ -27,7 +27,7 @@ REPORTS = {
     "denoising": denoising.report,
     "denoising-speed": partial(speed.report, "speed"),
     "denoising-steps": partial(speed.report, "steps"),
-    "clean-label": clean_label_tables.report,
+    "clean-label": clean_label.report,
     "deep-victim": deep_victim.report,
     "tuning": tuning.report,
     "fairness": fairness.report,

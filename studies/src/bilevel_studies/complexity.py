@@ -191,10 +191,10 @@ def report(sizes: Sizes, kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def exponent_table(found: Sequence[Exponent]) -> str:
-    rows = []
-    for name, row in TABLE.items():
-        shown = [f"{e.found:.2f} / {e.table:.2f}".replace("-0.00", "0.00") for e in found if e.method == name]
-        rows.append([name, row.time, row.space, *shown])
+    shown = [(e.method, f"{e.found:.2f} / {e.table:.2f}".replace("-0.00", "0.00")) for e in found]
+    rows = [
+        [name, row.time, row.space, *(text for method, text in shown if method == name)] for name, row in TABLE.items()
+    ]
     heads = [f"{what} in {variable}" for what in ("time", "memory", "seconds") for variable in "TUV"]
     return markdown(["method", "time, Table 1", "space, Table 1", *heads], rows)
 

@@ -100,6 +100,6 @@ def finite(kept: Iterable[Kept]) -> list[Kept]:
 
 
 def mark(kept: Sequence[Kept]) -> str:
-    """Return the remark after a number of these cells: how many of them diverged."""
+    """Return the remark after a number of cells: how many diverged."""
     bad = len(kept) - len(finite(kept))
     return "" if not bad else " (diverged)" if bad == len(kept) else f" ({bad} of {len(kept)} diverged)"

@@ -28,6 +28,7 @@ from bilevel._util.parallel_map import Where
 from bilevel.running.checkpoints import BEFORE, FILE
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
+__all__ = ["FiledStore", "Found", "Kept", "Report", "RunItem", "Settings", "Sitting", "Study"]
 Kept = tuple[Settings, Found]
 Function = Callable[[Settings], Found | None]
 INTERRUPTED = 130

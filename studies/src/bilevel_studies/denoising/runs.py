@@ -204,7 +204,7 @@ def algorithm_2(task: Task) -> Found | None:
 
 
 def _bilevel(task: Task, method: Method) -> Found | None:
-    """Run a method as the paper does: v is pretrained on the trusted set, and importances start at its probabilities."""
+    """Run a method as the paper does: v is pretrained on the trusted set, which gives the first importances."""
     model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
     task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]

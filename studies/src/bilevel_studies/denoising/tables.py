@@ -154,10 +154,9 @@ def detection_table(kept: Sequence[Kept]) -> str:
 
 
 def clean_table(kept: Sequence[Kept]) -> str:
-    rows = []
-    for name, study in STUDIES.items():
-        paper = "" if study.paper_clean is None else f"{study.paper_clean:g}"
-        rows.append([TITLES[name], percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show(), paper])
+    found = {name: percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show() for name in STUDIES}
+    papers = {name: "" if study.paper_clean is None else f"{study.paper_clean:g}" for name, study in STUDIES.items()}
+    rows = [[TITLES[name], found[name], papers[name]] for name in STUDIES]
     return table(["data", "found", "the paper"], rows)
 
 

@@ -9,21 +9,27 @@ schedule and learning rate is fixed in advance, so that targets are independent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
 
-from bilevel import Box, Penalty, Problem, ProblemError, Status, solve
+from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Status, solve
+from bilevel.applications.poisoning.attack import Poison, made
 from bilevel.applications.poisoning.bounds import Bound, Within, drawn_back
-from bilevel.applications.poisoning.victims import Features
+from bilevel.applications.poisoning.goals import Goal
+from bilevel.applications.poisoning.victims import Features, mapped
+from bilevel.engines.engine import Engines
 from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
 from bilevel.problem.variables import Variable
-from bilevel_studies.repeated_step import repeat
 
 LOW, HIGH = -1.0, 1.0
 STIFFNESS = 10.0
@@ -111,7 +117,7 @@ def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple
 
 
 class Steepest(torch.optim.Optimizer):
-    """Steepest descent in the Euclidean norm: moves each row (the first dimension) along the mean of its last gradients.
+    """Steepest descent in the Euclidean norm: moves each row (the first dimension) along the mean of its gradients.
 
     The gradients are scaled to the same length, and a row moves by at most `lr` in the root mean square of its entries.
     `momentum` is the share of the mean that a step keeps. Adam gives every entry a step of the same size, so that under
@@ -214,9 +220,9 @@ def penalty(
 def collision_alone(
     targets: Targets, features: Features, epsilons: Tensor, *, steps: int, options: Mapping[str, Any]
 ) -> Tensor:
-    """Return points by the collision term only, with Penalty's optimizer and a projection at every step.
+    """Return points by the collision term only, without a lower level.
 
-    There is no lower level.
+    The optimizer is Penalty's, with a projection at every step.
     """
     factor = epsilons.view(-1, 1, 1, 1)
     w = torch.zeros_like(targets.bases).requires_grad_()
@@ -238,7 +244,7 @@ def algorithm_1(
 ) -> Tensor:
     """Return points by Algorithm 1 of Shafahi et al., projected into box and bound at every step.
 
-    See `bilevel_studies.poisoning.feature_collision`.
+    See `collide` for the formula.
     """
     u = targets.bases.clone()
 
@@ -287,3 +293,89 @@ def smallest_of_many(
             else:
                 low[i] = k
     return [values[h] if h < len(values) else None for h in high], tried
+
+
+def collide(
+    goal: Goal,
+    *,
+    features: Features | None = None,
+    box: tuple[float | Tensor | None, float | Tensor | None] = (0.0, 1.0),
+    bound: Bound | None = None,
+    steps: int = 2000,
+    rate: float = 0.01,
+    beta: float = 0.1,
+    device: torch.device | str = "cpu",
+) -> Poison:
+    """Return points of a clean-label goal by feature collision: they move to the target's features from its bases.
+
+    Forward-backward splitting with base b, target t and features r, without regard to the victim's training:
+
+        u <- u - rate grad |r(u) - r(t)|^2,        u <- (u + rate beta b) / (1 + rate beta)
+
+    Shafahi et al., *Poison frogs! Targeted clean-label poisoning attacks on neural networks*, NeurIPS 2018,
+    Algorithm 1. With a bound, a projection follows each step, as in the paper's comparison (Appendix E.4: beta 0.1,
+    rate 0.01, 2,000 steps).
+    """
+    if goal.collide is None:
+        raise OptionError(f"feature collision needs a goal with a target, as clean_label makes; got {goal.name!r}.")
+    began = time.perf_counter()
+    where = torch.device(device)
+    base = goal.base.to(where)
+    low, high = (edge.to(base) if isinstance(edge, Tensor) else edge for edge in box)
+    within = Within(base, low, high, bound)
+    project = within.projection(multipliers=False) or (lambda u: u)
+    wanted = mapped(features, goal.collide.to(base), where)
+    u = base.clone()
+    for _ in range(steps):
+        u.requires_grad_()
+        apart = ((u if features is None else features(u)) - wanted) ** 2
+        (slope,) = torch.autograd.grad(apart.sum(), u)
+        with torch.no_grad():
+            u = project((u - rate * slope + rate * beta * base) / (1 + rate * beta))
+    settings: dict[str, Any] = {
+        "steps": steps,
+        "rate": rate,
+        "beta": beta,
+        "epsilon": bound and bound.epsilon,
+        "norm": bound and bound.norm,
+        "method": "feature collision",
+    }
+    return made(goal, within.settled(u).cpu(), None, time.perf_counter() - began, settings)
+
+
+def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], descent: Descent | None = None) -> None:
+    """Call step(1), step(1 - 1/count), ..., step(1/count). The argument is the factor of a rate that falls to zero.
+
+    A step changes only the tensors `moved`, and the state of `descent` if there is one. It reads no value on the host.
+    """
+    like = moved[0]
+    engines = Engines("graph" if like.is_cuda else "eager", _Host(moved, descent), gradients=count)
+    for left in (1 - torch.arange(count, dtype=like.dtype, device=like.device) / count).unbind():
+        engines.outer.wrap(step)(left)
+
+
+def let_go(device: torch.device) -> None:
+    """Release the memory of graphs that are no longer used. This is impossible while a graph is captured."""
+    if device.type == "cuda":
+        gc.collect()  # a run and its graphs refer to each other
+        torch.cuda.empty_cache()
+
+
+class _Host:
+    """The interface that an engine needs (see `bilevel.engines.engine`)."""
+
+    def __init__(self, moved: Sequence[Tensor], descent: Descent | None) -> None:
+        self.moved, self.descent = moved, descent
+        device, size = moved[0].device, sum(tensor.numel() for tensor in moved)
+        v = SimpleNamespace(device=device, size=size)
+        self.derivatives: Any = SimpleNamespace(v=v, lower_evaluations=0, upper_evaluations=0)
+
+    def live(self) -> list[Tensor]:
+        held = [] if self.descent is None else pytree.tree_leaves(self.descent.state_dict())
+        return [*self.moved, *(tensor for tensor in held if isinstance(tensor, Tensor))]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self.descent is None or self.descent.optimizer is None else [self.descent.optimizer]
+
+    def obstacle(self) -> str:
+        return ""

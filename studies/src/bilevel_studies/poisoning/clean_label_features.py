@@ -122,7 +122,7 @@ def photos(part: str, side: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(inputs)).clamp(-1, 1), torch.tensor(labels)
 
 
-# -- Inception-V3 (Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016) in plain layers ------------------
+# -- Inception-V3 in plain layers (Szegedy et al., Rethinking the Inception Architecture, CVPR 2016) -----------------
 
 TINY = 1e-3
 """The number that the stored batch normalisation adds to a variance."""

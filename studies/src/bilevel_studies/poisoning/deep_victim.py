@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from bilevel.applications.poisoning.goals import Goal, clean_label
 from bilevel.applications.poisoning.victims import Recipe, mapped, trained
 from bilevel.applications.training import probabilities
 from bilevel.data import load
-from bilevel_studies.poisoning.feature_collision import collide
-from bilevel_studies.repeated_step import let_go
+from bilevel_studies.poisoning.clean_label_batch import collide, let_go
 from bilevel_studies.statistics import Numbers, values
 from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device_name, table
 
@@ -311,7 +311,7 @@ def pair_table(kept: Sequence[Kept]) -> str:
     for one, other in combinations(METHODS, 2):
         mine, theirs = of(kept, one), of(kept, other)
         both = mine.keys() & theirs.keys()
-        gaps = Numbers(tuple(_mean(mine[t]["margins"]) - _mean(theirs[t]["margins"]) for t in sorted(both)))
+        gaps = Numbers(tuple(fmean(mine[t]["margins"]) - fmean(theirs[t]["margins"]) for t in sorted(both)))
         if gaps.interval is None:
             continue
         more = sum(sum(mine[t]["flips"]) > sum(theirs[t]["flips"]) for t in both)
@@ -325,16 +325,12 @@ def pair_table(kept: Sequence[Kept]) -> str:
 
 def tether_table(kept: Sequence[Kept]) -> str:
     """The mean margin of the wanted class by tether, on targets that are in no other table."""
-    rows = []
-    for size in sorted(values(kept, "rows")):
-        for tether, mean in tried(kept, size).items():
-            taken = " (taken)" if tether == best(kept, size) else ""
-            rows.append([f"{size:,}", f"{tether:g}{taken}", f"{mean:.2f}"])
+    rows = [
+        [f"{size:,}", f"{tether:g}" + " (taken)" * (tether == best(kept, size)), f"{mean:.2f}"]
+        for size in sorted(values(kept, "rows"))
+        for tether, mean in tried(kept, size).items()
+    ]
     return table(["images", "tether", "mean margin"], rows)
-
-
-def _mean(margins: Sequence[float]) -> float:
-    return sum(margins) / len(margins)
 
 
 def _share(some: int, of: int) -> str:

@@ -1,8 +1,8 @@
 """The poisoning study (Appendices D.2 and E.4, Tables 5 and 6, Figures 5(c) and 6): settings, and the paper's numbers.
 
 The victim is a softmax regression without bias on 1,000 MNIST images. The paper gives a weight of 0.05, apparently of
-|W|^2 / 2. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005, and
-only this weight gives an accuracy of clean data close to the paper's. The table has 0.005; the part `weight` has 0.05.
+|W|^2 / 2. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005,
+and only this weight gives an accuracy of clean data close to the paper's. The table has 0.005, the part `weight` 0.05.
 """
 
 from __future__ import annotations

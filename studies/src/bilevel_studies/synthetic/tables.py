@@ -102,10 +102,10 @@ def default_table(results: Results) -> str:
 
 
 def ends_table(results: Results) -> str:
-    rows = []
-    for name, T in RUNS:
-        cells = [f"{results.ends(p, name, T).mean():.2g} ({results.converged(p, name, T)})" for p in PROBLEMS]
-        rows.append([name, f"{T}", *cells])
+    rows = [
+        [name, f"{T}", *(f"{results.ends(p, name, T).mean():.2g} ({results.converged(p, name, T)})" for p in PROBLEMS)]
+        for name, T in RUNS
+    ]
     return table(["method", "T", *HEADS], rows)
 
 

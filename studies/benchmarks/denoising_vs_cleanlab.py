@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "cleanlab-env"
 RESULTS = ROOT / "build" / "denoising_vs_cleanlab.jsonl"
-PAGE = ROOT / "docs" / "results" / "denoising-vs-cleanlab.md"
-SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
+SUMMARY = ROOT / "studies" / "results" / "denoising-vs-cleanlab.json"
 CLEANLAB = "2.9.0"
 
 NOISES = {"symmetric-20": (0.2, "symmetric"), "symmetric-40": (0.4, "symmetric"), "asymmetric-40": (0.4, "asymmetric")}

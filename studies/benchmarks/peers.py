@@ -30,8 +30,7 @@ from store import Store, write_tables
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "peers-env"
 RESULTS = ROOT / "build" / "peers.jsonl"
-PAGE = ROOT / "docs" / "results" / "peers.md"
-SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
+SUMMARY = ROOT / "studies" / "results" / "peers.json"
 DATA = Path(os.environ.get("BILEVEL_DATA", ROOT.parent / "shared" / "data"))
 TORCH = "2.13.0"
 

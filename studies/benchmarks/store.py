@@ -1,4 +1,4 @@
-"""Results by name in a file with one JSON object per line, so that a long study can continue; and tables in Markdown."""
+"""Results by name in a file with one JSON object per line, so that a long study can continue; Markdown tables."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from store import Store, write_tables
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "optuna-env"
 RESULTS = ROOT / "build" / "tuning_vs_optuna.jsonl"
-PAGE = ROOT / "docs" / "results" / "tuning-vs-optuna.md"
 SUMMARY = ROOT / "studies" / "results" / "tuning-vs-optuna.json"
 OPTUNA = "4.5.0"
 SEEDS, TRIALS = 3, 50
@@ -209,7 +208,7 @@ def write() -> None:
 
 
 def compared(results: dict[str, Any]) -> list[str]:
-    """Count, for each run and way of Optuna, the seeds on which bilevel is better, of those that both have."""
+    """Count, for each run and way of Optuna, the common seeds on which bilevel is better."""
     lines = [
         "| run | way of Optuna | better with bilevel | seconds of bilevel | seconds of Optuna |",
         "| --- " * 5 + "|",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def _bilevel(task: Task, method: Method) -> Found | None:
     }
 
 
-COLUMN_RUNS = {
+COLUMN_RUNS: dict[str, Callable[[Task], Found | None]] = {
     "ours": ours,
     "stopped": stopped,
     **{column: partial(plainly, column) for column in ("oracle", "trusted", "plain", "clean")},

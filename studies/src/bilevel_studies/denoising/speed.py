@@ -190,11 +190,8 @@ def report(part: str, kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def _curves(cells: Sequence[Kept], key: str) -> list[tuple[str, list[float], list[float]]]:
-    found = []
-    for name in METHODS:
-        for curves in (one["curves"] for _, one in chosen(cells, method=name)):
-            found.append((name, [max(t, FIRST) for t in curves["seconds"]], [100 * value for value in curves[key]]))
-    return found
+    found = [(name, one["curves"]) for name in METHODS for _, one in chosen(cells, method=name)]
+    return [(name, [max(t, FIRST) for t in one["seconds"]], [100 * value for value in one[key]]) for name, one in found]
 
 
 def reached(found: dict[str, Any], level: float) -> float | None:

@@ -142,6 +142,7 @@ def cells(
     for dataset in datasets:
         for column in columns:
             study = STUDIES[dataset]
+            passes = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
             count = 1 if column in ONE_SEED and not study.cheap else seeds
             for noise, kind in _seen(column, tuple(noises)):
                 for seed in range(count):
@@ -151,7 +152,7 @@ def cells(
                         "kind": kind,
                         "column": column,
                         "seed": seed,
-                        "passes": [bilevel_passes(study, column), study.final_passes],
+                        "passes": [passes.get(column, study.passes), study.final_passes],
                     }
                     if column == "approx-grad":
                         settings["solver"] = SOLVER
@@ -165,12 +166,6 @@ def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[flo
     if column == "clean":
         return ((0.0, SYMMETRIC),)
     return noises[:1] if column == "trusted" else noises
-
-
-def bilevel_passes(study: Study, column: str) -> int:
-    """Return the passes of the bilevel run of a column."""
-    own = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
-    return own.get(column, study.passes)
 
 
 PAPER_T = 20

@@ -150,15 +150,11 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
 def _accuracies(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Found:
     """Return the accuracy on some tasks. Bilevel methods are also measured with class means, without training."""
     found = _evaluate(settings, network, sampler, tasks, seed)
-    kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": _right(found)}
+    right = (found.accuracies * found.predictions.shape[1]).round().int().tolist()
+    kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": right}
     if settings["method"] not in SIMILARITY:
         kept["accuracy_of_means"] = adapt_and_evaluate(network, sampler, tasks=tasks, steps=0, seed=seed).accuracy
     return kept
-
-
-def _right(found: Evaluation) -> list[int]:
-    """Return how many queries of each task were classified correctly."""
-    return (found.accuracies * found.predictions.shape[1]).round().int().tolist()
 
 
 def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:

@@ -219,10 +219,11 @@ def cells(
                 places = product(TASKS[dataset], (name for name in METHODS if name in methods), range(seeds))
                 for (ways, shots), method, seed in places:
                     if trained_for(dataset, backbone, ways, shots, method) == (ways, shots):
+                        others = ALSO_RUN.get((backbone, method), ())
                         more = _also(dataset, backbone, ways, shots, method)
                         settings = table_settings(dataset, backbone, ways, shots, method, seed)
                         found.append((settings | more, (seed, *_rank(dataset, backbone, method))))
-                        for name in also_run(dataset, backbone, shots, method) if seed < ALSO_SEEDS else ():
+                        for name in others if seed < ALSO_SEEDS and (dataset, shots) == (CIFAR, 5) else ():
                             settings = table_settings(dataset, backbone, ways, shots, method, seed, name)
                             found.append((settings | more, (seed, 8.0)))
     effect = [
@@ -288,11 +289,6 @@ def _also(dataset: str, backbone: str, ways: int, shots: int, method: str) -> di
 def chosen_for(backbone: str, method: str) -> str:
     """Return the name of a method's settings on CIFAR-FS."""
     return CHOSEN.get((backbone, method), CHOSEN[backbone, "penalty"])
-
-
-def also_run(dataset: str, backbone: str, shots: int, method: str) -> tuple[str, ...]:
-    """Return the settings, except the chosen ones, that a place was run with for the steps of the table."""
-    return ALSO_RUN.get((backbone, method), ()) if (dataset, shots) == (CIFAR, 5) else ()
 
 
 def small_cells() -> list[RunItem]:

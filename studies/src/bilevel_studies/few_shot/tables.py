@@ -244,8 +244,7 @@ def length_table(run: Sequence[Kept]) -> str:
         for name in (chosen_for(backbone, method), *others):
             wanted = table_settings(CIFAR, backbone, 5, 5, method, 0, name)
             del wanted["seed"]
-            mine = [pair for pair in run if wanted.items() <= pair[0].items() and not pair[1].get("partial")]
-            if mine:
+            if mine := [pair for pair in finished(run) if wanted.items() <= pair[0].items()]:
                 rows.append([NETWORKS[backbone], METHODS[method], name, *_by_seeds(mine)])
     heads = ["network", "method", "settings", "meta-validation, 5 shots", "test, 5 shots", "test, 1 shot"]
     return table(heads, rows) if rows else ""

@@ -86,7 +86,7 @@ def cells(
     steps: Mapping[str, int] = PAPER_STEPS,
 ) -> list[RunItem]:
     """Return a cell for each chunk of targets and method, chunk by chunk."""
-    chunks = [list(targets[k : k + chunk]) for k in range(0, len(targets), chunk)]
+    chunks = [targets[k : k + chunk] for k in range(0, len(targets), chunk)]
     found = [_settings(features, some, method, steps) | _own(method, options) for some in chunks for method in METHODS]
     return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 

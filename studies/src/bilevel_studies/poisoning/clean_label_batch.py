@@ -33,7 +33,7 @@ from bilevel.problem.variables import Variable
 
 LOW, HIGH = -1.0, 1.0
 STIFFNESS = 10.0
-"""The penalty of a bound in units of f at the base, for h of size one."""
+"""The weight of a bound in units of f at the base, for h of size one."""
 
 
 @dataclass(frozen=True)

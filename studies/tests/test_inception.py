@@ -106,7 +106,7 @@ def test_plain_layers_are_the_stored_ones_in_value_and_slope():
 
 
 def test_layer_that_inception_does_not_have_is_refused():
-    with pytest.raises(DataError, match="must be those of Inception-V3; got a layer 'Linear'"):
+    with pytest.raises(DataError, match="must belong to Inception-V3; got a layer 'Linear'"):
         plain(nn.Sequential(nn.Linear(2, 2)))
 
 

@@ -11,7 +11,7 @@ from bilevel import Penalty, solve
 from bilevel.applications.comparison.synthetic_problems import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from quadratics import quadratic  # noqa: E402
+from quadratics import quadratic
 
 SEEDS = range(11, 16)
 """Not used for choosing constants."""

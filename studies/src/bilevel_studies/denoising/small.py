@@ -1,7 +1,7 @@
 """Denoising on a CPU: hyper-cleaning (Appendix D.1.1), and how few trusted examples are enough.
 
-Both take 5,000 MNIST images with wrong labels, a linear model or an MLP, and `denoise` with its defaults. They differ in
-the noise and in the number of trusted examples.
+Both take 5,000 MNIST images with wrong labels, a linear model or an MLP, and `denoise` with its defaults. They
+differ in the noise and in the number of trusted examples.
 """
 
 from __future__ import annotations

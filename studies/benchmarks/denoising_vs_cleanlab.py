@@ -43,9 +43,9 @@ FOLDS = 5
 TURNS = {"digits": 5, "mnist": 3, "cifar10": 1}
 """How many fifths of the trusted examples are held out in turn to choose cleanlab's steps: 100, 120, 100 images."""
 SHARES = (1, 1 / 3, 1 / 8)
-"""Of the steps of a round of ours: what cleanlab's networks may be trained with."""
+"""Shares of the steps of one of our rounds, for the training of cleanlab's networks."""
 TRUSTED = 0
-"""In place of the steps of the folds' networks: one network trained on the trusted examples alone, with all steps."""
+"""In place of the steps of the folds' networks: one network trained on the trusted examples only, with all steps."""
 DEFAULT = "prune_by_noise_rate"
 FILTERS = (
     DEFAULT,
@@ -265,7 +265,7 @@ class Cleanlab:
         return sum(a for a, _ in found) / len(found), sum(b for _, b in found) / len(found)
 
     def choose_source(self) -> int:
-        """Where the probabilities come from: the steps of the folds' networks, or the trusted examples alone."""
+        """Return the source of the probabilities: the steps of the folds' networks, or the trusted examples only."""
         return max((*self.tried, TRUSTED), key=lambda n: self.held_out(self.rows(n), n or self.steps))
 
     def choose_final(self, source: int) -> int:
@@ -420,7 +420,7 @@ def better_score(runs: Sequence[dict[str, Any]], column: str) -> str:
 
 
 def values_of(runs: Sequence[dict[str, Any]], column: str, measure: str) -> list[float]:
-    """One for each run; empty where the column does not have the measure."""
+    """Return one value per run; none if the column does not have the measure."""
     if measure == "auc" and "aucs" in runs[0][column]:
         return [r[column]["aucs"][better_score(runs, column)] for r in runs]
     return [r[column][measure] for r in runs] if measure in runs[0][column] else []
@@ -443,7 +443,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
             if measure == "auc":
                 alone = spread([r[OURS]["auc_importance"] for r in runs], unit)
                 scores = [better_score(runs, column) for column in (SAME, CHOSEN)]
-                lines.append(f"| | AUC of the importance alone; score | {alone} | {scores[0]} | {scores[1]} | | | |")
+                lines.append(f"| | AUC of the importance only; score | {alone} | {scores[0]} | {scores[1]} | | | |")
             title = ""
         chosen = "; ".join(f"{source_name(r[CHOSEN]['source'])}, {r[CHOSEN]['final_steps']}" for r in runs)
         without = spread([r[CHOSEN]["seconds_without_choosing"] for r in runs], ".1f")
@@ -529,7 +529,7 @@ def main() -> None:
     verbs.add_parser("setup", help="make build/cleanlab-env")
     verb = verbs.add_parser("run")
     verb.add_argument("--again", action="store_true", help="make runs again that are there already")
-    verb.add_argument("--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it")
+    verb.add_argument("--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it")
     verb.add_argument("--only", nargs="+", help="runs whose name (data/noise/seed) begins like this")
     given = parser.parse_args()
     if given.write:

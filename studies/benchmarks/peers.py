@@ -42,13 +42,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
     "bilevel, lower_steps=1": {"rates": False, "lower_steps": 1},
 }
-"""What ours is given beside or in place of the rates; `rates=False` leaves both rates and T at their defaults."""
+"""Options of our method, added to the rates or instead of them; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
 """For each upper step: chosen together with the rate."""
 SINGLE_LOOP = ("boat meso",)
 """Methods that have one lower step by construction."""
 Choice = tuple[float, int] | None
-"""An upper rate and a number of lower steps; None where the method chooses by itself."""
+"""An upper rate and a number of lower steps; None if the method chooses them."""
 OURS = ("bilevel", "bilevel, lower_steps=1")
 FIRST = (*OURS, "value penalty", "boat pgdo", "higher", "torchopt", "betty neumann")
 LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat rad")
@@ -174,7 +174,7 @@ def setting(peers: Any, method: str, choice: Choice, steps: int = 5) -> Any:
 
 
 def memory(given: argparse.Namespace) -> None:
-    """Peak memory of three upper steps on the MLP, above that of the process before them; each in a process."""
+    """Measure the peak memory of three upper steps on the MLP, minus the memory before them; each in a process."""
     in_environment(ENVIRONMENT, given.source.resolve())
     store = Store(RESULTS)
     for method, steps in itertools.product(MEMORY, MEMORY_STEPS):
@@ -360,7 +360,7 @@ def main() -> None:
         verb = verbs.add_parser(name)
         verb.add_argument("--again", action="store_true", help="make runs again that are there already")
         verb.add_argument(
-            "--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it"
+            "--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it"
         )
         if name == "run":
             verb.add_argument("--only", nargs="+", help="these methods only, by how they begin")

@@ -48,7 +48,7 @@ ART_SETTINGS = {
     "ART, feature collision": ((0.01, 256.0), (0.1, 256.0), (1.0, 256.0)),
     "ART, feature collision, similarity 0.01 or 1": ((0.1, 0.01), (1.0, 1.0)),
 }
-"""(learning rate, similarity coefficient) of the toolbox's, likewise; its default coefficient is 256."""
+"""(learning rate, similarity coefficient) of the toolbox's feature collision; its default coefficient is 256."""
 TRIALS = {"ART, gradient matching, 1 trial": 1, "ART, gradient matching, 8 trials": 8}
 """Eight are the toolbox's default."""
 METHODS = (
@@ -59,7 +59,7 @@ METHODS = (
     "unmoved",
 )
 VICTIMS = (0, 1, 2)
-"""First weights of the victims, by seed; the attacks know those of 0."""
+"""First weights of the victims, by seed; the attacks know the weights of seed 0."""
 
 
 def setup() -> None:
@@ -123,7 +123,7 @@ class Task:
 
 
 def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
-    """The points of a method, not yet brought into the bound where it has none."""
+    """Return the points of a method, not yet projected if the method has no bound."""
     from bilevel_studies.poisoning.clean_label_batch import collide
 
     from bilevel.applications.poisoning.attack import attack
@@ -206,7 +206,7 @@ def art_collision(task: Task, goal: Goal, rate: float, similarity: float) -> Ten
 
 
 def kept() -> Store:
-    """The results so far: those beside the page, and those that were made here since."""
+    """Return the results so far: the ones in studies/results and newer ones made here."""
     store = Store(RESULTS)
     if SUMMARY.exists():
         store.results = json.loads(SUMMARY.read_text()) | store.results
@@ -330,7 +330,7 @@ def main() -> None:
         setup()
     elif arguments.action == "run":
         os.environ.setdefault("BILEVEL_DATA", str(ROOT.parent / "shared" / "data"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the toolbox's gradient matching goes to a GPU of its own accord
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the toolbox's gradient matching moves to a GPU by default
         in_environment(ENVIRONMENT, ROOT / "src")
         run(arguments.targets)
     if arguments.write:

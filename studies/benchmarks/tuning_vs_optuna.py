@@ -47,7 +47,7 @@ def best_of(
 ) -> Any:
     """Optuna's study with TPE, until the CPU seconds or the trials are spent.
 
-    Its trials go to the file `kept`, and a study that was stopped goes on from there, with draws of its own.
+    The trials go to the file `kept`, and a stopped study continues from there, with new draws.
     """
     import optuna
 
@@ -241,7 +241,7 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("setup", help="make build/optuna-env")
     verb = verbs.add_parser("run")
-    verb.add_argument("--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it")
+    verb.add_argument("--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it")
     verb.add_argument("--only", nargs="+", help="runs whose name (part/data/way/seed) begins like this")
     given = parser.parse_args()
     if given.write:

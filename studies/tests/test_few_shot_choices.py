@@ -114,7 +114,7 @@ def test_images_in_colour_are_moved_in_the_study_and_in_the_command(monkeypatch,
         assert main([*arguments, "--out", str(tmp_path / str(shape[0]))]) == 130
         assert given["augment"] is wanted
         assert given["method"].upper_optimizer.keywords["weight_decay"] == 0.25
-    assert given["log_every"] == 1, "on a CPU a step may take seconds"
+    assert given["log_every"] == 1, "on a CPU a step can take seconds"
 
 
 def test_the_residual_network_is_trained_as_the_study_chose(monkeypatch, tmp_path):
@@ -172,7 +172,7 @@ def test_of_settings_that_have_the_length_of_the_table_the_best_on_meta_validati
     kept = kept_cells()
     for (network, method), others in study.ALSO_RUN.items():
         held = "chosen_accuracy" if network == "resnet" else "accuracy"
-        assert held != "accuracy" or method == "prototypes", "what is seen at the test favours a baseline alone"
+        assert held != "accuracy" or method == "prototypes", "what is seen at the test favours only a baseline"
         taken, means = study.chosen_for(network, method), {}
         for name in (taken, *others):
             wanted = [study.table_settings("cifar-fs", network, 5, 5, method, i, name) for i in range(study.ALSO_SEEDS)]
@@ -186,7 +186,7 @@ def test_all_that_was_run_on_cifar_fs_is_shown_and_all_choices_were_run():
     kept = [s for s, _ in kept_cells() if s["dataset"] == "cifar-fs" and s["method"] != "paper"]
     asked = study.cells([study.TABLE], ["cifar-fs"], list(study.METHODS), 5, ["conv4", "resnet"])
     wanted = [{**c.settings, "seed": None} for c in asked]
-    assert [s for s in kept if s["part"] == study.TABLE and {**s, "seed": None} not in wanted] == [], "worse ones, too"
+    assert [s for s in kept if s["part"] == study.TABLE and {**s, "seed": None} not in wanted] == [], "also worse ones"
     assert [s for s in study.study_choices("cifar-fs") if s not in kept] == []
 
 

@@ -1,4 +1,4 @@
-"""Inception-V3 in plain layers beside the stored ones: small layers of the same kinds, and the file where it is."""
+"""Inception-V3 in plain layers next to the stored ones: small layers of the same kinds, and the file if it is there."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
     partial = {"accuracy": 0.5, "partial": True}
     kept = [(before[0], {"accuracy": 0.7}), (before[1], {"accuracy": 0.8}), (now[0], partial)]
     assert tables.longest(kept) == [(now[0], partial)], "unfinished as it is"
-    assert [f["accuracy"] for _, f in tables.longest(kept[:2])] == [0.7, 0.8], "where there is nothing else"
+    assert [f["accuracy"] for _, f in tables.longest(kept[:2])] == [0.7, 0.8], "if there is nothing else"
 
 
 def test_changes_that_are_listed_no_more_are_left_out(tmp_path):

@@ -1,4 +1,4 @@
-"""The tables of the studies, made from studies/results, are those of the pages in docs/results."""
+"""The tables of the studies, made from studies/results, equal the tables of the pages in docs/results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steepest descent in the Euclidean norm: each row by itself, by a length that is the rate's alone."""
+"""Steepest descent in the Euclidean norm: each row separately, by a length that depends only on the rate."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def in_environment(environment: Path, source: Path) -> None:
 
 
 def commit(source: Path) -> str:
-    """Return the commit of our package: the note next to a frozen copy, or the repository's, with `-dirty` if files changed."""
+    """Return the commit of our package: the note next to a frozen copy, or the repository's (`-dirty` if changed)."""
     note = source.parent / "COMMIT"
     if note.exists():
         return note.read_text().strip()

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
     "bilevel, lower_steps=1": {"rates": False, "lower_steps": 1},
 }
-"""Options of our method, added to the rates or instead of them; `rates=False` leaves both rates and T at their defaults."""
+"""Options of our method, with or instead of the rates; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
 """For each upper step: chosen together with the rate."""
 SINGLE_LOOP = ("boat meso",)

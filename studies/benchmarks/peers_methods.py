@@ -186,7 +186,7 @@ class Setting:
 
 
 def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
-    """`solve` with `Penalty`. `max_steps` fills the budget; a short run before the clock starts measures the time of a step."""
+    """`solve` with `Penalty`. `max_steps` fills the budget; a short run before the clock measures a step."""
     from bilevel import Callback, Penalty, Problem, Rows, solve
 
     options = dict(setting.options)

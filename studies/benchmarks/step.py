@@ -97,12 +97,12 @@ def started(
 
 
 def penalty(lower_steps: int, curvature: str) -> Penalty:
-    """Both levels move from the first step on. The Gram form is timed without multipliers, the case in which it saves most."""
+    """Both levels move from the first step on. The Gram form is timed without multipliers: there it saves most."""
     options = {"multipliers": False} if curvature == "gram" else {}
     return Penalty(lower_steps=lower_steps, curvature=curvature, warm_up=0.0, **options)
 
 
-# -- the timed steps -----------------------------------------------------------------------------------------------------
+# -- the timed steps -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from bilevel.applications.augmentation import crop_and_flip
-from bilevel.applications.few_shot import Episodes, TaskSampler, meta_train
+from bilevel.applications.few_shot import Episodes, TaskSampler, Validation, meta_train
 from bilevel.cli import fewshot_run
 from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main
@@ -73,25 +73,13 @@ def test_start_and_augment_change_what_a_meta_batch_is():
 
 
 def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
-    watch = few_shot.Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
+    watch = Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
     bar, run = fewshot_run._Bar(watch), Run("stochastic", 10, 1, History(), seconds=1.0)
     bar.log(run)
     assert bar.label == "learning"
     watch.rows.append({"step": 1, "seconds": 1.0, "accuracy": 0.756})
     bar.log(run)
     assert bar.label == "learning, validation 75.6%"
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(30.0, True), (1.0, False)])
-def test_a_run_that_takes_many_hours_says_so_once_and_what_takes_less(seconds, said, capsys):
-    bar = fewshot_run._Bar(None)
-    for step in (3, 4):
-        bar.log(Run("stochastic", 10_000, step, History(), seconds=seconds * step))
-    err = capsys.readouterr().err
-    assert err.count("10,000 such steps take about 83 hours here. A smaller --meta-batch") == said
-    assert bar.said == said
-    fewshot_run._Bar(None).log(Run("stochastic", 300, 2, History(), seconds=seconds * 1.2))
-    assert ("300 such steps take about 90 minutes here." in capsys.readouterr().err) == said
 
 
 def test_a_task_is_drawn_with_right_answers_in_one_colour_and_wrong_ones_in_another():

@@ -332,7 +332,7 @@ def fewshot(
     from bilevel_studies.few_shot import runs, study, tables
 
     own = ("parts", "dataset", "methods", "backbones", "seeds")
-    sources = [(name, context.get_parameter_source(name)) for name in own]
+    sources = zip(own, map(context.get_parameter_source, own), strict=True)
     given = [f"--{name}" for name, source in sources if source is not None and source.name != "DEFAULT"]
     if quick and given:
         raise OptionError(f"{' and '.join(given)} must be left out with --quick, which has its own cells.")

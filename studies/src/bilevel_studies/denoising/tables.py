@@ -154,9 +154,11 @@ def detection_table(kept: Sequence[Kept]) -> str:
 
 
 def clean_table(kept: Sequence[Kept]) -> str:
-    found = {name: percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show() for name in STUDIES}
     papers = {name: "" if study.paper_clean is None else f"{study.paper_clean:g}" for name, study in STUDIES.items()}
-    rows = [[TITLES[name], found[name], papers[name]] for name in STUDIES]
+    rows = [
+        [TITLES[name], percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show(), paper]
+        for name, paper in papers.items()
+    ]
     return table(["data", "found", "the paper"], rows)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from bilevel._util.checks import in_range, one_of
 from bilevel._util.random_state import derived
 from bilevel.applications.few_shot.classifier import pixels
 from bilevel.applications.few_shot.evaluation import Evaluation, embedded_tasks
@@ -58,6 +59,8 @@ def train_prototypes(
     `scale` multiplies the distances, or the cosines with `similarity="cosine"`, before the softmax: distances of many
     normalised features are long, and cosines are short.
     """
+    in_range("scale", scale, above=0)
+    one_of("similarity", similarity, ("distance", "cosine"))
     device = next(representation.parameters()).device
     generator = torch.Generator().manual_seed(derived(seed, "episodes"))
     # A step takes one meta-batch: its image numbers are one example of `fit`.

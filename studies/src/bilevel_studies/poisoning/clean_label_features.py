@@ -50,8 +50,7 @@ def stored_inception(device: torch.device | str = "cpu") -> Any:
 
 def _inception_file() -> Path:
     found = importlib.util.find_spec(PACKAGE)
-    folder = os.environ.get("BILEVEL_DATA")
-    places = [] if folder is None else [Path(folder) / "inception" / FILE]
+    places = [Path(os.environ.get("BILEVEL_DATA", "data")) / "inception" / FILE]
     if found is not None and found.origin is not None:
         places.insert(0, Path(found.origin).parent / FILE)
     for place in places:

@@ -63,7 +63,7 @@ class Results:
     def converged(self, problem: str, name: str, T: int, **options: Any) -> int:
         """Return how many trials have converged."""
         _, errors = self.curves(problem, name, T, **options)
-        return int((errors[-1] <= GOAL * errors[0]).sum())
+        return int((self.ends(problem, name, T, **options) <= GOAL * errors[0]).sum())
 
     def ablated(self, T: int, multipliers: bool) -> tuple[Array, Array]:
         """Return the steps and the mean errors, of shape (points, values of lam)."""

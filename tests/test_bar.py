@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bilevel.cli import progress as bar
 from bilevel.cli.main import main
-from bilevel.cli.progress import LINES, Bar, stage
+from bilevel.cli.progress import LINES, Bar, stages
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def clock(monkeypatch):
 
 
 def test_a_pipe_has_a_line_for_what_is_done_whenever_time_has_passed(clock, capsys):
-    with stage("evaluating", "images") as tell:
+    with stages("images") as tell:
         for second in range(0, 40, 4):
             clock[0] = second
-            tell(100 * second, 4000)
+            tell("evaluating", 100 * second, 4000)
     told = [
         "evaluating: 1,200 of 4,000 images",
         "evaluating: 2,400 of 4,000 images",
@@ -43,15 +43,15 @@ def test_the_bars_of_a_command_together_have_no_more_lines(clock, capsys):
         clock[0] = second
         with Bar("cells") as one:  # a new one each time
             task = one.add_task("tuning", total=8)
-            one.advance(task)
+            one.update(task, advance=1)
     assert capsys.readouterr().err.splitlines() == ["tuning: 1 of 8 cells"] * 3
 
 
 def test_a_terminal_has_no_lines(clock, capsys, monkeypatch):
     monkeypatch.setattr(bar, "Console", partial(Console, force_terminal=True))
     clock[0] = 1000.0
-    with stage("evaluating", "images") as tell:
-        tell(100, 4000)
+    with stages("images") as tell:
+        tell("evaluating", 100, 4000)
     err = capsys.readouterr().err
     assert "evaluating" in err
     assert "evaluating: 100" not in err

@@ -15,7 +15,7 @@ import torch
 from common import needs
 from PIL import Image
 
-from bilevel import DataError, OptionError
+from bilevel import DataError
 from bilevel.data.class_images import ImageClasses, load_classes, split_classes
 
 
@@ -66,7 +66,7 @@ def test_mini_imagenet_by_name_takes_the_published_lists_from_their_archive(tmp_
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
     assert load_classes("mini-imagenet").test.names == ("n05", "n06")
     (home / "images" / "n0500000001.jpg").unlink()
-    with pytest.raises(DataError, match=r"there is no images/n0500000001.jpg"):
+    with pytest.raises(DataError, match=r"images/n0500000001\.jpg, .* do not exist"):
         load_classes("mini-imagenet")
     (home / "images" / "n0500000001.jpg").write_text("no image")
     with pytest.raises(DataError, match=r"n0500000001\.jpg cannot be read"):
@@ -80,7 +80,7 @@ def test_the_published_lists_have_64_16_and_20_classes_of_600(tmp_path, monkeypa
     (archive,) = (Path(os.environ["BILEVEL_DATA"]) / "mini_imagenet").glob("*.zip")
     shutil.copy(archive, home / "ravi_larochelle_splits.zip")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
-    with pytest.raises(DataError, match=r"there is no images/n0153282900000005\.jpg"):  # the first image is named
+    with pytest.raises(DataError, match=r"images/n0153282900000005\.jpg, .* do not exist"):  # the first image is named
         load_classes("mini-imagenet")
     with zipfile.ZipFile(archive) as lists:
         for part, count in (("train", 64), ("val", 16), ("test", 20)):
@@ -104,21 +104,16 @@ def test_class_folders_are_split_by_class_and_none_is_in_two_parts(tmp_path):
     assert any(load_classes(tmp_path, seed=s).test.names != splits.test.names for s in range(4, 8))
 
 
-def test_class_folders_follow_lists_and_folders_of_parts(tmp_path):
-    for c in "abcde":
-        for i in range(4):
-            draw(tmp_path / "all" / c / f"{i}.png", 50, (24, 24), "L")
-    write_lists(tmp_path / "lists", {"train": [("", "a"), ("", "b")], "val": [("", "c")], "test": [("", "e")]})
-    splits = load_classes(tmp_path / "all", lists=tmp_path / "lists")
-    assert (splits.train.names, splits.validation.names, splits.test.names) == (("a", "b"), ("c",), ("e",))
+def test_class_folders_follow_folders_of_parts(tmp_path):
     for part, names in (("train", "ab"), ("val", "cd"), ("test", "ef")):
         for c in names:
             for i in range(5):
-                draw(tmp_path / "parts" / part / c / f"{i}.png", 50, (24, 24), "L")
-    splits = load_classes(tmp_path / "parts")
+                draw(tmp_path / part / c / f"{i}.png", 50, (24, 24), "L")
+    splits = load_classes(tmp_path)
     assert (splits.train.names, splits.validation.names, splits.test.names) == (("a", "b"), ("c", "d"), ("e", "f"))
-    with pytest.raises(OptionError, match="lists must be left out"):
-        load_classes(tmp_path / "parts", lists=tmp_path / "lists")
+    (tmp_path / "train").rename(tmp_path / "other")
+    with pytest.raises(DataError, match=r"class folders in val and test, and none in train\."):
+        load_classes(tmp_path)
 
 
 def test_what_is_not_there_is_named(tmp_path, monkeypatch):
@@ -127,12 +122,12 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
     with pytest.raises(DataError, match=r"put it into a folder omniglot, and .* BILEVEL_DATA \(it is "):
         load_classes("omniglot")
-    write_lists(tmp_path / "lists", {"train": [("", "x")], "val": [("", "y")], "test": [("", "x")]})
-    for c in "xy":
-        for i in range(6):
-            draw(tmp_path / "all" / c / f"{i}.png", 50, (24, 24), "L")
+    for part, names in (("train", "xy"), ("test", "xz")):
+        for c in names:
+            for i in range(5):
+                draw(tmp_path / "all" / part / c / f"{i}.png", 50, (24, 24), "L")
     with pytest.raises(DataError, match="the class 'x' is in two parts, train and test"):
-        load_classes(tmp_path / "all", lists=tmp_path / "lists")
+        load_classes(tmp_path / "all")
     with pytest.raises(DataError, match="at least 3 classes are needed"):
         split_classes("two", ImageClasses(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), (1, 1), ("a", "b")))
 

@@ -211,7 +211,7 @@ def test_without_files_and_network_one_sentence_says_what_to_put_where(home: Pat
     assert "cannot be reached" in said
     assert f"$BILEVEL_DATA/{name}" in said
     assert str(home / "cache" / "bilevel" / name) in said
-    assert all(file in said for file in named_sets.SETS[name].forms[0].names)
+    assert all(file in said for file in named_sets.SETS[name].forms[0][0])
     assert said.count("\n") == 0
 
 

@@ -134,9 +134,9 @@ def test_text_with_more_that_is_no_number_stays_text(tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_column_to_learn_from_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column to learn from besides the labels: same \(is constant\)"):
+    with pytest.raises(DataError, match=r"no column to learn from except the labels: same \(is constant\)"):
         load(write(tmp_path, same=[7] * N), label="label")
-    with pytest.raises(DataError, match=r"no column to learn from besides the labels\."):
+    with pytest.raises(DataError, match=r"no column to learn from except the labels\."):
         load(write(tmp_path), label="label")
 
 
@@ -397,7 +397,5 @@ def test_any_table_is_read_as_finite_numbers_or_refused(data: st.DataObject) -> 
 def test_a_line_with_too_many_fields_is_named(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a,b,label\n1,2,p\n1,2,q\n1,2,3,q\n")
-    with pytest.raises(
-        DataError, match=r"cannot be read as a \.csv file \(line 4 has 4 fields, and those before it 3\)"
-    ):
+    with pytest.raises(DataError, match=r"cannot be read as a \.csv file \(Expected 3 fields in line 4, saw 4"):
         load(path, label="label")

@@ -30,7 +30,7 @@ from bilevel import OptionError
 from bilevel.applications.augmentation import crop
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared
-from bilevel.cli.denoise_output import summary
+from bilevel.cli.denoise_run import summary
 from bilevel.cli.main import main
 from bilevel.cli.run_folder import RunFolder, Stopped, folder_of, run_or_resume
 from bilevel.data import Labelled, load
@@ -293,7 +293,7 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
     ("arguments", "code", "words"),
     [
         (["digitz"], 1, "Did you mean 'digits'?"),
-        (["missing.npz"], 1, "There is no file or folder missing.npz"),
+        (["missing.npz"], 1, "The file or folder missing.npz does not exist"),
         (["{arrays}", "--model", "cnm"], 2, "Did you mean 'cnn'?"),
         (["{arrays}", "--model", "cnn"], 2, "needs images of at least 16"),
         (["{arrays}", "--method", "penalti"], 2, "Did you mean 'penalty'?"),
@@ -444,8 +444,7 @@ def test_a_folder_has_one_run_that_is_resumed_or_kept(tmp_path, capsys):
 
     def finished(checkpoint):
         assert (tmp_path / "a.txt").read_text() == "part"
-        folder.write_json("result.json", {"found": 1})
-        return {"found": 1}
+        return {"found": 1}, "<html></html>"
 
     def never(checkpoint):
         raise AssertionError
@@ -464,7 +463,7 @@ def test_a_folder_has_one_run_that_is_resumed_or_kept(tmp_path, capsys):
         once(never)
     with pytest.raises(OptionError, match="holds a finished run, with --seed 0; got 1"):
         once(never, resume=True, seed=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "config.json", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "config.json", "report.html", "result.json"}
 
 
 def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):

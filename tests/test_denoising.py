@@ -528,7 +528,7 @@ def test_trusted_set_of_few_different_rows_has_none_held_out():
     assert not prepared.held_out
     assert prepared.data.test is None
     assert len(prepared.trusted[1]) == 600
-    assert any("as its rows are in the rest of it, too" in note for note in prepared.notes)
+    assert any("its rows are also in the rest of it" in note for note in prepared.notes)
 
 
 def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set_is_enough():

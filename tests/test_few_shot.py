@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bilevel_studies.image_models import move_slightly
 from common import Each, needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from bilevel import ApproxGrad, BilevelError, Callback, OptionError, ReverseMode, Run
-from bilevel.applications.augmentation import move_slightly
 from bilevel.applications.few_shot import (
     CosineClassifier,
     Episodes,

@@ -7,6 +7,7 @@ import importlib
 import io
 import re
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from PIL import Image
 from torch import nn
 
 from bilevel.applications.augmentation import crop_and_flip
-from bilevel.applications.few_shot import Episodes, TaskSampler, Validation, meta_train
+from bilevel.applications.few_shot import Episodes, TaskSampler, meta_train
+from bilevel.applications.few_shot import evaluation as few_shot_evaluation
 from bilevel.cli import fewshot_run
 from bilevel.cli.fewshot_output import write_embeddings
 from bilevel.cli.main import main
+from bilevel.cli.progress import RunBar
 from bilevel.data import class_images
-from bilevel.data.class_images import ImageClasses, ink, load_classes
-from bilevel.errors import DataError
+from bilevel.data.class_images import ImageClasses, ink
 from bilevel.report.figures import CELL, FIELD, GAP, RIGHT, WRONG, plane, task_picture
 from bilevel.results import History
 from bilevel.running.callbacks import Run
@@ -73,8 +75,8 @@ def test_start_and_augment_change_what_a_meta_batch_is():
 
 
 def test_the_bar_has_the_last_accuracy_on_meta_validation_classes():
-    watch = Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
-    bar, run = fewshot_run._Bar(watch), Run("stochastic", 10, 1, History(), seconds=1.0)
+    watch = few_shot_evaluation.Validation(nn.Linear(1, 1), TaskSampler(classes(4), 2, 1, 1), every=1)
+    bar, run = RunBar("learning", partial(fewshot_run._accuracy, watch)), Run("stochastic", 10, 1, History())
     bar.log(run)
     assert bar.label == "learning"
     watch.rows.append({"step": 1, "seconds": 1.0, "accuracy": 0.756})
@@ -127,12 +129,6 @@ def test_images_of_other_sizes_are_brought_to_that_of_training_with_a_note(tmp_p
         network, tmp_path, sorted(tmp_path.glob("*.png")), (1, 16, 16), False, tmp_path / "out.npz"
     )
     assert found["notes"] == ["1 image was resized to 16x16 pixels, as in training."]
-
-
-@pytest.mark.parametrize("name", ["omniglot", "cifar-fs"])
-def test_lists_are_refused_where_the_set_has_a_split(name, tmp_path):
-    with pytest.raises(DataError, match="has a split of its own"):
-        load_classes(name, lists=tmp_path)
 
 
 def test_the_command_learns_on_mini_imagenets_form_and_embeds(tmp_path, monkeypatch, capsys):

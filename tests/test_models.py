@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from bilevel_studies.image_models import wide_resnet
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -19,7 +20,6 @@ from bilevel.applications.networks import (
     mlp,
     mnist_cnn,
     svhn_cnn,
-    wide_resnet,
 )
 
 IMAGE = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "mini-imagenet": (3, 84, 84)}

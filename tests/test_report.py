@@ -5,9 +5,9 @@ from functools import cache
 from html.parser import HTMLParser
 
 import pytest
+from bilevel_studies.demo import convergence
 from markupsafe import Markup
 
-from bilevel.report.figures import convergence
 from bilevel.report.page import Card, Report, Table, render, unbroken
 
 CURVES = [[10.0, 1e-2, 1e-5], [5.0, 1e-3, 1e-6, 1e-9, 0.0]]

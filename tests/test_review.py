@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from reviews import COMMAND, NASTY, data_of, decoded, review
 from test_report import Page
 
-from bilevel.errors import OptionError
 from bilevel.report.figures import importances, losses
 from bilevel.report.page import Table
 from bilevel.report.page import read as source
@@ -258,26 +257,3 @@ def test_losses_that_are_not_finite_or_few_or_many_are_drawn():
         assert len(svg) < 60_000
     text = render_review(review(history={"upper": [1.0, float("nan")]}))
     assert "Trusted loss from 1 to nan" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"classes": ["cat", "cat", "cow"]}, "classes must have different names.*'cat' is twice"),
-        ({"classes": []}, "classes must name at least one"),
-        ({"suspects": [Suspect(0, "a", 3, 0, 0.1, 0.5)]}, "below 3"),
-        ({"suspects": [Suspect(0, "a", 0, -1, 0.1, 0.5)]}, "below 3"),
-        ({"suspects": [Suspect(0, "a", 0, 1, float("nan"), 0.5)]}, r"in \[0, 1\]"),
-        ({"suspects": [Suspect(0, "a", 0, 1, 0.1, 0.5)] * 2}, "different indexes"),
-        (
-            {"pictures": np.zeros((29, 8, 8), dtype=np.uint8)},
-            "pictures must have one entry for each of the 30 suspects",
-        ),
-        ({"fields": []}, "fields must have one entry for each of the 30 suspects; got 0"),
-        ({"pictures": np.zeros((30, 8, 8))}, "uint8.*float64"),
-        ({"pictures": np.zeros((30, 8, 8, 4), dtype=np.uint8)}, r"uint8.*\(30, 8, 8, 4\)"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(changes, words):
-    with pytest.raises(OptionError, match=words):
-        render_review(review(**changes))

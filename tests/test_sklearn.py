@@ -244,7 +244,7 @@ def test_images_go_to_a_module_with_each_channel_scaled():
     clf.predict(X[:1])
     scaled = np.stack([(X[:, c] - X[:, c].mean()) / X[:, c].std() for c in (0, 1)], axis=1)
     np.testing.assert_allclose(seen[-1][0], scaled[0], atol=1e-4)  # float32, from a mean of 50 deviations of 1e-3
-    with pytest.raises(DataError, match=r"shape \(2, 8, 8\), as those of X in fit; got \(2, 9, 8\)"):
+    with pytest.raises(DataError, match=r"shape \(2, 8, 8\), as in fit; got \(2, 9, 8\)"):
         clf.predict(np.zeros((1, 2, 9, 8)))
     with pytest.raises(ValueError, match="dim 4"):
         DenoisingClassifier().fit(X, y, trusted=trusted)
@@ -362,8 +362,8 @@ X, Y, TRUSTED, _ = blobs(classes=3)
         ((X[:, :3], Y), "inputs of trusted must be like X: X has 3 features, but .* 4"),
         ((X * np.nan, Y), "inputs of trusted must be like X: Input X contains NaN"),
         ((scipy.sparse.csr_array(X), Y), "inputs of trusted must be like X: Sparse"),
-        ((X, np.where(Y == 2, 9, Y)), r"labels of trusted must be among those of y; \[9\] are not"),
-        ((X, Y.astype(str)), r"labels of trusted must be among those of y; \['0', '1', '2'\] are not"),
+        ((X, np.where(Y == 2, 9, Y)), r"labels of trusted must all occur in y; \[9\] do not"),
+        ((X, Y.astype(str)), r"labels of trusted must all occur in y; \['0', '1', '2'\] do not"),
         ((X, Y[:-1]), r"one label for each input; got 60 inputs and labels of shape \(59,\)"),
         ((X, Y, Y), r"trusted must be a pair \(X, y\) or a mask .* got a tuple of 3"),
         (np.flatnonzero(TRUSTED), r"a mask with True or False for each of the 60 rows .* np\.isin"),

@@ -11,7 +11,7 @@ from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.comparison.synthetic_problems import examples
 from bilevel.applications.default_classifier import KINDS
 from bilevel.applications.few_shot.classifier import BACKBONES, TRAINING
-from bilevel.cli import compare, denoise, fewshot, options
+from bilevel.cli import commands
 from bilevel.cli.compare_run import EVALUATIONS
 from bilevel.cli.denoise_run import FIT
 from bilevel.cli.main import build_app, main
@@ -94,11 +94,11 @@ def test_options_that_do_not_go_together_get_one_sentence(arguments, told, capsy
 
 def test_names_and_numbers_in_help_are_those_of_the_library():
     """They are written out, so that help does not import torch."""
-    assert options.NETWORKS.split(", ") == list(KINDS)
-    assert set(denoise.METHODS.split(", ")) == set(FIT)
-    assert compare.METHODS.split(", ") == list(METHODS)
-    assert compare.PROBLEMS.split(", ") == [example.name for example in examples()]
-    assert fewshot.BACKBONES.split(", ") == list(BACKBONES)
+    assert commands.NETWORKS.split(", ") == list(KINDS)
+    assert set(commands.DENOISE_METHODS.split(", ")) == set(FIT)
+    assert set(commands.COMPARE_METHODS.split(", ")) == set(METHODS)
+    assert commands.PROBLEMS.split(", ") == [example.name for example in examples()]
+    assert commands.BACKBONES.split(", ") == list(BACKBONES)
     helps = {(path, param.name): param.help for path, each in COMMANDS.items() for param in each.params}
     assert f"By default {EVALUATIONS:,}." in helps["bilevel compare", "evaluations"]
     assert f"By default {FOLDS}." in helps["bilevel tune", "folds"]

@@ -79,9 +79,8 @@ def linear(dataset: str, way: str, seed: int) -> dict[str, Any]:
     from bilevel_studies.tuning.data import problem
     from bilevel_studies.tuning.study import BUDGETS, OURS, load_late_modules
 
-    from bilevel.applications.tuning.caution import loss_of
     from bilevel.applications.tuning.folded_linear_model import FoldedModel
-    from bilevel.applications.tuning.linear_tuning import HIGH, LOW, held_out_loss, trained, tune_linear
+    from bilevel.applications.tuning.linear_tuning import HIGH, LOW, held_out_loss, loss_of, trained, tune_linear
 
     load_late_modules()
     rows, test = problem(dataset, seed)

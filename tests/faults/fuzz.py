@@ -28,8 +28,7 @@ from tally import Tally
 
 from bilevel import BilevelError
 from bilevel.cli.run_folder import RunFolder, open_run
-from bilevel.data import apply_decisions, load
-from bilevel.data.regression import load_numbers
+from bilevel.data import apply_decisions, load, load_numbers
 from bilevel.running import checkpoints as store
 
 LIMIT = 30

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample, pad
+from torch.nn.functional import pad
 
 MARGIN = 4
-TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
-"""The largest turn (radians), change of size and shift (shares of the image) of `move_slightly`."""
+"""The most pixels that an image is shifted by."""
 
 
 def crop_and_flip(x: Tensor) -> Tensor:
@@ -19,32 +18,11 @@ def crop_and_flip(x: Tensor) -> Tensor:
     >>> crop_and_flip(torch.rand(2, 3, 32, 32)).shape
     torch.Size([2, 3, 32, 32])
     """
-    return _moved(x, mirror=True)
+    return crop(x, mirror=True)
 
 
-def crop(x: Tensor) -> Tensor:
-    """Shift each image like `crop_and_flip`, without mirroring: for digits and letters."""
-    return _moved(x, mirror=False)
-
-
-def crop_flip_and_erase(x: Tensor) -> Tensor:
-    """Change each image like `crop_and_flip`, and set a square of half its side to zero (Cutout, DeVries and Taylor
-    2017): for large networks and few images. The centre of the square is anywhere in the image."""
-    return _erased(crop_and_flip(x))
-
-
-def _erased(x: Tensor) -> Tensor:
-    n, _, height, width = x.shape
-    holes = []
-    for size in (height, width):
-        centre = torch.randint(size, (n, 1), device=x.device)
-        place = torch.arange(size, device=x.device) - centre
-        holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
-    # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
-    return x.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
-
-
-def _moved(x: Tensor, *, mirror: bool) -> Tensor:
+def crop(x: Tensor, *, mirror: bool = False) -> Tensor:
+    """Shift each image like `crop_and_flip`, without mirroring by default: for digits and letters."""
     n, _, height, width = x.shape
     padded = pad(x, (MARGIN,) * 4)
     top, left = torch.randint(2 * MARGIN + 1, (2, n, 1), device=x.device)
@@ -57,16 +35,22 @@ def _moved(x: Tensor, *, mirror: bool) -> Tensor:
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def move_slightly(x: Tensor) -> Tensor:
-    """Turn, stretch and shift each image (n, channels, height, width) a little, over zeros."""
-    n = len(x)
-    turn, across, down, right, low = (2 * torch.rand(5, n, device=x.device, dtype=x.dtype) - 1).unbind()
-    angle, wide, high = TURN * turn, 1 + STRETCH * across, 1 + STRETCH * down
-    rows = [wide * angle.cos(), -high * angle.sin(), SHIFT * right, wide * angle.sin(), high * angle.cos(), SHIFT * low]
-    grid = affine_grid(torch.stack(rows, 1).reshape(n, 2, 3), list(x.shape), align_corners=False)
-    return grid_sample(x, grid, padding_mode="zeros", align_corners=False)
+def crop_flip_and_erase(x: Tensor) -> Tensor:
+    """Change each image like `crop_and_flip`, and set a square of half its side to zero.
+
+    This is Cutout (DeVries and Taylor 2017), for large networks and few images. The centre of the square is anywhere in
+    the image.
+    """
+    n, _, height, width = x.shape
+    moved, holes = crop_and_flip(x), []
+    for size in (height, width):
+        centre = torch.randint(size, (n, 1), device=x.device)
+        place = torch.arange(size, device=x.device) - centre
+        holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
+    # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
+    return moved.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
 
 
 def add_noise(x: Tensor, strength: Tensor) -> Tensor:
-    """Add normal noise with this deviation; the result is differentiable in `strength`."""
+    """Return x plus normal noise whose deviation is `strength`; the result is differentiable in `strength`."""
     return x + strength * torch.randn_like(x)

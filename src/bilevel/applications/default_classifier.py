@@ -43,7 +43,7 @@ def classifier(
     "auto" is a convolutional network for images on a GPU, and else an MLP. The convolutional networks are the paper's
     if the size fits: MNIST's for (1, 28, 28), and CIFAR-10's, or SVHN's if `source` is "svhn", for (3, 32, 32). Other
     images get three blocks of convolutions. Colour images are augmented by crops and flips, SVHN by crops only, because
-    a mirrored number is none. `seed` draws the weights.
+    a mirrored number is not a number. `seed` draws the weights.
 
     >>> classifier("mlp", (64,), 10, device=torch.device("cpu"), seed=0).kind
     'mlp'
@@ -54,7 +54,7 @@ def classifier(
     if kind == "auto":
         kind = "cnn" if image and device.type == "cuda" else "mlp"
         if image and kind == "mlp":
-            why = "An MLP, because there is no GPU; --model cnn is better on images and takes longer."
+            why = "An MLP, because no GPU was found; --model cnn is better on images and takes longer."
     if kind == "cnn" and not image:
         raise OptionError(
             f"model='cnn' needs images of at least {SMALLEST} by {SMALLEST} pixels; the inputs have shape "

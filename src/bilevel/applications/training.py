@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) ->
 
 @dataclass
 class _Uncounted:
-    """What an engine asks of a run: the variable, and counters of evaluations, which a training leaves at zero."""
+    """The variable that an engine asks for, and counters of evaluations, which stay at zero."""
 
     v: Variable
     lower_evaluations: int = 0
@@ -57,8 +57,8 @@ class _Uncounted:
 class Trainer:
     """Trains a model on examples on its device, once or several times, with one recorded step.
 
-    `tensors` are inputs, targets and weights; between trainings, they and the model can be changed in place. `steps` is
-    the number of steps of all trainings. The other options are those of `fit`.
+    `tensors` are inputs, targets and weights; they and the model can be changed in place between trainings. `steps` is
+    the number of steps of all trainings. For the other options see `fit`.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Trainer:
         self.model, self.augment, self.precision = model, augment, precision
         self.loss = loss or weighted_cross_entropy
         self.v = Variable(model, "model")
-        x, y, w = (tensor.to(self.v.device) for tensor in tensors)
-        self.x, self.y, self.w = x, y, w
+        self.x, self.y, self.w = (tensor.to(self.v.device) for tensor in tensors)
         self.decay = decay
         self.descent = Descent(self.v, adam(self.v, 1.0, decay), "optimizer")
         self.derivatives = _Uncounted(self.v)
@@ -101,14 +100,12 @@ class Trainer:
             self.model.train()
             self.descent.restart()
             rates = rate * torch.linspace(1, 0, steps + 1, device=device)
-            task = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+            task: dict[str, float] = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
             task |= {"decay": self.decay} if self.decay else {}
             done = 0 if checkpoint is None else self.load(checkpoint, task)
-            for k, index in zip(range(steps), _batches(rows, batch, generator, device), strict=False):
-                if k < done:
-                    continue
+            keeps = checkpoint if first_rank() else None
+            for k, index in islice(enumerate(_batches(rows, batch, generator, device)), done, steps):
                 self.engines.outer.wrap(self.inner)(index, rates[k])
-                keeps = checkpoint if first_rank() else None
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
                     self.save(keeps, task, k + 1)
@@ -127,7 +124,7 @@ class Trainer:
         return loss
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:
-        """Take one step on the weighted mean of these examples' losses."""
+        """Take one step on the weighted mean loss of some rows."""
         x, y, w = self.x[index], self.y[index], self.w[index]
         with reduced(self.precision, self.v.device):
             loss = self.loss(self.model, self.augment(x) if self.augment else x, y, w)
@@ -145,17 +142,9 @@ class Trainer:
         return ""
 
     def save(self, folder: Path, task: dict[str, float], step: int) -> None:
-        device = self.v.device
-        store.save(
-            folder,
-            {
-                "task": task,
-                "step": step,
-                "model": self.v.tensors(),
-                "descent": self.descent.state_dict(),
-                "random": list(random_state(device)),
-            },
-        )
+        random = list(random_state(self.v.device))
+        state = {"task": task, "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict()}
+        store.save(folder, state | {"random": random})
 
     @torch.no_grad()
     def load(self, folder: Path, task: dict[str, float]) -> int:
@@ -165,15 +154,12 @@ class Trainer:
         state = store.load(folder)
         with store.understood(folder):
             compare(state["task"], task, folder)
-            return self._restored(state)
-
-    def _restored(self, state: dict[str, Any]) -> int:
-        for name, tensor in self.v.tensors().items():
-            tensor.copy_(state["model"][name])
-        self.descent.load_state_dict(state["descent"])
-        self.engines = self._engines()  # a recorded step holds the old moments
-        set_random_state(state["random"], self.v.device)
-        return int(state["step"])
+            for name, tensor in self.v.tensors().items():
+                tensor.copy_(state["model"][name])
+            self.descent.load_state_dict(state["descent"])
+            self.engines = self._engines()  # a recorded step holds the old moments
+            set_random_state(state["random"], self.v.device)
+            return int(state["step"])
 
 
 def fit(
@@ -261,6 +247,6 @@ def probabilities(
 
 
 def accuracy(model: nn.Module, pair: tuple[Tensor, Tensor]) -> float:
-    """Return the share of these inputs for which the model predicts the label."""
+    """Return the share of the inputs for which the model predicts the label."""
     x, y = pair
     return float((probabilities(model, x).argmax(1) == y).double().mean())

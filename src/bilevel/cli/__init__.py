@@ -1,1 +1,1 @@
-"""The command line: one small file a command, which parses, calls and writes."""
+"""The command line: `commands` has the options of each command, `<command>_run` does the work."""

@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bilevel._util.atomic_files import whole
@@ -32,9 +30,9 @@ from bilevel.applications.comparison.compare import (
     synthetic,
 )
 from bilevel.applications.comparison.synthetic_problems import examples
+from bilevel.cli.option_values import is_file, known, path_and_name, problem_of
 from bilevel.cli.progress import Bar, show_table
-from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, report_result
-from bilevel.cli.user_code import is_file, path_and_name, problem_of
+from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, refuse_if, report_result
 from bilevel.errors import OptionError
 from bilevel.methods.base import Method
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
@@ -58,11 +56,24 @@ def run(
 ) -> None:
     """Compare the methods and show how they end."""
     budget = _budget(budgets)
-    subject = _subject(problem, trials, seed)
-    chosen = {text: method_of(text) for text in _listed(methods)}
-    folder, image = RunFolder(out), _image(out, plot)
+    if problem not in NAMES and not is_file(problem):
+        known("PROBLEM", problem, NAMES, ", or a Python file")
+    subject = synthetic(problem, trials, seed) if problem in NAMES else problem_of(problem, trials, seed)
+    chosen = {text: method_of(text) for text in map(str.strip, methods.split(",")) if text}
+    image = out / "compare.png" if plot is None else plot
+    refuse_if(
+        {
+            f"--methods must name at least one of {', '.join(METHODS)}; got {methods!r}.": not chosen,
+            f"--plot must end in {', '.join(FORMATS)}; got {image}.": image.suffix.lower() not in FORMATS,
+        }
+    )
+    folder = RunFolder(out)
+    RunFolder(image.parent, "--plot")
     for name, method in chosen.items():
-        _try_step(name, subject, method)
+        try:  # a method can refuse the problem before another one runs
+            steps_of(subject.starts(method)[0], method, Budget("steps", 1))
+        except OptionError as error:
+            raise OptionError(f"{name}: {error}") from error
     settings = {
         "problem": problem,
         "file": "" if problem in NAMES else hashlib.sha256(path_and_name(problem)[0].read_bytes()).hexdigest(),
@@ -70,7 +81,7 @@ def run(
         "trials": trials,
         "seed": seed,
     }
-    # Several threads would wait for each other on tensors as small as those of the four problems.
+    # Several threads would wait for each other on the small tensors of the four problems.
     with one_thread() if problem in NAMES else nullcontext():
         rows = _rows(chosen, subject, settings, ResultFolder(out / "cells"), budget, seed)
     complete = len(rows) == len(chosen)
@@ -88,7 +99,7 @@ def run(
     folder.write_json(RESULT, result)
     if rows:
         draw(result, image)
-    report_result(result, show, json=json, plot=image)
+    report_result(result, {"plot": image}, show, json=json)
     if not complete:
         raise Stopped(
             f"Stopped by Ctrl-C: {len(rows)} of {len(chosen)} methods are finished and kept; the same command "
@@ -109,31 +120,25 @@ def _budget(budgets: Mapping[str, float | None]) -> Budget:
     return Budget(unit, most)  # type: ignore[arg-type]
 
 
-def _listed(text: str) -> list[str]:
-    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise OptionError(f"--methods must name at least one of {', '.join(METHODS)}; got {text!r}.")
-    return names
-
-
 def method_of(text: str) -> Method:
     """Return the method that `name` or `name:option=value:option=value` describes.
 
     A learning rate becomes an Adam, except in presets and for the lower level of unrolled methods, which take it.
     """
     name, *parts = text.split(":")
-    if name not in METHODS:
-        raise OptionError(f"--methods must be of {', '.join(METHODS)}; got {name!r}.{did_you_mean(name, METHODS)}")
+    known("--methods", name, METHODS)
     options = dict(_option(name, part) for part in parts)
     for key in RATES & options.keys():
         in_range(f"--methods: {key} of {name}", options[key], above=0)
         if name not in PRESETS and (key == "upper_rate" or name not in UNROLLED):
             options[key.replace("rate", "optimizer")] = partial(torch.optim.Adam, lr=options.pop(key))
-    known = _options_of(name)
+    # A preset takes its options, the options of the first preset and the options of `Penalty`.
+    sources = (name, PRESETS[0], "penalty") if name in PRESETS else (name,)
+    allowed = dict.fromkeys(each for source in sources for each in inspect.signature(METHODS[source]).parameters)
     for key in options:
-        if key not in known:
-            near = did_you_mean(key, known)
-            raise OptionError(f"--methods: {name} has no option {key!r}.{near} It has {', '.join(known)}.")
+        if key not in allowed or key == "options":
+            near, names = did_you_mean(key, allowed), ", ".join(each for each in allowed if each != "options")
+            raise OptionError(f"--methods: {name} has no option {key!r}.{near} It has {names}.")
     return METHODS[name](**options)
 
 
@@ -147,38 +152,6 @@ def _option(name: str, text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _options_of(name: str) -> list[str]:
-    """Return the options of a method; a preset takes its own, those of the first preset, and those of `Penalty`."""
-    sources = (name, PRESETS[0], "penalty") if name in PRESETS else (name,)
-    found = [each for source in sources for each in inspect.signature(METHODS[source]).parameters]
-    return [each for each in dict.fromkeys(found) if each != "options"]
-
-
-def _subject(problem: str, trials: int, seed: int) -> Subject:
-    if problem in NAMES:
-        return synthetic(problem, trials, seed)
-    if is_file(problem):
-        return problem_of(problem, trials, seed)
-    near = did_you_mean(problem, NAMES)
-    raise OptionError(f"PROBLEM must be one of {', '.join(NAMES)}, or a Python file; got {problem!r}.{near}")
-
-
-def _image(out: Path, plot: Path | None) -> Path:
-    image = out / "compare.png" if plot is None else plot
-    if image.suffix.lower() not in FORMATS:
-        raise OptionError(f"--plot must end in {', '.join(FORMATS)}; got {image}.")
-    RunFolder(image.parent, "--plot")
-    return image
-
-
-def _try_step(name: str, subject: Subject, method: Method) -> None:
-    """Let a method refuse the problem before another one runs."""
-    try:
-        steps_of(subject.starts(method)[0], method, Budget("steps", 1))
-    except OptionError as error:
-        raise OptionError(f"{name}: {error}") from error
-
-
 # -- the runs ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,22 +159,17 @@ def _rows(
     chosen: Mapping[str, Method], subject: Subject, settings: Settings, store: ResultFolder, budget: Budget, seed: int
 ) -> list[dict[str, Any]]:
     """Return a row for each method that is finished; there are fewer after Ctrl-C."""
-    rows: list[dict[str, Any]] = []
+    items = [RunItem({"method": name, **settings}, weight=1) for name in chosen]
+
+    def compared(settings: Settings) -> Found | None:
+        found = compare(subject, chosen[settings["method"]], budget, seed=seed)
+        return None if found is None else asdict(found)
+
     with Bar("methods") as bar:
-        task = bar.add_task("", total=len(chosen))
-        for name, method in chosen.items():
-            bar.update(task, description=name)
-            cell = RunItem({"method": name, **settings}, weight=1)
-            if not run_items([cell], store, partial(_compare_one, subject, method, budget, seed), where=ONCE):
-                break
-            rows.append({"method": name, **(store.get(cell) or {})})
-            bar.advance(task)
-    return rows
-
-
-def _compare_one(subject: Subject, method: Method, budget: Budget, seed: int, settings: Settings) -> Found | None:
-    found = compare(subject, method, budget, seed=seed)
-    return None if found is None else asdict(found)
+        task = bar.add_task("comparing", total=len(items))
+        run_items(items, store, compared, where=ONCE, tell=lambda _: bar.update(task, advance=1))
+    rows = zip(chosen, map(store.get, items), strict=True)
+    return [{"method": name, **found} for name, found in rows if found is not None]
 
 
 # -- the result --------------------------------------------------------------------------------------------------------
@@ -212,34 +180,31 @@ def show(result: Mapping[str, Any]) -> None:
     ((unit, most),) = result["budget"].items()
     means = "; means over the starts" if result["trials"] > 1 else ""
     print(f"{result['problem']}, {counted(result['trials'], 'start')}, {most:,} {unit}{means}")
-    rows = []
-    for row in result["methods"]:
-        error = [] if row["error"] is None else [f"{row['error']:.1e}"]
-        values = (f"{row['upper']:.4g}", f"{row['residual']:.1e}", row["status"])
-        took = (f"{row['evaluations']:,.0f}", f"{row['steps']:,.0f}", f"{row['seconds']:.1f}")
-        rows.append((row["method"], *error, *values, *took))
-    known = ["error"] if result["measure"] == "error" else []
-    show_table(("method", *known, "f", "|grad_v g|", "ended", "evaluations", "steps", "seconds"), rows)
+    rows = [
+        (
+            row["method"],
+            *([] if row["error"] is None else [f"{row['error']:.1e}"]),
+            *(f"{row['upper']:.4g}", f"{row['residual']:.1e}", row["status"]),
+            *(f"{row['evaluations']:,.0f}", f"{row['steps']:,.0f}", f"{row['seconds']:.1f}"),
+        )
+        for row in result["methods"]
+    ]
+    error = ["error"] if result["measure"] == "error" else []
+    show_table(("method", *error, "f", "|grad_v g|", "ended", "evaluations", "steps", "seconds"), rows)
 
 
 def draw(result: Mapping[str, Any], image: Path) -> None:
     """Plot the error, or f, of every method against evaluations of g."""
-    style: dict[Any, Any] = {
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for row in result["methods"]:
-            x, y = zip(*row["curve"], strict=True)
-            axes.plot(x, y, label=row["method"], marker="o" if len(x) < 3 else None, ms=3)
-        if result["measure"] == "error":
-            axes.set_yscale("log")
-        axes.set(xlabel="evaluations of g", ylabel=result["measure"], title=result["problem"])
-        axes.legend(frameon=False)
-        with whole(image) as temporary:
-            figure.savefig(temporary, dpi=110, format=image.suffix[1:])
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for row in result["methods"]:
+        x, y = zip(*row["curve"], strict=True)
+        axes.plot(x, y, label=row["method"], marker="o" if len(x) < 3 else None, ms=3)
+    if result["measure"] == "error":
+        axes.set_yscale("log")
+    axes.set(xlabel="evaluations of g", ylabel=result["measure"], title=result["problem"])
+    axes.spines[["right", "top"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    with whole(image) as temporary:
+        figure.savefig(temporary, dpi=110, format=image.suffix[1:])

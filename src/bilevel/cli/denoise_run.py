@@ -1,100 +1,124 @@
-"""What `bilevel denoise` does: read, denoise under a checkpoint, write and show the result."""
+"""The run of `bilevel denoise`: read, denoise under a checkpoint, write the files and the page; apply decisions."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_model
+from torch import Tensor
 
-from bilevel._util.checks import did_you_mean
+from bilevel._util.atomic_files import whole
 from bilevel._util.parallel_map import one_thread
+from bilevel._util.text import agreeing
 from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.default_classifier import Classifier
-from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared, clean, prepare
-from bilevel.cli.denoise_output import FILES, NOISY, apply_command, show, summary, write, write_noisy
-from bilevel.cli.options import device_of
-from bilevel.cli.progress import RunBar, stages
-from bilevel.cli.run_folder import CHECKPOINT, folder_of, open_run, report_result, resumable
-from bilevel.cli.user_code import classifier_of
+from bilevel.applications.denoising.clean_dataset import (
+    Cleaned,
+    Prepared,
+    as_bytes,
+    channels_last,
+    clean,
+    is_bytes,
+    prepare,
+    thumbnails,
+)
+from bilevel.cli.option_values import classifier_of, device_of, known
+from bilevel.cli.progress import RunBar, show_table, stages
+from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, apply_decisions, load
+from bilevel.data.arrays import array_keys
 from bilevel.distributed.process_group import ProcessGroup, first_rank, restarted
 from bilevel.distributed.synchronise import run_on_first
 from bilevel.errors import OptionError
 from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
+from bilevel.report.page import Table, cell_text
+from bilevel.report.review_page import SIDE, Review, Suspect, render_review
 
+NOISY = "noisy.npz"
+"""The data with the wrong labels that `--noise` makes, to which decisions are applied."""
+FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html", NOISY)
+COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 SMALL = 500_000
 """The number of weights up to which one thread is as fast as several."""
 FIT = {name: method for name, method in METHODS.items() if name != "forward-mode"}
 """Methods by name. Forward mode cannot learn an importance for each row."""
 FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
+SHOWN_FIELDS = 40
+"""The most columns of a row that the page shows."""
+ROWS = {
+    "denoised": "on the cleaned data",
+    "labels as they are": "on the labels as they are",
+    "trusted set alone": "on only the trusted set",
+    "right labels": "on the right labels",
+}
+"""The training sets, as the tables call them."""
+HEADS = ("Trained", "Accuracy")
+RIVALS = ("labels as they are", "trusted set alone")
+"""The other sets that a user could train on."""
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
     """Denoise the data, or continue a run, and show the result."""
     data, where, began = asked["data"], device_of(device), time.perf_counter()
-    method = method_of(asked["method"])
+    known("--method", asked["method"], FIT)
+    method = FIT[asked["method"]]()
     prepared = _prepared(asked)
     net = classifier_of(asked["model"], prepared.data, data, where, asked["seed"])
     folder = folder_of(out, "denoise", data)
     resume = resume or restarted()
     ranks = ProcessGroup.from_environment(where)
     first = ranks is None or ranks.first
-    opened = partial(open_run, folder, asked, resume, (*FILES, NOISY))
-    result = opened() if ranks is None else run_on_first(ranks, opened)
-    if result is None:
-        checkpoint = folder.path / CHECKPOINT
-        with resumable(checkpoint, (*FILES, NOISY), first=first):
-            if asked["noise"] is not None and first:
-                prepared = replace(prepared, data=write_noisy(folder, prepared.data))
-            cleaned = _clean(prepared, net, method, asked, checkpoint, resume)
+
+    def work(checkpoint: Path) -> tuple[dict[str, Any], str]:
+        ready, source, label = prepared, data, asked["label"]
+        if asked["noise"] is not None:
+            source, label = str(folder.path / NOISY), None
+            if first:
+                ready = replace(prepared, data=write_noisy(folder, prepared.data))
+        cleaned = _clean(ready, net, method, asked, checkpoint, resume)
         if not first:
-            return
-        result = summary(prepared, cleaned, net, asked, time.perf_counter() - began, where)
-        source, label = (data, asked["label"]) if asked["noise"] is None else (str(folder.path / NOISY), None)
-        write(folder, prepared, cleaned, net, result, apply_command(source, label))
-        shutil.rmtree(checkpoint, ignore_errors=True)
+            return {}, ""
+        result = summary(ready, cleaned, net, asked, time.perf_counter() - began, where)
+        write(folder, ready, cleaned, net)
+        return result, render_review(_review(ready, cleaned, result, apply_command(source, label)))
+
+    once = {} if ranks is None else {"once": partial(run_on_first, ranks)}
+    result = run_or_resume(folder, asked, work, resume=resume, files=FILES, first=first, **once)
     if first:
-        report_result(result, show, json=json, report=folder.path / "report.html")
+        report_result(result, {"report": folder.path / "report.html"}, show, json=json)
 
 
 def _prepared(asked: Mapping[str, Any]) -> Prepared:
     """Read the data and set the trusted rows apart."""
-    data, noise, kind = asked["data"], asked["noise"], asked["noise_kind"]
-    if noise is None and kind != "symmetric":
-        raise OptionError(f"--noise-kind {kind} says which labels --noise makes; give --noise as well.")
-    count, file = _trusted(asked["trusted"])
-    loaded: Labelled = load(data, label=asked["label"], trusted=file, test=asked["test"])
+    data, noise, kind, trusted = asked["data"], asked["noise"], asked["noise_kind"], asked["trusted"]
+    count = int(trusted) if trusted is not None and trusted.lstrip("+-").isdigit() else None
+    refuse_if(
+        {
+            f"--noise-kind {kind} says which labels --noise makes; give --noise as well.": noise is None
+            and kind != "symmetric",
+            f"--trusted must be a file, or a number of rows of at least 1; got {trusted}.": count is not None
+            and count < 1,
+        }
+    )
+    loaded: Labelled = load(data, label=asked["label"], trusted=trusted if count is None else None, test=asked["test"])
     if loaded.trusted is None and count is None and noise is None and data != "digits":
         raise OptionError(
             f"--trusted is needed, as {data} has no trusted rows: a file of rows whose labels are right, or how many "
             "rows to draw."
         )
     return prepare(loaded, trusted=count, noise=noise, kind=kind, seed=asked["seed"])
-
-
-def _trusted(text: str | None) -> tuple[int | None, str | None]:
-    """Split --trusted into a number of rows and a file."""
-    if text is None or not text.lstrip("+-").isdigit():
-        return None, text
-    if int(text) < 1:
-        raise OptionError(f"--trusted must be a file, or a number of rows of at least 1; got {text}.")
-    return int(text), None
-
-
-def method_of(name: str) -> Method:
-    """Return the method that --method names."""
-    if name not in FIT:
-        raise OptionError(f"--method must be one of {', '.join(FIT)}; got {name!r}.{did_you_mean(name, FIT)}")
-    return FIT[name]()
 
 
 def threads_for(network: torch.nn.Module) -> Any:
@@ -128,14 +152,13 @@ def apply_to_data(data: str, decisions: Path, out: Path | None, label: str | Non
     if not first_rank():
         return
     if out is None:
-        example = shlex.split(apply_command(data, label))[-1]
-        raise OptionError(f"--apply needs --out: where to write the cleaned data, such as {example}.")
+        raise OptionError(f"--apply needs --out, the cleaned data, as in `{apply_command(data, label)}`.")
     done = apply_decisions(data, decisions, out, label=label)
-    counts = f"{done.dropped:,} dropped, {done.relabelled:,} relabelled, {done.unchanged:,} unchanged"
     result = {
         "command": "denoise --apply",
         "status": "done",
-        "message": f"{done.rows:,} rows: {counts}.",
+        "message": f"{done.rows:,} rows: {done.dropped:,} dropped, {done.relabelled:,} relabelled, "
+        f"{done.unchanged:,} unchanged.",
         "out": str(done.out),
         "rows": done.rows,
         "dropped": done.dropped,
@@ -143,4 +166,166 @@ def apply_to_data(data: str, decisions: Path, out: Path | None, label: str | Non
         "unchanged": done.unchanged,
         "notes": list(done.notes),
     }
-    report_result(result, lambda result: print(result["message"]), json=json, data=done.out)
+    report_result(result, {"data": done.out}, json=json)
+
+
+# -- the result and its page -------------------------------------------------------------------------------------------
+
+
+def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
+    """Write the data with the labels that `--noise` made, for decisions to be applied to; rows are named by number."""
+    names = np.array(data.classes)
+    given = {"": (data.x, data.y), "_trusted": data.trusted, "_test": data.test}
+    parts = {suffix: pair for suffix, pair in given.items() if pair is not None}
+    array: Callable[[Tensor], np.ndarray] = Tensor.numpy
+    if data.kind == "images":
+        array = as_bytes if all(is_bytes(x) for x, _ in parts.values()) else channels_last
+    arrays = {f"x{suffix}": array(x) for suffix, (x, _) in parts.items()}
+    arrays |= {f"y{suffix}": names[y.numpy()] for suffix, (_, y) in parts.items()}
+    with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
+
+
+def apply_command(source: str, label: str | None) -> str:
+    """Return the command that applies decisions to this source."""
+    path = Path(source)
+    suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
+    names = ["--label", label] if label else []
+    return shlex.join(["bilevel", "denoise", source, "--apply", "decisions.csv", *names, "--out", f"cleaned{suffix}"])
+
+
+def summary(
+    prepared: Prepared,
+    cleaned: Cleaned,
+    net: Classifier,
+    asked: Mapping[str, Any],
+    seconds: float,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the contents of result.json."""
+    data, found = prepared.data, cleaned.denoised
+    suspects = int(found.suspect.sum())
+    share = f"{suspects:,} of {data.count:,} labels ({100 * found.noise_rate:.1f}%)"
+    message = f"{share} {agreeing(suspects, 'is', 'are')} probably wrong."
+    if "denoised" in cleaned.accuracies:
+        shares = [f"{ROWS[name]}: {100 * cleaned.accuracies[name]:.1f}%" for name in ROWS if name in cleaned.accuracies]
+        message += f" Accuracy on {_part(prepared.held_out)} after training {', '.join(shares)}."
+    measured = {"auc": cleaned.auc, "f1": cleaned.f1} if prepared.truth is not None else {}
+    if found.solution.ranks > 1:
+        measured |= {"ranks": found.solution.ranks, "bytes_per_step": found.solution.bytes_per_step}
+    return {
+        "command": "denoise",
+        "method": asked["method"],
+        "status": found.solution.status.name.lower(),
+        "message": message,
+        "seed": asked["seed"],
+        "seconds": round(seconds, 3),
+        "noise_rate": found.noise_rate,
+        "suspects": suspects,
+        "rows": data.count,
+        "trusted": len(prepared.trusted[1]),
+        "classes": list(data.classes),
+        "trusted_rows": list(prepared.drawn),
+        "test_accuracy": cleaned.accuracies.get("denoised"),
+        "accuracies": cleaned.accuracies,
+        "held_out": prepared.held_out,
+        **measured,
+        "model": net.kind,
+        "device": str(device),
+        "engine": found.solution.engine,
+        "settings": found.settings,
+        "notes": [*prepared.notes, *filter(None, [net.why]), *cleaned.notes],
+    }
+
+
+def _part(held_out: bool) -> str:
+    return "the held-out part of the trusted set" if held_out else "the test set"
+
+
+def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifier) -> None:
+    """Write the importances, the history of the bilevel run and the trained classifier."""
+    data, found, names = prepared.data, cleaned.denoised, prepared.data.classes
+    learned = (found.importance, found.suspect, found.suggested, found.confidence, found.quality)
+    columns = (data.positions, data.y, *learned)
+    rows = (
+        {
+            "index": i,
+            "label": names[y],
+            "importance": f"{w:.6f}",
+            "suspect": int(s),
+            "suggested": names[c],
+            "confidence": f"{p:.6f}",
+            "quality": f"{q:.6f}",
+            "key": key,
+        }
+        for i, y, w, s, c, p, q, key in zip(*(column.tolist() for column in columns), data.keys, strict=True)
+    )
+    folder.write_csv("importance.csv", COLUMNS, rows)
+    found.solution.history.to_csv(folder.path / "history.csv")
+    about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
+    with whole(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
+        save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
+
+
+def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:
+    data, found, accuracies = prepared.data, cleaned.denoised, cleaned.accuracies
+    rows = torch.nonzero(found.suspect).squeeze(1)
+    suspects = [
+        Suspect(
+            int(data.positions[i]),
+            data.keys[i],
+            int(data.y[i]),
+            int(found.suggested[i]),
+            float(found.importance[i]),
+            float(found.confidence[i]),
+            float(found.quality[i]),
+        )
+        for i in rows.tolist()
+    ]
+    history, rates = found.solution.history, _accuracy_rows(result)
+    caption = f"Accuracy of the same network, trained for as many steps, on {_part(result['held_out'])}."
+    digest = hashlib.sha256(found.importance.numpy().tobytes()).hexdigest()[:16]
+    return Review(
+        run=f"{result['rows']}-{result['suspects']}-{digest}",  # the key of the decisions in the browser
+        title=f"Labels of {data.name}",
+        outcome=result["message"],
+        good=all(accuracies[name] <= accuracies["denoised"] for name in RIVALS if name in accuracies),
+        accuracy=Table(caption, HEADS, rates) if rates else None,
+        classes=data.classes,
+        history={"step": history["step"], "upper": history["upper"], "lower": history["lower"]},
+        importance=found.importance.numpy(),
+        suspects=suspects,
+        pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,
+        fields=_fields(data, rows) if data.kind != "images" else None,
+        command=command,
+        settings=[
+            ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"),
+            ("Trusted rows", f"{result['trusted']:,}"),
+            ("Method", result["method"]),
+            ("Classifier", result["model"]),
+            ("Steps", f"{result['settings']['steps']:,}, then twice {result['settings']['final_steps']:,}"),
+            *made_by(result),
+        ],
+        notes=result["notes"],
+    )
+
+
+def _fields(data: Labelled, rows: Tensor) -> list[list[tuple[str, str]]]:
+    if data.fields:
+        columns = list(data.fields.items())[:SHOWN_FIELDS]
+        return [[(name, cell_text(values[i])) for name, values in columns] for i in rows.tolist()]
+    shown = data.x.flatten(1)[rows, :SHOWN_FIELDS]
+    return [[(str(k), f"{value:.3g}") for k, value in enumerate(row)] for row in shown.tolist()]
+
+
+def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["accuracies"]
+    return [(text, f"{100 * found[name]:.1f}%") for name, text in ROWS.items() if name in found]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the accuracies and the message."""
+    auc = result.get("auc")
+    found = "" if auc is None else f"Of the labels that were made wrong: AUC {auc:.3f}, F1 {result['f1']:.3f}."
+    show_table(HEADS, _accuracy_rows(result), found, result["message"])

@@ -1,4 +1,4 @@
-"""`bilevel doctor`: what is installed and what works here, the first thing to paste into a bug report."""
+"""`bilevel doctor`: the packages, data and engines of this machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-PACKAGES = {"bilevel", "torch", "numpy", "safetensors", "typer", "scikit-learn", "scipy", "joblib", "pillow", "pooch"}
-PACKAGES |= {"matplotlib", "jinja2", "pandas", "pyarrow", "tensorboard", "ray"}
+from bilevel.errors import MissingPackageError, reason
+
+PACKAGES = {
+    *("bilevel", "torch", "numpy", "safetensors", "typer", "scikit-learn", "scipy", "joblib", "pillow", "pooch"),
+    *("matplotlib", "jinja2", "pandas", "pyarrow", "tensorboard", "ray"),
+}
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
@@ -53,9 +57,11 @@ def versions() -> dict[str, str]:
 
 
 def data_sets() -> dict[str, str | None]:
-    """Return where each set that is read by name is, or what is missing to look for it; None if it is not here."""
+    """Return the path of each set that is read by name, or which package is missing to look for it.
+
+    The path is None if the set is not on this machine.
+    """
     from bilevel.data import class_images, named_sets
-    from bilevel.errors import MissingPackageError
 
     found: dict[str, str | None] = {"digits": "comes with scikit-learn"}
     for module, names in ((named_sets, named_sets.SETS), (class_images, class_images.NAMES)):
@@ -69,7 +75,7 @@ def data_sets() -> dict[str, str | None]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return the parts that are not torch's as text."""
+    """Return versions, data and free space as lines of text."""
     missing = f"not here; $BILEVEL_DATA is {os.environ.get('BILEVEL_DATA', 'not set')}"
     data = [f"  {name}: {place or missing}" for name, place in found["data"].items()]
     versions = [f"  {name} {version}" for name, version in found["versions"].items()]
@@ -78,12 +84,10 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def try_engine(trial: Callable[[], str]) -> dict[str, Any]:
-    """Return whether something works here, and where, or why not."""
-    from bilevel.errors import reason
-
+    """Return whether a trial works here, with the device, or the reason why it does not."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, which are no reason
+            warnings.simplefilter("ignore")  # torch's warnings say nothing about whether it works
             return {"works": True, "note": trial()}
     except Exception as error:  # compilers and drivers raise anything
         return {"works": False, "note": reason(error)}
@@ -105,8 +109,7 @@ def _compile() -> str:
         found = compile_graph(make_fx(slope)(x), [x], options={"cpp.vec_isa_ok": False})(x)
     finally:
         valid_vec_isa_list.cache_clear()  # later compilations of this process try them again
-    if not torch.allclose(found, slope(x), atol=1e-5):
-        raise RuntimeError("the compiled gradient differs from the eager one")
+    torch.testing.assert_close(found, slope(x), atol=1e-5, rtol=0)
     return f"on {x.device.type}"
 
 
@@ -114,15 +117,12 @@ def _graph() -> str:
     """Replay a step as a CUDA graph, as `engine="graph"` does."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA GPU")
     x = torch.ones(8, device="cuda")
-    x * x  # loads what the capture must not
+    x * x  # loads the kernel before the capture, which must not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * x
     x.fill_(2)
     graph.replay()
-    if not torch.allclose(y, x * x):
-        raise RuntimeError("the replayed value differs from the eager one")
+    torch.testing.assert_close(y, x * x)
     return f"on {torch.cuda.get_device_name()}"

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-import bilevel
 from bilevel._util.atomic_files import whole
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
-from bilevel.cli.run_folder import RESULT, RunFolder
-from bilevel.data.class_images import ClassSplits, ImageClasses, read_like
+from bilevel.cli.run_folder import RunFolder, made_by
+from bilevel.data.class_images import ImageClasses, read_like
 from bilevel.data.image_folders import SUFFIXES
 from bilevel.errors import DataError, OptionError, reason
 from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.results import Solution, Status
+from bilevel.results import History
 
 WEIGHTS = "representation.safetensors"
 EMBEDDINGS = "embeddings.npz"
-FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", RESULT, "report.html")
+FILES = ("history.csv", "accuracy.csv", WEIGHTS, EMBEDDINGS, "evaluation.json", "result.json", "report.html")
 SHOWN_TASKS, SHOWN_CLASSES, SHOWN_IMAGES = 3, 10, 15
 UNSEEN = "on classes that were not seen"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run that has ended, as its files and its page show it."""
-
-    network: nn.Module
-    splits: ClassSplits
-    train: TaskSampler
-    test: TaskSampler
-    solution: Solution
-    rows: Sequence[Mapping[str, float]]
-    """Accuracies on meta-validation classes."""
-    best: tuple[int, float] | None
-    """The step whose weights are kept and its accuracy on meta-validation classes; None: the last step."""
-    found: Evaluation
-    means: Evaluation
-    """The evaluation of class means, without trained classifiers."""
-    seconds: float
 
 
 # -- the result --------------------------------------------------------------------------------------------------------
@@ -82,66 +60,25 @@ def same_classes(test: TaskSampler) -> list[str]:
     return [f"All tasks have the same {test.ways} classes, as there are no more: the interval is for their images."]
 
 
-def _result(run: Trained, asked: Mapping[str, Any]) -> dict[str, Any]:
-    splits, solution, best = run.splits, run.solution, run.best
-    held = 0 if splits.validation is None else len(splits.validation.names)
-    notes = list(splits.notes)
-    if not run.rows:
-        notes.append(
-            f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The last step "
-            "is kept."
-        )
-    notes += same_classes(run.test)
-    if solution.status is Status.DIVERGED:
-        notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
-    return summary(
-        asked,
-        run.found,
-        method="penalty",
-        accuracy_of_means=run.means.accuracy,
-        data=splits.name,
-        steps=solution.steps,
-        kept_step=best[0] if best else solution.steps,
-        meta_batch=asked["meta_batch"],
-        shape=list(splits.train.shape),
-        engine=solution.engine,
-        seconds=run.seconds,
-        validation_accuracy=best[1] if best else None,
-        weights=sum(p.numel() for p in run.network.parameters()),
-        classes=[len(splits.train.names), held, len(splits.test.names)],
-        notes=notes,
-    )
-
-
-def write(folder: RunFolder, run: Trained, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Write all files, the result last, and return it."""
-    result = _result(run, asked)
-    history = run.solution.history
+def write(
+    folder: RunFolder, network: nn.Module, history: History, rows: Sequence[Mapping[str, float]], message: str
+) -> None:
+    """Write the history, the accuracies on meta-validation classes (`rows`) and the representation of a run."""
     folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
-    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), run.rows)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in run.network.state_dict().items()}
+    folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), rows)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     with whole(folder.path / WEIGHTS) as temporary:
-        save_file(state, str(temporary), metadata={"message": result["message"]})
-    folder.write("report.html", render(_report(run, result, asked)))
-    folder.write_json(RESULT, result)
-    return result
+        save_file(state, str(temporary), metadata={"message": message})
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
     """Load the representation of a run into the network."""
     try:
         network.load_state_dict(load_file(str(path)))
-    except FileNotFoundError:
-        raise OptionError(f"--evaluate must name the folder of a finished run; {path} is not there.") from None
     except Exception as error:  # safetensors and torch raise several
         raise DataError(
             f"{path} does not fit the network: the file is damaged, or the network has changed ({reason(error)})."
         ) from None
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print the message."""
-    print(result["message"])
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
@@ -149,11 +86,9 @@ def show(result: Mapping[str, Any]) -> None:
 
 def image_files(folder: Path) -> list[Path]:
     """Return the images below a folder; refuse a folder without any."""
-    if not folder.is_dir():
-        raise OptionError(f"--embed must name a folder with images; {folder} is not a folder.")
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
-        raise DataError(f"{folder} has no image ({', '.join(SUFFIXES)}).")
+        raise OptionError(f"--embed must name a folder with images ({', '.join(SUFFIXES)}); {folder} has none.")
     return files
 
 
@@ -162,35 +97,32 @@ def write_embeddings(
 ) -> dict[str, Any]:
     """Embed the images of a folder; write an .npz file with `features` and `files`.
 
-    `omniglot`: the images are characters, to be read as those of the set were.
+    `omniglot`: the images are characters, which are read like the characters of that set.
     """
     channels, height, width = shape
     read = read_like(shape, characters=omniglot)
-    found, names, broken, fitted = [], [], [], 0
+    found, broken, fitted = {}, [], 0
     for file in files:
         name = file.relative_to(folder).as_posix()
         try:
-            pixels, changed = read(file)
+            found[name], changed = read(file)
+            fitted += changed
         except Exception:  # decoders raise anything on a broken file
             broken.append(name)
-            continue
-        found.append(pixels)
-        names.append(name)
-        fitted += changed
     if not found:
         raise DataError(f"{folder}: none of {counted(len(files), 'image')} can be decoded.")
-    stack = torch.from_numpy(np.stack(found))
+    stack, names = torch.from_numpy(np.stack(list(found.values()))), list(found)
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
     RunFolder(out.parent)
     with whole(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
     notes = []
     if broken:
-        left = f"{counted(len(broken), 'image')} that {agreeing(len(broken), 'does', 'do')} not decode"
-        notes.append(f"Left out {left}, such as {broken[0]}.")
+        do = agreeing(len(broken), "does", "do")
+        notes.append(f"Left out {counted(len(broken), 'image')} that {do} not decode, such as {broken[0]}.")
     if fitted:
-        resized = f"{counted(fitted, 'image')} {agreeing(fitted, 'was', 'were')} resized"
-        notes.append(f"{resized} to {width}x{height} pixels, as in training.")
+        were = agreeing(fitted, "was", "were")
+        notes.append(f"{counted(fitted, 'image')} {were} resized to {width}x{height} pixels, as in training.")
     return {
         "embeddings": str(out),
         "images": len(names),
@@ -203,15 +135,26 @@ def write_embeddings(
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def _report(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any]) -> Report:
-    history, tasks = run.solution.history, result["meta_batch"]
+def page(
+    network: nn.Module,
+    samplers: tuple[TaskSampler, TaskSampler],
+    history: History,
+    rows: Sequence[Mapping[str, float]],
+    found: Evaluation,
+    result: Mapping[str, Any],
+    asked: Mapping[str, Any],
+) -> str:
+    """Return the page of a run. `samplers` draw the tasks of training and test; `rows` are as in `write`."""
+    (train, test), tasks = samplers, result["meta_batch"]
     curves = {"queries": [x / tasks for x in history["upper"]], "support": [x / tasks for x in history["lower"]]}
-    cards = []
-    if run.rows:
-        figure = accuracies("accuracy", run.rows, label="Accuracy against step.")
-        cards.append(Card("Accuracy on meta-validation classes", figure))
-    cards.append(Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")))
-    cards += [*_task_cards(run.found, run.test), _plane(run.network, run.test.classes)]
+    cards = [
+        Card("Losses of a task", losses("losses", curves, history["step"], label="Losses against step.")),
+        *_task_cards(found, test),
+        _plane(network, test.classes),
+    ]
+    if rows:
+        figure = accuracies("accuracy", rows, label="Accuracy against step.")
+        cards.insert(0, Card("Accuracy on meta-validation classes", figure))
     accuracy, interval, guess = result["accuracy"], result["interval"], 1 / result["ways"]
     table = Table(
         "Accuracy on classes that were not seen in training.",
@@ -222,26 +165,27 @@ def _report(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any]) -
             ("guessing", f"{100 * guess:.2f}%", ""),
         ],
     )
-    return Report(
+    report = Report(
         title=f"Few-shot learning on {result['data']}",
         outcome=result["message"],
         good=accuracy > guess,
         table=table,
         cards=cards,
         heading="What was learned",
-        settings=_settings(run, result, asked),
+        settings=_settings(train, result, asked),
         notes=result["notes"],
     )
+    return render(report)
 
 
-def _settings(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(train: TaskSampler, result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, str]]:
     changed = "as they are"
-    if run.train.classes.shape[0] == 3:
+    if train.classes.shape[0] == 3:
         changed = f"shifted, mirrored{', a square erased' if asked['erase'] else ''}"
-    kept = "the last step" if run.best is None else f"step {run.best[0]:,}, the best on meta-validation classes"
+    kept = f"step {result['kept_step']:,}, the best on meta-validation classes"
     return [
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
-        ("Ways in training", str(run.train.ways)),
+        ("Ways in training", str(train.ways)),
         ("Classes for training / validation / test", " / ".join(f"{count:,}" for count in result["classes"])),
         ("Representation", Path(asked["backbone"]).name),
         ("Weights", f"{result['weights']:,}"),
@@ -249,11 +193,8 @@ def _settings(run: Trained, result: Mapping[str, Any], asked: Mapping[str, Any])
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
         ("Images in training", changed),
         ("Steps", f"{result['steps']:,}"),
-        ("Kept", kept),
-        ("Seed", str(asked["seed"])),
-        ("Seconds", f"{result['seconds']:.1f}"),
-        ("bilevel", bilevel.__version__),
-        ("torch", torch.__version__),
+        ("Kept", "the last step" if result["validation_accuracy"] is None else kept),
+        *made_by(result),
     ]
 
 
@@ -272,17 +213,12 @@ def _task_cards(found: Evaluation, test: TaskSampler) -> list[Card]:
             "Rows: the class of a query. Columns: the class that it was given. Green fields are right, red ones wrong; "
             f"a field shows {FIELD**2} queries at most. In order: {names}."
         )
-        pictures = _pictures(test.classes.images[index])
+        pictures = test.classes.images[index].movedim(-3, -1).numpy()
+        pictures = pictures[..., 0] if pictures.shape[-1] == 1 else pictures
         predicted = found.predictions[task].reshape(test.ways, test.queries).numpy()
         figure = task_picture(pictures[:, 0], pictures[:, test.shots :], predicted, label=title)
         cards.append(Card(title, figure, note=note))
     return cards
-
-
-def _pictures(images: Tensor) -> NDArray[np.uint8]:
-    """Reorder (..., channels, height, width) to (..., height, width[, 3])."""
-    array = images.movedim(-3, -1).numpy()
-    return array[..., 0] if array.shape[-1] == 1 else array
 
 
 def _plane(network: nn.Module, classes: ImageClasses) -> Card:
@@ -290,14 +226,14 @@ def _plane(network: nn.Module, classes: ImageClasses) -> Card:
     from sklearn.decomposition import PCA
 
     some = classes.select(range(min(SHOWN_CLASSES, len(classes.names))))
-    rows, names = [], []
-    for first, count, name in zip(some.firsts, some.counts, some.names, strict=True):
-        shown = min(count, SHOWN_IMAGES)
-        rows += list(range(first, first + shown))
-        names += [name] * shown
+    shown = [
+        (row, name)
+        for first, count, name in zip(some.firsts, some.counts, some.names, strict=True)
+        for row in range(first, first + min(count, SHOWN_IMAGES))
+    ]
+    rows, names = [row for row, _ in shown], [name for _, name in shown]
     z = torch.nn.functional.normalize(embed(network, some.images[rows]), dim=1).cpu().double().numpy()
     points = PCA(min(2, *z.shape)).fit_transform(z)
-    if points.shape[1] < 2:
-        points = np.column_stack([points, np.zeros(len(points))])
+    points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
     note = "Features on their two main axes. The classes are of the test, and training has not seen them."
     return Card("Unseen classes", plane("plane", points, names, label="Unseen classes in two dimensions."), note=note)

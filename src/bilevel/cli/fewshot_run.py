@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from bilevel._util.checks import did_you_mean, in_range
+from bilevel._util.checks import in_range
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot import (
@@ -34,24 +35,21 @@ from bilevel.cli.fewshot_output import (
     FILES,
     UNSEEN,
     WEIGHTS,
-    Trained,
     image_files,
     load_weights,
+    page,
     same_classes,
-    show,
     summary,
     write,
     write_embeddings,
 )
-from bilevel.cli.options import device_of
-from bilevel.cli.progress import RunBar, stage, waiting
+from bilevel.cli.option_values import device_of, is_file, known, network, path_and_name
+from bilevel.cli.progress import RunBar, stages, waiting
 from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
-from bilevel.cli.user_code import is_file, network, path_and_name
 from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
 from bilevel.data.image_folders import Reader, some_of
 from bilevel.errors import DataError, OptionError, ProblemError
-from bilevel.results import Solution
-from bilevel.running.callbacks import Run
+from bilevel.results import Solution, Status
 
 VALIDATIONS, VALIDATION_TASKS = 20, 100
 """How often, and on how many tasks, a run measures the accuracy on meta-validation classes."""
@@ -61,6 +59,8 @@ NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 """What torch says if there is too little."""
 FEW = 50
 """The number of images on which the representation must be finite after training."""
+Samplers = tuple[TaskSampler, TaskSampler | None, TaskSampler]
+"""The samplers of training, validation (None if it has too few classes) and test."""
 LEAST_SIDE = 16
 """The least side of images in pixels: both networks of the paper halve images four times."""
 
@@ -68,7 +68,7 @@ LEAST_SIDE = 16
 def run(asked: dict[str, Any], images: Path | None, out: Path | None, device: str, resume: bool, json: bool) -> None:
     """Learn a representation, or continue a run, and show the result; embed images if there are any."""
     where = device_of(device)
-    new = None if images is None else image_files(images)
+    new = [] if images is None else image_files(images)
     data, name = asked["data"], asked["backbone"]
     in_range("--scale", asked["scale"], above=0)
     asked |= {"data": _absolute(data), "backbone": str(Path(name).absolute()) if is_file(name) else name}
@@ -84,25 +84,19 @@ def run(asked: dict[str, Any], images: Path | None, out: Path | None, device: st
         raise OptionError(f"--backbone: {error}") from error
     samplers = samplers_of(splits, asked)
     folder = folder_of(out, "fewshot", data)
-    trained = False
 
-    def work(checkpoint: Path) -> dict[str, Any]:
-        nonlocal trained
-        print(_first_words(splits, samplers[0], asked["steps"]), file=sys.stderr, flush=True)
-        result = _learn_and_evaluate(folder, checkpoint, net, splits, samplers, asked, where)
-        trained = True
-        return result
+    def work(checkpoint: Path) -> tuple[dict[str, Any], str]:
+        return _learn_and_evaluate(folder, checkpoint, net, splits, samplers, asked, where)
 
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
     files = {"report": folder.path / "report.html"}
-    if images is not None and new is not None:
-        if not trained:
-            load_weights(net, folder.path / WEIGHTS)
-        found = write_embeddings(net, images, new, result["shape"], data == "omniglot", folder.path / EMBEDDINGS)
+    if images is not None:
+        load_weights(net, folder.path / WEIGHTS)
+        files["embeddings"] = folder.path / EMBEDDINGS
+        found = write_embeddings(net, images, new, result["shape"], data == "omniglot", files["embeddings"])
         message, notes = f"{result['message']} {found['message']}", [*result["notes"], *found["notes"]]
         result = {**result, **found, "message": message, "notes": notes}
-        files["embeddings"] = folder.path / EMBEDDINGS
-    report_result(result, show, json=json, **files)
+    report_result(result, files, json=json)
 
 
 # -- data, tasks, networks ---------------------------------------------------------------------------------------------
@@ -125,23 +119,17 @@ def _counts(splits: ClassSplits) -> dict[str, dict[str, int]]:
     return {name: dict(zip(part.names, part.counts, strict=True)) for name, part in parts.items() if part is not None}
 
 
-def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> tuple[TaskSampler, TaskSampler | None, TaskSampler]:
-    """Return the samplers of training, validation (None if it has too few classes) and test."""
+def samplers_of(splits: ClassSplits, asked: Mapping[str, Any]) -> Samplers:
+    """Return the samplers of the tasks that the options ask for."""
     ways, shots, queries, train_ways = (asked[name] for name in ("ways", "shots", "queries", "train_ways"))
-    learned, tested = len(splits.train.names), len(splits.test.names)
+    learned = len(splits.train.names)
     if train_ways is not None and train_ways > learned:
         raise OptionError(
             f"--train-ways must be at most the number of classes to learn from, {learned}; got {train_ways}."
         )
-    if ways > (tested if train_ways else min(learned, tested)):
-        raise OptionError(
-            f"--ways must be at most the number of classes of each part: there are {learned} to learn from and "
-            f"{tested} for the test; got {ways}. Give more classes (of a folder, six times the ways), or fewer ways."
-        )
     train = TaskSampler(splits.train, train_ways or ways, shots, queries, tasks=asked["meta_batch"])
-    valid = None
-    if splits.validation is not None and len(splits.validation.names) >= ways:
-        valid = TaskSampler(splits.validation, ways, shots, queries)
+    held = splits.validation
+    valid = TaskSampler(held, ways, shots, queries) if held is not None and len(held.names) >= ways else None
     return train, valid, TaskSampler(splits.test, ways, shots, queries)
 
 
@@ -149,9 +137,7 @@ def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) 
     """Return the network that --backbone names."""
     if is_file(name):
         return network(name, "--backbone", "make(shape)", (tuple(shape),), seed).to(where)
-    if name not in BACKBONES:
-        near, known = did_you_mean(name, BACKBONES), ", ".join(BACKBONES)
-        raise OptionError(f"--backbone must be one of {known}, or path.py:make; got {name!r}.{near}")
+    known("--backbone", name, BACKBONES, ", or path.py:make")
     if min(shape[1:]) < LEAST_SIDE:
         raise OptionError(
             f"--backbone {name} halves images four times: they need {LEAST_SIDE}x{LEAST_SIDE} pixels at least; "
@@ -169,39 +155,84 @@ def _learn_and_evaluate(
     checkpoint: Path,
     net: nn.Module,
     splits: ClassSplits,
-    samplers: tuple[TaskSampler, TaskSampler | None, TaskSampler],
+    samplers: Samplers,
     asked: Mapping[str, Any],
     where: torch.device,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], str]:
+    """Return the result of a run and its page; write its other files."""
     train, valid, test = samplers
-    began, tasks = time.perf_counter(), {"tasks": asked["tasks"], "seed": asked["seed"]}
-    watch = None if valid is None else _validation(net, valid, asked, checkpoint)
+    began, steps = time.perf_counter(), asked["steps"]
+    watch = None
+    if valid is not None:
+        watch = Validation(
+            net,
+            valid,
+            every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
+            tasks=VALIDATION_TASKS,
+            file=checkpoint / "accuracy.json",
+            keep=True,
+            seed=asked["seed"],
+            scale=asked["scale"],
+        )
     solution = _learn(net, train, watch, checkpoint, asked, where)
     if solution.interrupted:
         raise KeyboardInterrupt
     best = watch.best.restore() if watch is not None and watch.best is not None else None
     if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
         raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
-    with stage("evaluating", "images") as on_progress:
-        found = adapt_and_evaluate(net, test, **tasks, scale=asked["scale"], tell=on_progress)
-    with stage("evaluating class means", "images") as on_progress:
-        means = adapt_and_evaluate(net, test, **tasks, steps=0, tell=on_progress)
-    seconds = round(time.perf_counter() - began, 2)
-    trained = Trained(net, splits, train, test, solution, watch.rows if watch else [], best, found, means, seconds)
-    return write(folder, trained, asked)
+    found = _evaluated(net, test, asked, "evaluating", scale=asked["scale"])
+    means = _evaluated(net, test, asked, "evaluating class means", steps=0)
+    rows = watch.rows if watch is not None else []
+    result = _result(splits, samplers, solution, best, found, asked) | {
+        "accuracy_of_means": means.accuracy,
+        "seconds": round(time.perf_counter() - began, 2),
+        "weights": sum(p.numel() for p in net.parameters()),
+    }
+    write(folder, net, solution.history, rows, result["message"])
+    return result, page(net, (train, test), solution.history, rows, found, result, asked)
 
 
-def _validation(net: nn.Module, valid: TaskSampler, asked: Mapping[str, Any], checkpoint: Path) -> Validation:
-    steps = asked["steps"]
-    return Validation(
-        net,
-        valid,
-        every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
-        tasks=VALIDATION_TASKS,
-        file=checkpoint / "accuracy.json",
-        keep=True,
-        seed=asked["seed"],
-        scale=asked["scale"],
+def _evaluated(net: nn.Module, test: TaskSampler, asked: Mapping[str, Any], label: str, **options: Any) -> Evaluation:
+    with stages("images") as on_progress:
+        tell = partial(on_progress, label)
+        return adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], tell=tell, **options)
+
+
+def _result(
+    splits: ClassSplits,
+    samplers: Samplers,
+    solution: Solution,
+    best: tuple[int, float] | None,
+    found: Evaluation,
+    asked: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the contents of result.json.
+
+    `best` has the step whose weights are kept, and its accuracy on meta-validation classes; None keeps the last step.
+    """
+    held = 0 if splits.validation is None else len(splits.validation.names)
+    notes = list(splits.notes)
+    if samplers[1] is None:
+        notes.append(
+            f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The last step "
+            "is kept."
+        )
+    notes += same_classes(samplers[2])
+    if solution.status is Status.DIVERGED:
+        notes.append(f"The run diverged, and the representation is the last that was finite. {solution.message}")
+    return summary(
+        asked,
+        found,
+        method="penalty",
+        data=splits.name,
+        steps=solution.steps,
+        kept_step=best[0] if best else solution.steps,
+        meta_batch=asked["meta_batch"],
+        shape=list(splits.train.shape),
+        engine=solution.engine,
+        validation_accuracy=best[1] if best else None,
+        classes=[len(splits.train.names), held, len(splits.test.names)],
+        notes=notes,
     )
 
 
@@ -213,6 +244,14 @@ def _learn(
     asked: Mapping[str, Any],
     where: torch.device,
 ) -> Solution:
+    _, height, width = train.classes.shape
+    images = train.tasks * train.ways * (train.shots + train.queries)
+    print(
+        f"learning from {len(train.classes.images):,} images of {len(train.classes.names):,} classes, "
+        f"{width}x{height}: {asked['steps']:,} steps of {images:,} images each",
+        file=sys.stderr,
+        flush=True,  # the first step can take long
+    )
     colour, gpu = train.classes.shape[0] == 3, where.type == "cuda"
     augment = crop_flip_and_erase if asked["erase"] else crop_and_flip
     try:
@@ -224,7 +263,7 @@ def _learn(
             scale=asked["scale"],
             method=default_method(upper_rate=asked["rate"], decay=asked["decay"]),
             augment=augment if colour else None,
-            callbacks=[*([] if watch is None else [watch]), _Bar(watch)],
+            callbacks=[*filter(None, [watch]), RunBar("learning", partial(_accuracy, watch))],
             checkpoint=checkpoint / "solve",
             resume=True,
             precision="bf16" if gpu else None,
@@ -238,27 +277,9 @@ def _learn(
         ) from error
 
 
-def _first_words(splits: ClassSplits, train: TaskSampler, steps: int) -> str:
-    """Return what begins, for the first step can take long."""
-    _, height, width = splits.train.shape
-    images = train.tasks * train.ways * (train.shots + train.queries)
-    return (
-        f"learning from {len(splits.train.images):,} images of {len(splits.train.names):,} classes, {width}x{height}: "
-        f"{steps:,} steps of {images:,} images each"
-    )
-
-
-class _Bar(RunBar):
-    """The bar of a run, with the last accuracy on meta-validation classes."""
-
-    def __init__(self, watch: Validation | None) -> None:
-        super().__init__("learning")
-        self.watch = watch
-
-    def log(self, run: Run) -> bool | None:
-        if self.watch is not None and self.watch.rows:
-            self.label = f"learning, validation {100 * self.watch.rows[-1]['accuracy']:.1f}%"
-        return super().log(run)
+def _accuracy(watch: Validation | None) -> str:
+    """Return the last accuracy on meta-validation classes, for the label of the bar."""
+    return f", validation {100 * watch.rows[-1]['accuracy']:.1f}%" if watch is not None and watch.rows else ""
 
 
 # -- with a finished run -----------------------------------------------------------------------------------------------
@@ -268,32 +289,24 @@ def evaluate_again(
     run: Path, data: str | None, given: Mapping[str, Any], moved: str | None, device: str, json: bool
 ) -> None:
     """Evaluate a finished run on its own tasks or on other ones (`given`), and on other data if they are named."""
-    where = device_of(device)
-    folder, asked, made = _opened(run, moved)
-    data = None if data is None else _absolute(data)
-    elsewhere = data not in (None, asked["data"])
-    notes = [f"The run was trained on {asked['data']}."] * elsewhere
-    if data is None and asked["data"] not in NAMES and not Path(asked["data"]).is_dir():
+    folder, asked, made, net = _opened(run, moved, device)
+    trained_on, began = asked["data"], time.perf_counter()
+    data = trained_on if data is None else _absolute(data)
+    elsewhere = data != trained_on
+    if not elsewhere and data not in NAMES and not Path(data).is_dir():
         raise DataError(
-            f"the data of the run, {asked['data']}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them "
-            "from where they are now."
+            f"the data of the run, {data}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them from "
+            "another folder."
         )
-    read = read_like(made["shape"], characters=asked["data"] == "omniglot")
-    asked |= {} if data is None else {"data": data}
-    splits = load(asked, read)  # by the seed of the run, for another one splits the classes otherwise
+    # Another seed than the seed of the run would split the classes in another way.
+    splits = load(asked | {"data": data}, read_like(made["shape"], characters=trained_on == "omniglot"))
     classes, other = classes_for_test(asked.get("classes"), splits, elsewhere=elsewhere)
     if list(splits.train.shape) != made["shape"]:
         now, then = ("x".join(map(str, shape)) for shape in (splits.train.shape, made["shape"]))
         raise OptionError(f"the images must be of the shape that the run was trained on, {then}; they are {now}.")
-    net = network_of(asked["backbone"], splits.train.shape, where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
     asked |= given
-    began = time.perf_counter()
     test = TaskSampler(classes, asked["ways"], asked["shots"], asked["queries"])
-    with stage("evaluating", "images") as on_progress:
-        found: Evaluation = adapt_and_evaluate(
-            net, test, tasks=asked["tasks"], seed=asked["seed"], scale=asked.get("scale", SCALE), tell=on_progress
-        )
+    found = _evaluated(net, test, asked, "evaluating", scale=asked.get("scale", SCALE))
     result = summary(
         asked,
         found,
@@ -301,10 +314,10 @@ def evaluate_again(
         command="fewshot --evaluate",
         data=splits.name,
         seconds=round(time.perf_counter() - began, 2),
-        notes=[*notes, *splits.notes, *same_classes(test)],
+        notes=[*([f"The run was trained on {trained_on}."] * elsewhere), *splits.notes, *same_classes(test)],
     )
-    folder.write_json("evaluation.json", result)
-    report_result(result, show, json=json, evaluation=folder.path / "evaluation.json")
+    path = folder.write_json("evaluation.json", result)
+    report_result(result, {"evaluation": path}, json=json)
 
 
 def classes_for_test(
@@ -312,8 +325,8 @@ def classes_for_test(
 ) -> tuple[ImageClasses, bool]:
     """Return the classes to evaluate a run on, and whether they are other ones than its own test classes.
 
-    `before` has the classes of the run, or is None for Omniglot, which is always split alike; `elsewhere` is whether
-    the data are not those of the run. The classes are the run's test classes if all are there. If the data share no
+    `before` has the classes of the run, or is None for Omniglot, which is always split alike; `elsewhere`: whether
+    the run was trained on other data. The classes are the run's test classes if all are there. If the data share no
     class with the run, they are all classes, or the test classes of data that have a split. Other data are refused.
     """
     if before is None:
@@ -333,31 +346,30 @@ def classes_for_test(
 
 def embed_with(run: Path, images: Path, moved: str | None, device: str, out: Path | None, json: bool) -> None:
     """Embed images with a finished run."""
-    where, files = device_of(device), image_files(images)
-    folder, asked, result = _opened(run, moved)
-    net = network_of(asked["backbone"], result["shape"], where, asked["seed"])
-    load_weights(net, run / WEIGHTS)
+    files = image_files(images)
+    folder, asked, result, net = _opened(run, moved, device)
     target = out or folder.path / EMBEDDINGS
     if target.suffix != ".npz":
         raise OptionError(f"--out must be an .npz file with --embed; got {target}.")
     found = write_embeddings(net, images, files, result["shape"], asked["data"] == "omniglot", target)
-    embedded = {"command": "fewshot --embed", "status": "done", **found}
-    report_result(embedded, show, json=json, embeddings=target)
+    report_result({"command": "fewshot --embed", "status": "done", **found}, {"embeddings": target}, json=json)
 
 
-def _opened(run: Path, moved: str | None) -> tuple[RunFolder, dict[str, Any], dict[str, Any]]:
-    """Return the folder of a finished run, its options and its result. `moved` is where its network's file is now."""
+def _opened(run: Path, moved: str | None, device: str) -> tuple[RunFolder, dict[str, Any], dict[str, Any], nn.Module]:
+    """Return the folder of a finished run, its options, its result and its network.
+
+    `moved` is the present place of the network's file, if it has one.
+    """
     rule = "--evaluate must name the folder of a finished run of `bilevel fewshot`"
     if not run.is_dir():
         raise OptionError(f"{rule}; there is no folder {run}.")
     folder = RunFolder(run, "--evaluate")
     asked, result = folder.read_json(CONFIG), folder.read_json(RESULT)
-    if asked.get("command") != "fewshot":
-        there = f"a run of `bilevel {asked['command']}`" if asked.get("command") else "no run"
-        raise OptionError(f"{rule}; {run} has {there}.")
-    if "shape" not in result:
-        raise OptionError(f"{rule}; the run in {run} was stopped. The command that began it continues with --resume.")
-    asked |= {} if moved is None else {"backbone": moved}
+    if "shape" not in result or asked.get("command") != "fewshot":
+        raise OptionError(f"{rule}; {run} has none. The command that began a stopped run continues it with --resume.")
+    asked["backbone"] = moved or asked["backbone"]
     if is_file(asked["backbone"]):
         path_and_name(asked["backbone"], "--backbone path.py:make must say where the run's network is now")
-    return folder, asked, result
+    net = network_of(asked["backbone"], result["shape"], device_of(device), asked["seed"])
+    load_weights(net, run / WEIGHTS)
+    return folder, asked, result, net

@@ -18,16 +18,16 @@ from typer.main import get_command
 
 import bilevel
 from bilevel._util.optional import EXTRAS, how_to_install
-from bilevel.cli import compare, denoise, doctor, fewshot, poison, tune
+from bilevel.cli import commands, doctor
 from bilevel.cli.run_folder import INTERRUPTED, STOPPED, Stopped
 from bilevel.errors import BilevelError, BilevelWarning, OptionError
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "denoise": denoise.command,
-    "poison": poison.command,
-    "tune": tune.command,
-    "fewshot": fewshot.command,
-    "compare": compare.command,
+    "denoise": commands.denoise,
+    "poison": commands.poison,
+    "tune": commands.tune,
+    "fewshot": commands.fewshot,
+    "compare": commands.compare,
     "doctor": doctor.command,
 }
 PLUGINS = "bilevel.commands"
@@ -99,14 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(str(end), INTERRUPTED)
     except OptionError as error:
         return _end("" if error.told else _name_option(str(error), words), 2)
-    except BilevelError as error:
-        return _end("" if error.told else str(error), 1)
+    except (BilevelError, OSError) as error:
+        return _end("" if getattr(error, "told", False) else str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
         return _end(how_to_install(error.name or ""), 1)
-    except OSError as error:
-        return _end(str(error), 1)
     except MemoryError:
         return _end("There is not enough memory for this.", 1)
     return 0

@@ -36,7 +36,7 @@ class Lines:
         self._last = time.monotonic()
 
     def say(self, label: str, done: float, total: float | None, of: str = "") -> None:
-        """Print how many of what are done, if it is time."""
+        """Print the progress, if it is time: `done` of `total` things, whose plural is `of`."""
         if time.monotonic() - self._last >= EVERY and first_rank():
             self._last = time.monotonic()
             count = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
@@ -48,7 +48,7 @@ LINES = Lines()
 
 
 class Bar(Progress):
-    """A progress bar. `of` says in the plural what is counted."""
+    """A progress bar. `of` is the plural of the things that are counted."""
 
     def __init__(self, of: str = "") -> None:
         console, self.of = Console(stderr=True), of
@@ -58,39 +58,23 @@ class Bar(Progress):
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
-        self._say(task_id)
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
-        self._say(task_id)
-
-    def _say(self, task_id: TaskID) -> None:
-        task = self._tasks[task_id]
         if self.disable:
+            task = self._tasks[task_id]
             LINES.say(task.description, task.completed, task.total, self.of)
 
 
 @contextmanager
-def stage(label: str, of: str) -> Iterator[Callable[[int, int], None]]:
-    """Show one stage; yields `on_progress(done, total)`."""
-    with Bar(of) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show several stages in one bar; yields `on_progress(stage, done, total)`."""
-    bar = Bar()
+def stages(of: str = "") -> Iterator[Callable[[str, int, int], None]]:
+    """Show several stages in one bar; yields `on_progress(stage, done, total)`. `of` is as in `Bar`."""
+    bar = Bar(of)
     task = bar.add_task("", total=None)
 
     def on_progress(stage: str, done: int, total: int) -> None:
         if stage != bar.tasks[0].description:
             bar.start()
             bar.reset(task, total=total, description=stage)
-        if done % max(1, total // 100) == 0 or done == total:
-            bar.update(task, completed=done)
-        if done == total:  # the next stage can show a bar of its own
+        bar.update(task, completed=done)
+        if done == total:  # the next stage can show another bar
             bar.stop()
 
     try:
@@ -100,20 +84,24 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
-    """Print rows of text under their heads, if there are any, and lines below them."""
+    """Print rows of text under their heads, if there are any, and below them the lines that are not empty."""
     table = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table if len(table) > 1 else ():
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for line in lines:
+    for line in filter(None, lines):
         print(line)
 
 
 class RunBar(callbacks.Progress):
-    """The bar of a run of `solve`, under a label that can change."""
+    """The bar of a run of `solve`. Its label is `label`, followed by the text that `more()` returns."""
+
+    def __init__(self, label: str, more: Callable[[], str] = str) -> None:
+        super().__init__(label)
+        self.begins, self.more = label, more
 
     def log(self, run: Run) -> bool | None:
-        stop = super().log(run)
+        stop, self.label = super().log(run), self.begins + self.more()
         if self._bar is None:
             LINES.say(self.label, run.step, run.max_steps, "steps")
         else:

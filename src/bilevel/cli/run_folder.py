@@ -9,13 +9,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ CHECKPOINT = "checkpoint"
 CONFIG = "config.json"
 RESULT = "result.json"
 Result = Mapping[str, Any]
+Once = Callable[[Callable[[], Result | None]], Result | None]
 
 
 class Stopped(Exception):  # noqa: N818
-    """Ctrl-C ended the command. The message says what is kept; it is empty if another rank says so."""
+    """Ctrl-C ended the command. The message says which results are kept; it is empty if another rank says so."""
 
 
 class RunFolder:
@@ -46,8 +46,6 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-        except (FileExistsError, NotADirectoryError):
-            raise OptionError(f"{option} must be a folder; {path} is a file, or is in one.") from None
         except OSError as error:
             raise OptionError(f"{option} must be a folder that can be written to; {path}: {error.strerror}.") from None
 
@@ -78,19 +76,18 @@ class RunFolder:
 
 def to_json(value: Result) -> str:
     """Return the value as JSON; a number that is not finite, which JSON does not have, becomes null."""
-    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def report_result(result: Result, show: Callable[[Result], None], *, json: bool, **files: Path | str) -> None:
-    """Print the notes of a result to standard error, then one JSON object, or what `show` prints and the files."""
+def report_result(
+    result: Result,
+    files: Mapping[str, Path],
+    show: Callable[[Result], None] = lambda result: print(result["message"]),
+    *,
+    json: bool,
+) -> None:
+    """Print the notes of a result to standard error, then one JSON object, or the output of `show` and the files."""
     for note in result.get("notes", ()):
         print(f"note: {note}", file=sys.stderr)
     if json:
@@ -101,10 +98,17 @@ def report_result(result: Result, show: Callable[[Result], None], *, json: bool,
         print(f"{name}: {path}")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that the result of a run depends on."""
-    packages = {name: version(name) for name in ("torch", "numpy")}
-    return {"bilevel": bilevel.__version__, **packages, "python": platform.python_version()}
+def made_by(result: Result) -> list[tuple[str, str]]:
+    """Return the settings that end every page: the seed, the seconds and the versions."""
+    versions = [("bilevel", bilevel.__version__), ("torch", version("torch"))]
+    return [("Seed", str(result["seed"])), ("Seconds", f"{result['seconds']:.1f}"), *versions]
+
+
+def refuse_if(rules: Mapping[str, bool]) -> None:
+    """Raise an OptionError with the first message whose condition holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise OptionError(message)
 
 
 # -- resume or refuse --------------------------------------------------------------------------------------------------
@@ -119,19 +123,47 @@ def folder_of(out: Path | None, command: str, data: str) -> RunFolder:
 
 
 def run_or_resume(
-    folder: RunFolder, asked: Result, work: Callable[[Path], Result], *, resume: bool, files: Sequence[str]
+    folder: RunFolder,
+    asked: Result,
+    work: Callable[[Path], tuple[Result, str]],
+    *,
+    resume: bool,
+    files: Sequence[str],
+    first: bool = True,
+    once: Once = lambda call: call(),
 ) -> Result:
-    """Return the result of a run: of the finished run in the folder if `resume`, else what `work` returns.
+    """Return the result of a run: of the finished run in the folder if `resume`, else of `work`.
 
-    `work` gets the folder of checkpoints, which is removed at the end, and writes `files`, result.json last.
+    - `work` gets the folder of checkpoints and returns the result and the page of the run. It can write other files.
+    - `files`: the names of all files that the run writes. They are removed if an error ends it that would end a resumed
+      run as well.
+    - `first`, `once`: if several ranks run the command, whether this is the first one, which writes, and a function
+      that calls another on the first rank and returns the result on all.
+
+    The page and then the result are written last.
     """
-    done = open_run(folder, asked, resume, files)
+    checkpoint = folder.path / CHECKPOINT
+    done = once(partial(open_run, folder, asked, resume, files))
     if done is not None:
         return done
-    checkpoint = folder.path / CHECKPOINT
-    with resumable(checkpoint, files):
-        result = work(checkpoint)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    try:
+        result, page = work(checkpoint)
+        if first:
+            folder.write("report.html", page)
+            folder.write_json(RESULT, result)  # last: a folder that has it holds a finished run
+            shutil.rmtree(checkpoint, ignore_errors=True)
+    except KeyboardInterrupt:
+        message = f"Stopped by Ctrl-C. The same command with --resume continues the run in {folder.path}."
+        raise Stopped(message if first else "") from None
+    except BilevelError as error:
+        if isinstance(error, (CheckpointError, WriteError)) and first:
+            note = f"note: {checkpoint} stays as it is. Use --resume to continue if you can, or another --out."
+            print(note, file=sys.stderr)
+        elif not isinstance(error, (CheckpointError, WriteError, RankError)) and first:
+            for name in (CONFIG, *files):
+                (folder.path / name).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        raise
     return result
 
 
@@ -146,17 +178,20 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
         shutil.rmtree(checkpoint, ignore_errors=True)  # a kill can leave it
         print("note: this run is finished already.", file=sys.stderr)
         return result
-    if result:
-        options = f", with {differs}" if resume else ""
-        raise OptionError(f"{folder.path} holds a finished run{options}. Use another --out, or delete the folder.")
-    if checkpoint.exists() and not resume:
-        raise OptionError(f"{folder.path} holds a stopped run. Continue it by --resume, or use another --out.")
-    if checkpoint.exists() and differs:
-        raise OptionError(f"{folder.path} was run with {differs}. --resume needs the same.")
-    there = [name for name in (CONFIG, *files) if (folder.path / name).exists()]
-    if there and not checkpoint.exists() and (differs or not resume):
-        raise OptionError(f"{folder.path} has a {there[0]} already. Use another --out; nothing is written over.")
-    folder.write_json(CONFIG, {**asked, "versions": versions()})
+    path, options, stopped = folder.path, f", with {differs}" if resume else "", checkpoint.exists()
+    there = next((name for name in (CONFIG, *files) if (path / name).exists()), "")
+    refuse_if(
+        {
+            f"{path} holds a finished run{options}. Use another --out, or delete the folder.": bool(result),
+            f"{path} holds a stopped run. Continue it by --resume, or use another --out.": stopped and not resume,
+            f"{path} was run with {differs}. --resume needs the same.": stopped and bool(differs),
+            f"{path} has a {there} already. Use another --out; nothing is written over.": there != ""
+            and not stopped
+            and (bool(differs) or not resume),
+        }
+    )
+    versions = {"bilevel": bilevel.__version__, "torch": version("torch"), "numpy": version("numpy")}
+    folder.write_json(CONFIG, {**asked, "versions": {**versions, "python": platform.python_version()}})
     checkpoint.mkdir(exist_ok=True)
     return None
 
@@ -170,30 +205,3 @@ def _difference(before: Result, asked: Result) -> str:
             option = "DATA" if key == "data" else "--" + key.replace("_", "-")
             return f"{option} {before.get(key)}; got {value}"
     return ""
-
-
-@contextmanager
-def resumable(checkpoint: Path, files: Sequence[str], *, first: bool = True) -> Iterator[None]:
-    """Keep the checkpoint of a run that ends early if --resume can continue it; else remove what the run wrote.
-
-    `first` is whether this process speaks for all ranks.
-    """
-    folder = checkpoint.parent
-    try:
-        yield
-    except KeyboardInterrupt:
-        message = f"Stopped by Ctrl-C. The same command with --resume continues the run in {folder}."
-        raise Stopped(message if first else "") from None
-    except (CheckpointError, WriteError):
-        if first:
-            note = f"note: {checkpoint} stays as it is. Use --resume to continue if you can, or another --out."
-            print(note, file=sys.stderr)
-        raise
-    except RankError:
-        raise
-    except BilevelError:
-        if first:  # a resumed run would end the same way
-            for name in (CONFIG, *files):
-                (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        raise

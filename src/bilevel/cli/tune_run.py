@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import bilevel
 from bilevel._util.atomic_files import whole
 from bilevel._util.parallel_map import one_thread
 from bilevel.applications.tuning.tune_table import TunedTable, tune_table
-from bilevel.cli.options import device_of
+from bilevel.cli.option_values import device_of
 from bilevel.cli.progress import RunBar, show_table, stages
-from bilevel.cli.run_folder import RESULT, RunFolder, folder_of, report_result, run_or_resume
+from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, load, load_numbers
-from bilevel.errors import OptionError
 from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, Table, render
 
@@ -31,8 +29,6 @@ STAGES = (
 )
 SAME = 1e-3
 """Two losses that differ by less than this share count as the same."""
-
-
 FOLDS = 5
 SMALL = 5_000_000
 """The number of input values up to which one thread is as fast as several."""
@@ -40,60 +36,56 @@ SMALL = 5_000_000
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
     """Tune the penalties, or continue a run, and show the result."""
-    _refuse(asked)
-    asked = {**asked, "folds": asked["folds"] or FOLDS}
     data, model = asked["data"], asked["model"]
+    refuse_if(
+        {
+            "--numbers is for --model ridge, whose labels are always numbers, and for mlp.": asked["numbers"]
+            and model == "logistic",
+            "--caution is for linear models; leave it out with --model mlp.": model == "mlp"
+            and asked["caution"] is not None,
+            "--folds is for linear models; leave it out with --model mlp.": model == "mlp"
+            and asked["folds"] is not None,
+            "--caution is for penalties that differ; leave it out with --penalty single.": asked["penalty"] == "single"
+            and asked["caution"] is not None,
+            f"--penalty per-layer is for --model mlp; {model} has one layer.": asked["penalty"] == "per-layer"
+            and model != "mlp",
+        }
+    )
+    asked = {**asked, "folds": asked["folds"] or FOLDS}
     read = load_numbers if asked["numbers"] or model == "ridge" else load
     loaded = read(data, label=asked["label"], test=asked["test"])
     where = device_of("cpu" if device == "auto" and model != "mlp" else device)
+    small = where.type == "cpu" and loaded.x.numel() < SMALL
     folder = folder_of(out, "tune", data)
 
-    def work(checkpoint: Path) -> dict[str, Any]:
-        found = _tune(loaded, asked, where, checkpoint)
+    def work(checkpoint: Path) -> tuple[dict[str, Any], str]:
+        with one_thread() if small else nullcontext(), stages() as on_progress:
+            found = tune_table(
+                loaded,
+                model,
+                asked["penalty"],
+                folds=asked["folds"],
+                caution=asked["caution"],
+                steps=asked["steps"],
+                seed=asked["seed"],
+                callbacks=[RunBar("tuning")],
+                tell=on_progress,
+                device=where,
+                checkpoint=checkpoint,
+            )
         result = summary(loaded, found, asked, where)
-        write(folder, loaded, found, result)
-        return result
+        write(folder, loaded, found, model)
+        return result, render(_report(loaded, found, result))
 
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
-    report_result(result, show, json=json, report=folder.path / "report.html")
-
-
-def _refuse(asked: Mapping[str, Any]) -> None:
-    """Refuse options that do not go together."""
-    model = asked["model"]
-    if asked["numbers"] and model == "logistic":
-        raise OptionError("--numbers is for --model ridge, whose labels are always numbers, and for mlp.")
-    for option in ("caution", "folds"):
-        if model == "mlp" and asked[option] is not None:
-            raise OptionError(f"--{option} is for linear models; leave it out with --model mlp.")
-    if asked["penalty"] == "single" and asked["caution"] is not None:
-        raise OptionError("--caution is for penalties that differ; leave it out with --penalty single.")
-    if asked["penalty"] == "per-layer" and model != "mlp":
-        raise OptionError(f"--penalty per-layer is for --model mlp; {model} has one layer.")
-
-
-def _tune(data: Labelled, asked: Mapping[str, Any], where: torch.device, checkpoint: Path) -> TunedTable:
-    small = where.type == "cpu" and data.x.numel() < SMALL
-    with one_thread() if small else nullcontext(), stages() as on_progress:
-        return tune_table(
-            data,
-            asked["model"],
-            asked["penalty"],
-            folds=asked["folds"],
-            caution=asked["caution"],
-            steps=asked["steps"],
-            seed=asked["seed"],
-            callbacks=[RunBar("tuning")],
-            tell=on_progress,
-            device=where,
-            checkpoint=checkpoint,
-        )
+    report_result(result, {"report": folder.path / "report.html"}, show, json=json)
 
 
 # -- the result and its page -------------------------------------------------------------------------------------------
 
 
 def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the contents of result.json."""
     best = found.best
     alike = asked["penalty"] == "single" or (asked["model"] != "mlp" and found.caution is None)
     count = 1 if alike else len(found.names)
@@ -134,8 +126,8 @@ def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device:
     }
 
 
-def write(folder: RunFolder, data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Path:
-    """Write all files, the result last; return the path of the page."""
+def write(folder: RunFolder, data: Labelled, found: TunedTable, model: str) -> None:
+    """Write the penalties, the path of the validation loss and the weights."""
     rows = sorted(zip(found.names, found.penalties.tolist(), found.sizes.tolist(), strict=True), key=lambda row: row[1])
     folder.write_csv(
         "penalties.csv",
@@ -147,16 +139,9 @@ def write(folder: RunFolder, data: Labelled, found: TunedTable, result: Mapping[
         ("step", "valid_loss"),
         ({"step": k, "valid_loss": f"{value:.9g}"} for k, value in enumerate(found.curve)),
     )
-    about = {
-        "model": str(result["model"]),
-        "classes": json.dumps(data.classes),
-        "inputs": json.dumps(found.names[:1000]),
-    }
+    about = {"model": model, "classes": json.dumps(data.classes), "inputs": json.dumps(found.names[:1000])}
     with whole(folder.path / "model.safetensors") as temporary:
         save_file({name: tensor.contiguous() for name, tensor in found.state.items()}, str(temporary), metadata=about)
-    page = folder.write("report.html", render(_report(data, found, result)))
-    folder.write_json(RESULT, result)
-    return page
 
 
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -177,8 +162,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Report:
     measured = "mean of -log(probability of the class)" if data.classes else "half of the mean squared error"
-    order = found.penalties.argsort().tolist()
-    ends = ", ".join(found.names[i] for i in order[:3])
+    ends = ", ".join(found.names[i] for i in found.penalties.argsort()[:3].tolist())
     cards = [
         Card(
             "The penalties, sorted",
@@ -213,12 +197,9 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
             ("Model", result["model"]),
             ("Penalty", result["penalty"]),
             ("Penalties", f"{result['penalties']:,}"),
-            ("Seed", str(result["seed"])),
             *([("Test accuracy", f"{100 * accuracy:.1f}%")] if accuracy is not None else []),
             ("Device", result["device"]),
-            ("Seconds", f"{result['seconds']:.1f}"),
-            ("bilevel", bilevel.__version__),
-            ("torch", torch.__version__),
+            *made_by(result),
         ],
         notes=result["notes"],
     )
@@ -226,7 +207,6 @@ def _report(data: Labelled, found: TunedTable, result: Mapping[str, Any]) -> Rep
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the losses and the message."""
-    lines = [result["message"]]
-    if result["test_accuracy"] is not None:
-        lines.insert(0, f"Accuracy on the test set: {100 * result['test_accuracy']:.1f}%.")
-    show_table(HEADINGS, _rows(result), *lines)
+    accuracy = result["test_accuracy"]
+    found = "" if accuracy is None else f"Accuracy on the test set: {100 * accuracy:.1f}%."
+    show_table(HEADINGS, _rows(result), found, result["message"])

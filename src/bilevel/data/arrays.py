@@ -20,29 +20,27 @@ import torch
 
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair, reading, row_keys
-from bilevel.data.labels import ClassLabels
+from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
+ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
 COPIES = 4
 """Memory that reading a file takes, as a multiple of the size of its numbers."""
-LIMIT = 10.0
-"""The largest scaled value, in deviations, so that one wild number does not decide a step."""
 LARGEST = 1e100
 """Larger numbers are cut off, so that no variance overflows."""
 Arrays = dict[str, np.ndarray]
 
 
-def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+def load_npz(path: Path, further: dict[str, Path], labels: LabelReader) -> Labelled:
     """Return the file as `Labelled`.
 
     `further` has the files, with arrays x and y, of the parts `trusted` and `test`. `labels` reads the labels.
     """
     found = read_npz(path)
     x, values = _part(found, "", path)
-    y = labels.main(values, f"{path}, y")
+    y, classes = labels(values, f"{path}, y", None)
     images = x.ndim > 2
     transformer, notes = (_images if images else _columns)(x, f"{path}, x")
     parts: dict[str, Pair] = {}
@@ -61,18 +59,21 @@ def load_npz(path: Path, further: dict[str, Path], labels: ClassLabels) -> Label
             raise DataError(f"{where} must have rows of shape {x.shape[1:]}, as x has; got {x_part.shape[1:]}.")
         if images and (x_part.dtype.kind == "f") != (x.dtype.kind == "f"):
             raise DataError(f"{where} must have whole numbers or fractions as x has, {x.dtype}; got {x_part.dtype}.")
-        parts[part] = torch.from_numpy(transformer.transform(x_part)), labels.part(values_part, f"{file}, y{suffix}")
+        parts[part] = (
+            torch.from_numpy(transformer.transform(x_part)),
+            labels(values_part, f"{file}, y{suffix}", classes)[0],
+        )
     return Labelled(
         name=path.stem,
         kind="images" if images else "arrays",
         x=torch.from_numpy(transformer.transform(x)),
         y=y,
-        classes=labels.classes,
-        keys=array_keys(x, [labels.classes[c] for c in y] if labels.classes else list(map(str, y.tolist()))),
+        classes=classes,
+        keys=array_keys(x, [classes[c] for c in y] if classes else list(map(str, y.tolist()))),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
         notes=notes,
-        features=() if isinstance(transformer, PixelScale) else transformer.features,
+        features=() if images else tuple(f"column {j}" for j in np.flatnonzero(x.min(axis=0) < x.max(axis=0))),
         transformer=transformer,
     )
 
@@ -85,76 +86,64 @@ def array_keys(x: np.ndarray, names: Sequence[str]) -> list[str]:
 def standard_scaler() -> Any:
     """Return a scikit-learn pipeline that brings columns to mean 0 and deviation 1, cut off at 10 deviations.
 
-    Constant columns become 0. Its inputs are float64 without NaN or infinite values.
+    The limit keeps one wild number from deciding a step. Constant columns become 0. The inputs are float64 without NaN
+    or infinite values.
     """
     preprocessing = require("sklearn.preprocessing", "apps")
     bounds = [
-        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, LIMIT)
+        preprocessing.FunctionTransformer(np.clip, kw_args={"a_min": -most, "a_max": most}) for most in (LARGEST, 10.0)
     ]
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 
 
-def read_npz(path: Path) -> Arrays:
-    """Return the arrays with the names above. Nothing is unpickled."""
-    wanted = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
+def read_npz(path: Path, *, every: bool = False) -> Arrays:
+    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled."""
     with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
-        _refuse_claims(path, wanted)
+        with zipfile.ZipFile(path) as archive:
+            wanted = [each for each in archive.infolist() if every or each.filename.removesuffix(".npy") in ARRAYS]
+            for member in wanted:
+                _check_header(archive, member, path)
+        total = sum(member.file_size for member in wanted)
+        refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
-            found = {name: file[name] for name in wanted if name in held}
-    for name, array in found.items():
-        if not isinstance(array, np.ndarray):  # numpy returns a member that is not an .npy file as bytes
-            raise DataError(f"{path} must hold {name!r} as an array; it holds something else.")
+            found = {name: file[name] for name in held if every or name in ARRAYS}
     for name in ("x", "y"):
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
     return found
 
 
-def _refuse_claims(path: Path, wanted: tuple[str, ...]) -> None:
-    """Refuse headers that claim more than the archive holds, and archives that unpack to more than the memory."""
-    with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in wanted]
-        for member in members:
-            with archive.open(member) as file:
-                if (header := array_header(file)) is None:  # refused by its name
-                    continue
-                shape, dtype = header
-                held = member.file_size - file.tell()
-            if dtype.hasobject:
-                raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
-            if math.prod(shape) * dtype.itemsize != held:
-                raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
-        total = sum(member.file_size for member in members)
-    refuse_larger(path, COPIES * total, f"arrays of {total:,} bytes")
-
-
-def array_header(file: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """Read the header of an .npy file: its shape and type; None if it is not such a file."""
-    try:
-        version = np.lib.format.read_magic(file)
-    except ValueError:
-        return None
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return shape, dtype
-
-
-def free_memory() -> int | None:
-    """Return the free memory in bytes, or None if the system does not report it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
+def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+    """Refuse a member of an archive that is not an array, has Python objects, or claims more than it holds."""
+    formats = np.lib.format
+    with archive.open(member) as file:
+        try:
+            version = formats.read_magic(file)
+        except ValueError:
+            raise DataError(f"{path} must hold {member.filename!r} as an array; it holds something else.") from None
+        read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+        shape, _, dtype = read(file)
+        held = member.file_size - file.tell()
+    if dtype.hasobject:
+        raise DataError(f"{path} holds Python objects, which are not read. Save numbers and text as arrays.")
+    if math.prod(shape) * dtype.itemsize != held:
+        raise ValueError(f"{member.filename} claims the shape {shape}, and has {held} bytes")
 
 
 def refuse_larger(path: Path, needed: int, claim: str) -> None:
-    """Raise DataError if `needed` bytes are more than the free memory; `claim` says what the file claims to hold."""
-    free = free_memory()
-    if free is not None and needed > free:
+    """Raise DataError if a file needs more than the free memory; a system that does not report it passes.
+
+    `needed` is in bytes; `claim` says what the file claims to hold.
+    """
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return
+    if needed > free:
         raise DataError(
             f"{path} claims to hold {claim}: {needed / 2**30:,.0f} GiB would be needed, and {free / 2**30:,.1f} GiB "
             "are free. Use a part of the rows, or a larger machine."
@@ -165,7 +154,7 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarr
     """Return the checked inputs of a part, (n,) as (n, 1), and its labels."""
     for name in (f"x{suffix}", f"y{suffix}"):
         if name not in arrays:
-            raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is not there.")
+            raise DataError(f"{path} must hold both x{suffix} and y{suffix}; {name} is missing.")
     x, y, where = arrays[f"x{suffix}"], arrays[f"y{suffix}"], f"{path}, x{suffix}"
     if x.dtype.kind not in "buif":
         raise DataError(f"{where} must hold real numbers; its type is {x.dtype}.")
@@ -195,11 +184,6 @@ class ColumnScale:
     varies: np.ndarray
     scaler: Any
     """A fitted `standard_scaler`."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the columns that are used."""
-        return tuple(f"column {j}" for j in np.flatnonzero(self.varies))
 
     def transform(self, X: np.ndarray, /) -> np.ndarray:
         """Return the scaled columns as float32."""

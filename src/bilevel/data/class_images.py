@@ -1,16 +1,14 @@
 """Images by class, for few-shot learning: bytes in memory, with the classes in three disjoint parts.
 
 `load_classes` reads `omniglot`, `cifar-fs`, `mini-imagenet` or a folder. Named sets are looked for in `$BILEVEL_DATA`,
-each in the folder of its name; `cifar-fs` in the folder `cifar100`.
+each in the folder with its name; `cifar-fs` in the folder `cifar100`.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
-import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +40,7 @@ LISTS = ("train.csv", "val.csv", "test.csv")
 ARCHIVE = "ravi_larochelle_splits.zip"
 FOLDERS = {"omniglot": ("omniglot",), "cifar-fs": ("cifar100",), "mini-imagenet": ("mini-imagenet", "mini_imagenet")}
 """The folders of `$BILEVEL_DATA` in which a named set is looked for."""
+FILES = {"omniglot": OMNIGLOT, "cifar-fs": (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES), "mini-imagenet": ()}
 NAMES = tuple(FOLDERS)
 PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 """The names that the folders of the three parts can have."""
@@ -49,7 +48,11 @@ PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "tes
 
 @dataclass(frozen=True)
 class ImageClasses:
-    """Images of one size as bytes, (n, channels, height, width), class after class."""
+    """Images of one size, class after class.
+
+    `images` are bytes of shape (n, channels, height, width), `counts` the numbers of images of the classes, and `names`
+    the names of the classes.
+    """
 
     images: Tensor
     counts: tuple[int, ...]
@@ -85,8 +88,7 @@ class ImageClasses:
     @property
     def firsts(self) -> list[int]:
         """The index of the first image of each class."""
-        firsts: list[int] = (np.cumsum(self.counts) - self.counts).tolist()
-        return firsts
+        return [int(end) - count for end, count in zip(np.cumsum(self.counts), self.counts, strict=True)]
 
     def name_of(self, image: int) -> str:
         """Return the name of the class of an image."""
@@ -103,10 +105,10 @@ class ImageClasses:
         )
 
     def named(self, names: Sequence[str]) -> ImageClasses:
-        """Return the classes of these names; raise DataError if one is not there."""
+        """Return the classes with these names; raise DataError if a name is unknown."""
         known = {name: i for i, name in enumerate(self.names)}
         if lost := [name for name in names if name not in known]:
-            raise DataError(f"the class {lost[0]!r} of the lists has no images; {len(lost)} of {len(names)} have none.")
+            raise DataError(f"the class {lost[0]!r} has no images; {len(lost)} of the {len(names)} classes have none.")
         return self.select([known[name] for name in names])
 
     def rotated(self) -> ImageClasses:
@@ -175,35 +177,38 @@ def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[
 def load_classes(
     source: str | Path,
     *,
-    lists: str | Path | None = None,
     validation: int = 100,
     seed: int = 0,
     read: Reader | None = None,
 ) -> ClassSplits:
-    """Read images by class, split by class.
+    """Read images by class, in three parts without a common class: meta-training, meta-validation, meta-test.
 
-    `source` is `omniglot` (1,200 characters of 1,623 to learn from, `validation` of them for meta-validation),
-    `cifar-fs`, `mini-imagenet`, a folder in the form of mini-ImageNet, or a folder of class folders. The last is split
-    by `seed`, unless it has the folders train, val and test, or `lists` names a folder or zip file with train.csv,
-    val.csv and test.csv, whose column `label` has the classes. `read` reads an image of a class folder, for example
-    `read_like(...)`; by default all images are brought to one size.
+    `source` is one of:
+
+    - `omniglot`: 1,200 of the 1,623 characters are for training and validation;
+    - `cifar-fs` or `mini-imagenet`, with their published parts;
+    - a folder in the form of mini-ImageNet: images, and the lists train.csv, val.csv and test.csv;
+    - a folder with the folders train, val (optional) and test, each with a folder of images for each class;
+    - a folder with a folder of images for each class, split at random: 64%, 16% and 20% of the classes.
+
+    `validation` (default 100) is the number of characters of Omniglot for meta-validation. `seed` (default 0) draws a
+    random split. `read` reads an image of a class folder, for example `read_like(...)`; by default all images are
+    brought to one size.
     """
     in_range("validation", validation, least=0, most=OMNIGLOT_TRAIN - 1, whole=True)
-    if lists is not None and source in ("omniglot", "cifar-fs"):
-        raise DataError(f"{source} has a split of its own; leave the lists (--lists) out.")
     if source == "omniglot":
         return _omniglot(_folder(source), validation)
     if source == "cifar-fs":
         return _cifar_fs(_folder(source))
     root = _folder(source) if source == "mini-imagenet" else Path(source)
     if not root.is_dir():
-        hint = did_you_mean(str(source).lower(), NAMES)
         raise DataError(
-            f"{str(source)!r} is neither a folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+            f"{str(source)!r} is neither a folder nor a named set.{did_you_mean(str(source).lower(), NAMES)} "
+            f"The named sets are {', '.join(NAMES)}."
         )
     if source == "mini-imagenet" or all((root / name).is_file() for name in LISTS):
-        return _mini_imagenet(root, lists)
-    return _class_folders(root, lists, seed, read)
+        return _mini_imagenet(root)
+    return _class_folders(root, seed, read)
 
 
 def read_like(shape: Sequence[int], *, characters: bool) -> Reader:
@@ -218,16 +223,17 @@ def read_like(shape: Sequence[int], *, characters: bool) -> Reader:
 
 
 def found_in(name: str) -> Path | None:
-    """Return the folder with the files of a named set, or None if one is missing. Of images it looks for one only."""
+    """Return the folder with the files of a named set, or None if a file is missing.
+
+    Of the images of mini-ImageNet, only the first is looked for.
+    """
     try:
         folder = _folder(name)
         if name == "mini-imagenet":
-            file, label = _read_lists(folder)["train"][0]
-            return folder if any(path.is_file() for path in _places(folder, file, label)) else None
+            _path_of(folder, *_read_lists(folder)[0][0])
     except DataError:
         return None
-    files = OMNIGLOT if name == "omniglot" else (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES)
-    return folder if all((folder / file).is_file() for file in files) else None
+    return folder if all((folder / file).is_file() for file in FILES[name]) else None
 
 
 def _folder(name: str) -> Path:
@@ -236,10 +242,9 @@ def _folder(name: str) -> Path:
     for word in FOLDERS[name]:
         if given and (Path(given) / word).is_dir():
             return Path(given) / word
-    now = f"it is {given}" if given else "it is not set"
     raise DataError(
         f"{name} is not here: put it into a folder {FOLDERS[name][0]}, and name the folder above it in the environment "
-        f"variable BILEVEL_DATA ({now}). docs/few-shot.md lists its files."
+        f"variable BILEVEL_DATA ({f'it is {given}' if given else 'it is not set'}). docs/few-shot.md lists its files."
     )
 
 
@@ -286,87 +291,68 @@ def _cifar_fs(folder: Path) -> ClassSplits:
     return ClassSplits("cifar-fs", train, held, test, (note,))
 
 
-def _mini_imagenet(folder: Path, lists: str | Path | None) -> ClassSplits:
+def _mini_imagenet(folder: Path) -> ClassSplits:
     """Read images in `images/`, in the folder or in class folders, with the lists of Ravi and Larochelle."""
     parts = []
-    for pairs in _read_lists(Path(lists) if lists is not None else folder).values():
-        pixels = torch.from_numpy(np.stack([_photo(folder, file, label) for file, label in pairs]))
+    for pairs in _read_lists(folder):
+        pixels = torch.from_numpy(np.stack([_photo(_path_of(folder, *pair)) for pair in pairs]))
         parts.append(_by_class(pixels.permute(0, 3, 1, 2).contiguous(), [label for _, label in pairs]))
     train, held, test = parts
     return ClassSplits("mini-imagenet", train, held, test)
 
 
-def _places(folder: Path, file: str, label: str) -> tuple[Path, ...]:
-    """Return the places where an image of the lists can be."""
-    return folder / "images" / file, folder / file, folder / label / file, folder / "images" / label / file
+def _path_of(folder: Path, file: str, label: str) -> Path:
+    """Return the path of an image of the lists."""
+    for place in (f"images/{file}", file, f"{label}/{file}", f"images/{label}/{file}"):
+        if (folder / place).is_file():
+            return folder / place
+    raise DataError(
+        f"{folder} must hold the images of the lists; images/{file}, {file} and {label}/{file} do not exist. The "
+        "images come from ImageNet and are not part of the lists."
+    )
 
 
-def _photo(folder: Path, file: str, label: str) -> np.ndarray:
-    path = next((path for path in _places(folder, file, label) if path.is_file()), None)
-    if path is None:
-        raise DataError(
-            f"{folder} must hold the images of the lists; there is no images/{file}, {file} or {label}/{file}. Its "
-            "images come from ImageNet and are not part of the lists."
-        )
-    pillow, fit = require("PIL.Image", "apps"), require("PIL.ImageOps", "apps").fit
-    with reading(path), warnings.catch_warnings(action="ignore"), pillow.open(path) as image:
-        return np.asarray(fit(image.convert("RGB"), (MINI_SIDE,) * 2, pillow.Resampling.BILINEAR))
+def _photo(path: Path) -> np.ndarray:
+    with reading(path):
+        return read_pixels(path, (MINI_SIDE, MINI_SIDE), "RGB")[0]
 
 
-def _read_lists(place: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return (file, class) of each row of train.csv, val.csv and test.csv, in a folder or in a zip file there."""
-    archive = place if place.suffix == ".zip" else place / ARCHIVE
-    if not place.exists():
-        raise DataError(f"the lists are looked for in {place}, which is not there.")
-    found = {}
+def _read_lists(folder: Path) -> list[list[tuple[str, str]]]:
+    """Return (file, class) of each row of train.csv, val.csv and test.csv, in the folder or in a zip file there."""
+    found = []
     for name in LISTS:
+        path = folder / name
         try:
-            if archive.is_file() and not (place / name).is_file():
-                with zipfile.ZipFile(archive) as opened:
-                    text = opened.read(name).decode()
-            else:
-                text = (place / name).read_text(encoding="utf-8")
+            text = (path if path.is_file() else zipfile.Path(folder / ARCHIVE, name)).read_text(encoding="utf-8")
         except (OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
             raise DataError(
-                f"{place} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is not there, or cannot be read."
+                f"{folder} must hold the lists {', '.join(LISTS)}, or {ARCHIVE}; {name} is missing or cannot be read."
             ) from None
-        rows = csv.DictReader(io.StringIO(text))
+        rows = csv.DictReader(text.split("\n"))
         if "label" not in (rows.fieldnames or ()):
-            raise DataError(f"{place / name} must have the column `label` (filename,label); it has {rows.fieldnames}.")
-        part = name.removesuffix(".csv")
-        found[part] = [(row.get("filename") or "", row["label"]) for row in rows]
-        if not found[part]:
-            raise DataError(f"{place / name} has no row.")
+            raise DataError(f"{path} must have the column `label` (filename,label); it has {rows.fieldnames}.")
+        pairs = [(row.get("filename") or "", row["label"]) for row in rows]
+        if not pairs:
+            raise DataError(f"{path} has no rows.")
+        found.append(pairs)
     return found
 
 
-def _class_folders(root: Path, lists: str | Path | None, seed: int, read: Reader | None) -> ClassSplits:
-    given = {part: next((root / n for n in names if _holds_folders(root / n)), None) for part, names in PARTS.items()}
-    there = {part: folder for part, folder in given.items() if folder is not None}
+def _class_folders(root: Path, seed: int, read: Reader | None) -> ClassSplits:
+    parts = {part: root / n for part, names in PARTS.items() for n in reversed(names) if any((root / n).glob("[!.]*/"))}
     name = root.resolve().name
-    if "train" in there and "test" in there:
-        if lists is not None:
-            raise OptionError(f"lists must be left out: {root} already has folders for the parts.")
-        found = {part: _classes_of(folder, read) for part, folder in there.items()}
-        held = found["validation"][0] if "validation" in found else None
-        notes = tuple(note for part in found.values() for note in part[1])
-        return ClassSplits(name, found["train"][0], held, found["test"][0], notes)
-    if there:
-        missing = " and ".join(part for part in ("train", "test") if part not in there)
-        raise DataError(
-            f"{root} has class folders in {' and '.join(f.name for f in there.values())}, and none in {missing}. Give "
-            "both, or class folders only, which are split by --seed."
-        )
-    classes, notes = _classes_of(root, read)
-    if lists is None:
+    if not parts:
+        classes, notes = _classes_of(root, read)
         return split_classes(name, classes, seed, notes)
-    pairs = _read_lists(Path(lists)).values()
-    train, held, test = (classes.named(sorted({label for _, label in part})) for part in pairs)
-    return ClassSplits(name, train, held, test, notes)
-
-
-def _holds_folders(folder: Path) -> bool:
-    return folder.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+    if missing := [part for part in ("train", "test") if part not in parts]:
+        raise DataError(
+            f"{root} has class folders in {' and '.join(folder.name for folder in parts.values())}, and none in "
+            f"{' and '.join(missing)}. Give both, or class folders only, which are split by --seed."
+        )
+    found = {part: _classes_of(folder, read) for part, folder in parts.items()}
+    held = found["validation"][0] if "validation" in found else None
+    notes = tuple(note for _, notes in found.values() for note in notes)
+    return ClassSplits(name, found["train"][0], held, found["test"][0], notes)
 
 
 def _classes_of(folder: Path, read: Reader | None) -> tuple[ImageClasses, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Decisions made on the review page, applied to the data they were made for.
 
 A CSV file of decisions has the columns `index`, `key`, `decision` and `label`: the row's place in x as `load` returns
-it, its key, one of keep, drop and relabel, and its class afterwards. Rows without a decision stay as they are. The new
+it, its key, one of keep, drop and relabel, and its new class. Rows without a decision stay as they are. The new
 data has the form of the source; only the dropped rows and the new labels differ. In a .csv file every cell keeps its
 text, and only quotation marks that are not needed can go.
 """
@@ -9,20 +9,19 @@ text, and only quotation marks that are not needed can go.
 from __future__ import annotations
 
 import csv
-import os
-import re
 import shutil
-import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
 from bilevel._util.optional import require
 from bilevel._util.text import first_of
-from bilevel.data.arrays import array_header
+from bilevel.data.arrays import ARRAYS, read_npz
 from bilevel.data.image_folders import files_of, listings
 from bilevel.data.labelled import Labelled, reading
 from bilevel.data.load import form_of, load
@@ -35,7 +34,7 @@ DECISIONS = ("keep", "drop", "relabel")
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of `apply_decisions`."""
+    """The result of `apply_decisions`: the new file or folder, and how many rows changed."""
 
     out: Path
     rows: int
@@ -58,19 +57,17 @@ class Change:
     def like(self) -> np.ndarray:
         """For each row, a row of the source that has its new label: itself, or the first row of its new class."""
         classes, first = np.unique(self.old, return_index=True)
-        same = self.old == self.new
-        return np.where(
-            same, np.arange(len(self.old)), first[np.searchsorted(classes, self.new).clip(0, len(first) - 1)]
-        )
+        return np.where(self.old == self.new, np.arange(len(self.old)), first[np.searchsorted(classes, self.new)])
 
 
 def apply_decisions(
     source: str | Path, decisions_csv: str | Path, out: str | Path, *, label: str | None = None
 ) -> Applied:
-    """Write the source without the dropped rows and with the new labels to `out`, a new file or folder.
+    """Write the source without the dropped rows and with the new labels, and return the numbers of changed rows.
 
-    An .npz, .csv or .parquet file becomes a file of the same form, a folder of images a folder, a named set an .npz
-    file. `label` is the column of the labels in a table. `out` is written whole or not at all; the source stays.
+    `source` is a named set, a file or a folder, as for `load`; it does not change. `decisions_csv` is the file of
+    decisions that the review page saves. `out` is a new file or folder, written whole or not at all. It has the form of
+    the source; a named set becomes an .npz file. `label` is the column of the labels in a table (default: not a table).
     """
     form, target = form_of(source), Path(out)
     suffix = {"named": ".npz", "folder": ""}.get(form, Path(source).suffix.lower())
@@ -82,12 +79,11 @@ def apply_decisions(
     change = read_decisions(Path(decisions_csv), data)
     notes: tuple[str, ...] = ()
     with new_file_or_folder(target) as temporary:
-        if form == "npz":
-            notes = _rewrite_npz(Path(source), temporary, change)
+        if form in ("npz", "named"):
+            arrays = read_npz(Path(source), every=True) if form == "npz" else _arrays_of(data)
+            notes = _rewrite_npz(arrays, temporary, change)
         elif form == "folder":
             rewrite_folder(Path(source), temporary, change, data)
-        elif form == "named":
-            _write_named(data, temporary, change)
         else:
             (_rewrite_parquet if suffix == ".parquet" else _rewrite_csv)(Path(source), temporary, change, str(label))
     kept = int(change.kept.sum())
@@ -98,43 +94,37 @@ def apply_decisions(
 def read_decisions(path: Path, data: Labelled) -> Change:
     """Read the decisions, and check line by line that they belong to the data."""
     if not path.exists():
-        raise DataError(f"There is no file {path}.")
+        raise DataError(f"The file {path} does not exist.")
     with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file)
-        names = next(rows, [])
-        absent = [name for name in COLUMNS if name not in names]
+        rows = csv.DictReader(file)
+        absent = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
         if absent:
-            raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is not there.")
-        at = [names.index(name) for name in COLUMNS]
-        lines = [(rows.line_num, row) for row in rows if row]
+            raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is missing.")
+        lines = [(rows.line_num, row) for row in rows]
     old = data.y.numpy()
     change = Change(np.ones(data.count, bool), old, old.copy())
     decided: dict[int, int] = {}
     for line, cells in lines:
         where = f"{path}, line {line}"
-        if len(cells) <= max(at):
-            raise DataError(f"{where} has {len(cells)} cells, too few for the columns {', '.join(COLUMNS)}.")
-        index, key, decision, name = (cells[i] for i in at)
-        row = _row(index, key, data, where)
+        if None in [cells[name] for name in COLUMNS]:
+            count = sum(cell is not None for cell in cells.values())
+            raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(COLUMNS)}.")
+        index, key = cells["index"], cells["key"]
+        row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
+        if not 0 <= row < data.count:
+            raise DataError(f"{where}: index must be a whole number from 0 to {data.count - 1}; got {index!r}.")
+        if data.keys[row] != key:
+            raise DataError(
+                f"{where}: row {row} of {data.name} has the key {data.keys[row]!r}, but the line says {key!r}; the "
+                "decisions were made for other data."
+            )
         if row in decided:
             raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
         decided[row] = line
-        _decide(change, row, decision, name, data, where)
+        _decide(change, row, cells["decision"], cells["label"], data, where)
     if not change.kept.any():
         raise DataError(f"{path} drops all {data.count} rows of {data.name}; nothing would be left.")
     return change
-
-
-def _row(index: str, key: str, data: Labelled, where: str) -> int:
-    row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
-    if not 0 <= row < data.count:
-        raise DataError(f"{where}: index must be a whole number from 0 to {data.count - 1}; got {index!r}.")
-    if data.keys[row] != key:
-        raise DataError(
-            f"{where}: row {row} of {data.name} has the key {data.keys[row]!r}, but the line says {key!r}; the "
-            "decisions were made for other data."
-        )
-    return row
 
 
 def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, where: str) -> None:
@@ -162,55 +152,35 @@ def new_file_or_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists() and (any(out.iterdir()) if out.is_dir() else out.stat().st_size):
         raise OptionError(f"out must be new; {out} is there and has content.")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        if out.is_dir():
-            out.rmdir()
-        os.replace(temporary, out)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            temporary = Path(folder) / out.name
+            yield temporary
+            if out.is_dir():
+                out.rmdir()
+            temporary.replace(out)
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror or error}).") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # gone, or below something that is not a folder
-            temporary.unlink()
 
 
-def _rewrite_npz(source: Path, out: Path, change: Change) -> tuple[str, ...]:
-    """Write x and y without the dropped rows, and copy the other arrays; notes name those with as many rows as x."""
-    with np.load(source, allow_pickle=False) as arrays:
-        new = {"x.npy": arrays["x"][change.kept], "y.npy": arrays["y"][change.like][change.kept]}
-    notes = []
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", allowZip64=True) as file:
-        for member in old.infolist():
-            entry = zipfile.ZipInfo(member.filename, member.date_time)
-            entry.compress_type = member.compress_type
-            with file.open(entry, "w", force_zip64=True) as to, old.open(member) as found:
-                if member.filename in new:
-                    np.lib.format.write_array(to, new[member.filename], allow_pickle=False)
-                else:
-                    shutil.copyfileobj(found, to)
-            with old.open(member) as found:
-                shape = () if (known := array_header(found)) is None else known[0]
-            meant = re.fullmatch(r"[xy](_trusted|_test)?\.npy", member.filename)
-            if not (change.kept.all() or meant) and shape[:1] == change.kept.shape:
-                notes.append(f"{Path(member.filename).stem} has a value for each row of x and was not cut.")
-    return tuple(notes)
-
-
-def _write_named(data: Labelled, out: Path, change: Change) -> None:
-    """Write a named set as an .npz file: pixels as bytes, except for digits, and labels as the names of classes."""
-    names = np.array(data.classes)
-
-    def pixels(x: np.ndarray) -> np.ndarray:
-        return x if data.name == "digits" else np.round(x * 255).astype(np.uint8)  # digits are sixteenths
-
-    arrays = {"x": pixels(data.x.numpy()[change.kept]), "y": names[change.new][change.kept]}
-    if data.test is not None:
-        arrays |= {"x_test": pixels(data.test[0].numpy()), "y_test": names[data.test[1].numpy()]}
+def _rewrite_npz(arrays: dict[str, np.ndarray], out: Path, change: Change) -> tuple[str, ...]:
+    """Write x and y without the dropped rows, and the other arrays; notes name those with as many rows as x."""
+    rest = [name for name, array in arrays.items() if name not in ARRAYS and array.shape[:1] == change.kept.shape]
+    changed = {"x": arrays["x"][change.kept], "y": arrays["y"][change.like][change.kept]}
     with open(out, "wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **(arrays | changed))
+    return () if change.kept.all() else tuple(f"{name} has a value for each row of x and was not cut." for name in rest)
+
+
+def _arrays_of(data: Labelled) -> dict[str, np.ndarray]:
+    """Return a named set as arrays: pixels as bytes, except for digits, and labels as the names of classes."""
+    names = np.array(data.classes)
+    arrays: dict[str, np.ndarray] = {}
+    for suffix, (x, y) in (("", (data.x, data.y)), ("_test", data.part("test"))):
+        pixels = x if data.name == "digits" else (x * 255).round().to(torch.uint8)  # digits are sixteenths
+        arrays |= {f"x{suffix}": pixels.numpy(), f"y{suffix}": names[y.numpy()]}
+    return arrays
 
 
 def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> None:
@@ -231,39 +201,32 @@ def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     text = source.read_bytes()
     encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
     # The parser and the encoding of `read_table`, so that the rows are the same.
-    read_csv = require("pandas", "tables").read_csv
-    table = read_csv(
+    table = require("pandas", "tables").read_csv(
         source, sep=delimiter, encoding="utf-8-sig", index_col=False, header=None, dtype=str, na_filter=False
     )
-    names, rows = table.to_numpy(object)[0], table.to_numpy(object)[1:]
-    at = names.tolist().index(label)
-    rows[:, at] = rows[change.like, at]
-    with open(out, "w", encoding=encoding, newline="") as file:
-        # With a line end that has "\r", the writer quotes cells that have it.
-        writer = csv.writer(file, delimiter=delimiter, lineterminator="\r\n" if b"\r" in text else "\n")
-        writer.writerows([names, *rows[change.kept]])
+    at = table.iloc[0].tolist().index(label)
+    table.iloc[1:, at] = table.iloc[1:, at].to_numpy()[change.like]
+    # With a line end that has "\r", the writer quotes cells that have it.
+    end = "\r\n" if b"\r" in text else "\n"
+    table[[True, *change.kept]].to_csv(
+        out, sep=delimiter, encoding=encoding, lineterminator=end, header=False, index=False
+    )
 
 
 def rewrite_folder(source: Path, out: Path, change: Change, data: Labelled) -> None:
-    """Copy the images into the folders of their classes; if a name is taken, the new name tells the old class."""
+    """Copy the images into the folders of their classes; if a name is taken, the old class is added to it."""
     rows = {key: i for i, key in enumerate(data.keys)}
+    same: list[tuple[Path, Path]] = []
     moved: list[tuple[Path, Path]] = []
     for file in [file for listing in listings(source).values() for file in files_of(listing)]:
         place = file.relative_to(source)
         i = rows.get(place.as_posix())
         if i is None or (change.kept[i] and change.new[i] == change.old[i]):
-            _copy(file, out / place)
+            same.append((file, out / place))
         elif change.kept[i]:
             moved.append((file, out / place.parent.with_name(data.classes[change.new[i]]) / place.name))
-    for file, wanted in moved:
-        target, number = wanted, 1
+    for file, target in [*same, *moved]:
         while target.exists():
-            extra = f"-{number}" if number > 1 else ""
-            target = wanted.with_name(f"{wanted.stem}-from-{file.parent.name}{extra}{wanted.suffix}")
-            number += 1
-        _copy(file, target)
-
-
-def _copy(file: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(file, target)
+            target = target.with_name(f"{target.stem}-from-{file.parent.name}{target.suffix}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target)

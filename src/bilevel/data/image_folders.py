@@ -22,8 +22,7 @@ from torch import Tensor
 
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
-from bilevel.data.labelled import Labelled, Pair, reading
-from bilevel.data.labels import LEAST_ROWS, indices
+from bilevel.data.labelled import LEAST_ROWS, Labelled, Pair, indices, reading
 from bilevel.errors import BilevelError, DataError, OptionError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
@@ -33,8 +32,6 @@ MOST_PIXELS = 2**26
 Reader = Callable[[Path], tuple[np.ndarray, bool]]
 """Returns an image file as bytes (height, width[, 3]), and whether its size was changed."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
-
-
 Listing = dict[str, list[Path]]
 """The images of each class folder of a part."""
 
@@ -87,25 +84,22 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
 def listings(root: Path) -> dict[str, Listing]:
     """Return the images of each part of a folder; `train` is the main part."""
     with reading(root):
-        parts = {name: root / name for name in ("train", "trusted", "test") if _is_part(root / name)}
-        found = {name: _listing(folder) for name, folder in parts.items()}
-        if "train" not in found:
-            found["train"] = {name: images for name, images in _listing(root).items() if name not in parts}
+        main = _listing(root)
+        parts = {name: _listing(root / name) for name in ("train", "trusted", "test") if main.get(name) == []}
+        found = {name: listing for name, listing in parts.items() if listing}
+        found.setdefault("train", {name: images for name, images in main.items() if name not in found})
     for name, listing in found.items():
         if not files_of(listing):
-            folder = parts.get(name, root)
-            raise DataError(
-                f"{folder} must hold class folders with images, such as {folder.name}/cat/1.png; there is no image."
-            )
+            raise DataError(f"{root} must hold class folders with images, such as cat/1.png; {name} has no images.")
     return found
 
 
-def _is_part(folder: Path) -> bool:
-    return folder.is_dir() and not _images(folder) and any(path.is_dir() for path in _visible(folder))
-
-
 def _listing(folder: Path) -> Listing:
-    return {path.name: _images(path) for path in _visible(folder) if path.is_dir()}
+    return {
+        path.name: [file for file in _visible(path) if file.suffix.lower() in SUFFIXES and file.is_file()]
+        for path in _visible(folder)
+        if path.is_dir()
+    }
 
 
 def files_of(listing: Listing) -> list[Path]:
@@ -115,10 +109,6 @@ def files_of(listing: Listing) -> list[Path]:
 
 def _visible(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if not path.name.startswith(".")), key=lambda path: path.name)
-
-
-def _images(folder: Path) -> list[Path]:
-    return [path for path in _visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 
 def _common(files: Sequence[Path]) -> tuple[tuple[int, int], str, str]:

@@ -1,11 +1,17 @@
-"""Labelled examples, and what is known about their source."""
+"""Labelled examples with facts about their source, their labels, splits by class, and label noise.
+
+A label is text, a whole number (1 and 1.0 are the class "1"), or true or false. Classes are sorted by value if all are
+numbers, else by name.
+"""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,11 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.errors import BilevelError, DataError, reason
+from bilevel._util.checks import in_range, one_of
+from bilevel._util.text import agreeing, first_of
+from bilevel.errors import BilevelError, DataError, OptionError, reason
 
 Kind = Literal["images", "table", "arrays"]
+Classes = tuple[str, ...]
 Pair = tuple[Tensor, Tensor]
 """Inputs and their labels."""
+MANY = 20
+"""Labels with more different values than this, and than half the number of rows, are not classes."""
+LEAST_ROWS = 10
+LabelReader = Callable[[Any, str, Classes | None], tuple[Tensor, Classes]]
+"""Reads labels as `class_labels` does."""
 
 
 class Transformer(Protocol):
@@ -101,3 +115,174 @@ class Labelled:
             fields={name: values[rows] for name, values in self.fields.items()},
             positions=self.positions[rows],
         )
+
+
+def class_labels(values: Any, where: str, classes: Classes | None) -> tuple[Tensor, Classes]:
+    """Return labels as indices into the classes, and the classes.
+
+    `values` is an array or a pandas.Series of labels, which `where` names in errors. `classes` are the classes of the
+    main part; None: the labels are the main part's, and decide the classes.
+    """
+    names = [name_of(value) for value in values.tolist()]
+    missing = [i for i, name in enumerate(names) if name is None]
+    if missing:
+        raise DataError(
+            f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "
+            f"finite, in {agreeing(len(missing), 'row', 'rows')} {first_of(missing, 3)} (from 0). Fill or remove "
+            f"{agreeing(len(missing), 'it', 'them')}."
+        )
+    known = [name for name in names if name is not None]
+    classes = classes_of(known, where) if classes is None else classes
+    return indices(known, classes, where), classes
+
+
+def name_of(value: object) -> str | None:
+    """Return the class name of a label, or None if it is missing: None, NaN, an infinite number, empty text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, Decimal):
+        value = float(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return str(int(value)) if value.is_integer() else repr(value)
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # pandas' marks; it need not be installed
+        return None
+    return str(value) or None
+
+
+def classes_of(names: Sequence[str], where: str) -> Classes:
+    """Return the sorted classes of the main part; raise DataError for labels that cannot be classes."""
+    if len(names) < LEAST_ROWS:
+        raise DataError(f"{where}: at least {LEAST_ROWS} rows are needed; there are {len(names)}.")
+    found = set(names)
+    numbers = {name: number for name in found if (number := _number(name)) is not None}
+    all_numbers = len(numbers) == len(found)
+    classes = sorted(found, key=lambda name: (numbers[name], name)) if all_numbers else sorted(found)
+    if len(classes) < 2:
+        raise DataError(f"{where}: at least 2 classes are needed; every label is {classes[0]!r}.")
+    fractions = [name for name, number in numbers.items() if not number.is_integer()]
+    if all_numbers and len(fractions) > MANY:
+        raise DataError(
+            f"{where}: the labels are numbers with {len(found)} different values, such as "
+            f"{float(min(fractions)):.6g}; this looks like regression, and classes are needed. To predict numbers, use "
+            "`bilevel tune --model ridge` or `--model mlp --numbers`."
+        )
+    if len(classes) > MANY and len(classes) > len(names) / 2:
+        raise DataError(
+            f"{where}: the labels have {len(classes)} different values in {len(names)} rows; this looks like an "
+            "identifier or a measurement, and classes are needed."
+        )
+    return tuple(classes)
+
+
+def indices(names: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
+    """Return the place of each name in `classes`, as int64; raise DataError for a name that is missing."""
+    place = {name: i for i, name in enumerate(classes)}
+    strange = sorted({name for name in names if name not in place})
+    if strange:
+        raise DataError(
+            f"{where}: the labels {first_of(map(repr, strange), 10)} do not occur in the main part, whose classes are "
+            f"{first_of(map(repr, classes), 10)}."
+        )
+    return torch.tensor([place[name] for name in names], dtype=torch.int64)
+
+
+def _number(name: str) -> float | None:
+    try:
+        number = float(name)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def split_trusted(data: Labelled, count: int, seed: int) -> Labelled:
+    """Return the data with `count` rows of x moved into `trusted`, in proportion to the classes.
+
+    Each class gives at least one row if `count` allows it. The same `seed` draws the same rows.
+
+    >>> from bilevel.data import load
+    >>> len(split_trusted(load("digits"), 50, seed=0).trusted[1])
+    50
+    """
+    if data.trusted is not None:
+        raise OptionError(f"{data.name} already has {len(data.trusted[1])} trusted rows; leave the split out.")
+    rest, pair = _split(data, count, seed)
+    return replace(rest, trusted=pair)
+
+
+def split_test(
+    data: Labelled, *, share: float | None = None, count: int | None = None, seed: int, keep: int = 0
+) -> Labelled:
+    """Return the data with some rows of x moved into `test`, in proportion to the classes.
+
+    Give either `share`, the share of the rows between 0 and 1, or `count`, their number. The same `seed` draws the same
+    rows. At least `keep` rows of each class (default 0) stay in x, unless no class has more.
+    """
+    if data.test is not None:
+        raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
+    if (share is None) == (count is None):
+        raise OptionError(f"Give either share or count; got share={share!r} and count={count!r}.")
+    if share is not None:
+        in_range("share", share, above=0, below=1)
+        count = max(1, round(share * data.count))
+    rest, pair = _split(data, count, seed, keep)
+    return replace(rest, test=pair)
+
+
+def _split(data: Labelled, count: int | None, seed: int, keep: int = 0) -> tuple[Labelled, Pair]:
+    """Return the data without `count` rows, and these rows."""
+    in_range("count", count, least=1, whole=True)
+    in_range("seed", seed, least=0, whole=True)
+    if count is None or count >= data.count:
+        raise OptionError(f"count must be below {data.count}, the number of rows of {data.name}; got {count}.")
+    random = np.random.default_rng(seed)
+    y = data.y.cpu().numpy()
+    members = [random.permutation(np.flatnonzero(y == c)) for c in np.unique(y)]
+    quotas = _quotas([len(rows) for rows in members], count, keep)
+    drawn = np.sort(np.concatenate([rows[:quota] for rows, quota in zip(members, quotas, strict=True)]))
+    at = torch.from_numpy(drawn)
+    return data.select(np.setdiff1d(np.arange(data.count), drawn)), (data.x[at], data.y[at])
+
+
+def _quotas(sizes: list[int], count: int, keep: int) -> list[int]:
+    """Divide `count` among the classes: by size, rounded so that the sum is right, at least one each if possible."""
+    room = np.maximum(np.array(sizes) - keep, 0)
+    room = room if room.any() else np.array(sizes)
+    count = min(count, int(room.sum()))
+    share = np.array(sizes) * (count / sum(sizes))
+    quotas = np.minimum(np.maximum(np.floor(share), 1 if count >= len(sizes) else 0), room).astype(int)
+    while quotas.sum() > count:
+        quotas[np.argmax(np.where(quotas > 1, quotas - share, -np.inf))] -= 1
+    while quotas.sum() < count:
+        quotas[np.argmax(np.where(quotas < room, share - quotas, -np.inf))] += 1
+    return [int(quota) for quota in quotas]
+
+
+def corrupt(
+    y: Tensor, rate: float, classes: int, seed: int, kind: Literal["symmetric", "asymmetric"] = "symmetric"
+) -> Tensor:
+    """Return labels with exactly round(rate * n) wrong ones, to measure how well wrong labels are found.
+
+    `rate` is the share of wrong labels, in [0, 1), and `classes` the number of classes. `seed` draws the rows; y does
+    not change. `kind` is `symmetric` (default), which replaces a label by any other class with the same probability, or
+    `asymmetric`, which replaces class c by c + 1, and the last class by 0.
+
+    >>> int((corrupt(torch.zeros(10, dtype=torch.int64), 0.3, classes=4, seed=0) != 0).sum())
+    3
+    """
+    in_range("rate", rate, least=0, below=1)
+    in_range("classes", classes, least=2, whole=True)
+    in_range("seed", seed, least=0, whole=True)
+    one_of("kind", kind, ("symmetric", "asymmetric"))
+    if y.ndim != 1 or y.is_floating_point() or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes):
+        raise DataError(f"y must be a vector of whole numbers from 0 to {classes - 1}.")
+    random = np.random.default_rng(seed)
+    rows = random.permutation(len(y))[: round(rate * len(y))]
+    shift = random.integers(1, classes, len(rows)) if kind == "symmetric" else np.ones(len(rows), np.int64)
+    at = torch.from_numpy(rows).to(y.device)
+    new = y.clone()
+    new[at] = (y[at] + torch.from_numpy(shift).to(y)) % classes
+    return new

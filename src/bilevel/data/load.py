@@ -1,17 +1,21 @@
-"""From the name of a set, a file or a folder to `Labelled`."""
+"""Read a named set, a file or a folder as `Labelled`, with classes or numbers as labels."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from bilevel._util.checks import did_you_mean
+from bilevel._util.text import agreeing
 from bilevel.data.arrays import load_npz
 from bilevel.data.image_folders import load_folder
-from bilevel.data.labelled import Labelled
-from bilevel.data.labels import ClassLabels
+from bilevel.data.labelled import LEAST_ROWS, Classes, Labelled, LabelReader, class_labels
 from bilevel.data.named_sets import NAMES, load_named
-from bilevel.data.tables import load_table
+from bilevel.data.tables import kind_of, load_table, read_column
 from bilevel.errors import DataError, OptionError
 
 Form = Literal["named", "npz", "table", "folder"]
@@ -27,10 +31,15 @@ def load(
 ) -> Labelled:
     """Read labelled examples.
 
-    `source` is a named set (`digits`, `mnist`, `fashion-mnist`, `cifar10`, `svhn`), an .npz file, a .csv or .parquet
-    table with `label` the column of the labels, or a folder with a folder of images for each class. `trusted` and
-    `test` are more files of the same form; the classes, and the scale of every column, come from `source` only. A
-    name wins over a file of that name: write ./mnist for a folder called mnist.
+    `source` is one of:
+
+    - a named set: `digits`, `mnist`, `fashion-mnist`, `cifar10` or `svhn`. For a folder called mnist, write ./mnist;
+    - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
+    - a .csv or .parquet table. `label` is the column of the labels; for other sources leave it out (default);
+    - a folder with a folder of images for each class.
+
+    `trusted` and `test` are more files or folders of the same form (default: none). The classes, and the scale of every
+    column, come from `source` only.
 
     >>> load("digits").x.shape
     torch.Size([1397, 1, 8, 8])
@@ -39,7 +48,7 @@ def load(
 
 
 def read(
-    source: str | Path, label: str | None, parts: dict[str, str | Path | None], labels: ClassLabels | None = None
+    source: str | Path, label: str | None, parts: dict[str, str | Path | None], labels: LabelReader = class_labels
 ) -> Labelled:
     """Read a source and the files of its other parts; `labels` reads the labels, by default as classes."""
     form = form_of(source)
@@ -55,14 +64,29 @@ def read(
         return load_named(str(source))
     if form == "folder":
         return load_folder(Path(source), further)
-    labels = labels or ClassLabels()
     return (
         load_npz(Path(source), further, labels) if form == "npz" else load_table(Path(source), label, further, labels)
     )
 
 
+def load_numbers(source: str | Path, *, label: str | None = None, test: str | Path | None = None) -> Labelled:
+    """Read examples with numbers as labels: `y` of the result is float64, and `classes` is empty.
+
+    `source` is an .npz file, or a .csv or .parquet table. `label` is the column of the labels in a table; leave it out
+    for an .npz file (default). `test` is another file of the same form (default: none). Inputs are prepared as `load`
+    does it.
+    """
+    if form_of(source) not in ("npz", "table"):
+        raise OptionError(f"{source} has classes as labels; numbers are read from .npz, .csv and .parquet files.")
+    data = read(source, label, {"test": test}, number_labels)
+    if data.kind == "images":
+        shape = tuple(data.x.shape[1:])
+        raise DataError(f"{source}, x must have rows of numbers, shape (n, columns); it holds images of {shape}.")
+    return data
+
+
 def form_of(source: str | Path) -> Form:
-    """Return the form of the source; raise DataError if it is not there, or in no form that is read."""
+    """Return the form of the source; raise DataError if it does not exist or has another form."""
     if isinstance(source, str) and source in NAMES:
         return "named"
     path = Path(source)
@@ -74,8 +98,36 @@ def form_of(source: str | Path) -> Form:
     if form is not None and path.exists():
         return form
     if path.suffix or len(path.parts) > 1:
-        raise DataError(f"There is no file or folder {path}.")
-    hint = did_you_mean(str(source).lower(), NAMES)
+        raise DataError(f"The file or folder {path} does not exist.")
     raise DataError(
-        f"{str(source)!r} is neither a file or folder nor a named set.{hint} The named sets are {', '.join(NAMES)}."
+        f"{str(source)!r} is neither a file or folder nor a named set.{did_you_mean(str(source).lower(), NAMES)} "
+        f"The named sets are {', '.join(NAMES)}."
     )
+
+
+def number_labels(values: Any, where: str, classes: Classes | None) -> tuple[Tensor, Classes]:
+    """Return the labels of an array or of a pandas.Series as float64, and no classes.
+
+    `where` names the labels in errors. The labels of the main part, for which `classes` is None, must vary.
+    """
+    if not isinstance(values, np.ndarray):
+        kind = kind_of(values)
+        if kind != "number":
+            held = f"holds {kind}s" if kind in ("date", "text") else kind
+            raise DataError(f"{where} must hold numbers to predict; it {held}. Use a model for classes.")
+        values = read_column(values, kind)
+    if values.dtype.kind not in "buif":
+        raise DataError(f"{where} must hold numbers to predict; its type is {values.dtype}.")
+    y = values.astype(np.float64)
+    if bad := int((~np.isfinite(y)).sum()):
+        first = int((~np.isfinite(y)).argmax())
+        raise DataError(
+            f"{where}: {bad} of {len(y)} labels {agreeing(bad, 'is', 'are')} missing or not finite, "
+            f"{agreeing(bad, 'in', 'the first in')} row {first} (from 0). Fill or remove "
+            f"{agreeing(bad, 'it', 'them')}."
+        )
+    if classes is None and len(y) < LEAST_ROWS:
+        raise DataError(f"{where}: at least {LEAST_ROWS} rows are needed; there are {len(y)}.")
+    if classes is None and not y.min() < y.max():
+        raise DataError(f"{where}: the labels must vary; every one is {y[0]:g}.")
+    return torch.from_numpy(y), ()

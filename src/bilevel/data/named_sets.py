@@ -1,12 +1,12 @@
-"""Image sets that are known by name: where their files are, and how they are read.
+"""Find, download and read the image sets that have a name.
 
-The files of a set are looked for in `$BILEVEL_DATA/<name>`, then where a Debian package puts them, then in the cache
-(`~/.cache/bilevel/<name>` on Linux). If they are nowhere, they are downloaded into the cache and checked against their
-published sums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed seed,
-are its test part.
+The files of a set are looked for in `$BILEVEL_DATA/<name>`, then in the folder of a Debian package, then in the cache
+(`~/.cache/bilevel/<name>` on Linux). If no folder has them, they are downloaded into the cache and compared with their
+published checksums. `digits` comes with scikit-learn and needs no file; 400 of its rows, drawn by class with a fixed
+seed, are its test part.
 
 Each reader takes the folder with the files and returns uint8 images (n, channels, height, width) and labels from 0 to
-9, the training part first.
+9, the training part first. `load_named` checks them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ import numpy as np
 import torch
 
 from bilevel._util.optional import require
-from bilevel.data.labelled import Labelled, reading
-from bilevel.data.splits import split_test
+from bilevel.data.labelled import Labelled, reading, split_test
 from bilevel.errors import DataError
 
 Part = tuple[np.ndarray, np.ndarray]
 DIGITS_TEST, DIGITS_SEED = 400, 0
 DIGITS = tuple("0123456789")
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts the four files."""
+"""The folder of the four files in Debian's package dataset-fashion-mnist."""
 IDX = tuple(f"{part}-{file}.gz" for part in ("train", "t10k") for file in ("images-idx3-ubyte", "labels-idx1-ubyte"))
 BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 SHEETS = (*(f"{name}.webp" for name in BATCHES), "labels.npz")
@@ -44,18 +43,16 @@ MAT = ("train_32x32.mat", "test_32x32.mat")
 def _read_idx(folder: Path) -> tuple[Part, Part]:
     """Read gzipped IDX files, the form of MNIST."""
     x, y, x_test, y_test = (_idx(folder / name) for name in IDX)
-    return _checked(x[:, None], y, folder), _checked(x_test[:, None], y_test, folder)
+    return (x[:, None], y), (x_test[:, None], y_test)
 
 
 def _idx(path: Path) -> np.ndarray:
     with reading(path):
         data = gzip.decompress(path.read_bytes())
-    dimensions = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
-    shape = np.frombuffer(data[4 : 4 + 4 * dimensions], ">u4").tolist() if len(data) >= 4 + 4 * dimensions else []
-    values = np.frombuffer(data, np.uint8)[4 + 4 * dimensions :]
-    if dimensions not in (1, 3) or not shape or int(np.prod(shape)) != len(values):
-        raise DataError(f"{path} is not a whole IDX file of bytes.")
-    return values.reshape(shape)
+        if data[:3] != b"\0\0\x08" or data[3] not in (1, 3):
+            raise ValueError("it is not an IDX file of bytes")
+        shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
+        return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
 
 
 def _read_sheets(folder: Path) -> tuple[Part, Part]:
@@ -63,7 +60,7 @@ def _read_sheets(folder: Path) -> tuple[Part, Part]:
     with reading(folder), np.load(folder / SHEETS[-1], allow_pickle=False) as labels:
         sheets = [sheet(folder / name) for name in SHEETS[:-1]]
         y, y_test = labels["train"], labels["test"]
-    return _checked(np.concatenate(sheets[:-1]), y, folder), _checked(sheets[-1], y_test, folder)
+    return (np.concatenate(sheets[:-1]), y), (sheets[-1], y_test)
 
 
 def sheet(path: Path) -> np.ndarray:
@@ -74,20 +71,14 @@ def sheet(path: Path) -> np.ndarray:
 
 
 def _read_archive(folder: Path) -> tuple[Part, Part]:
-    """Read CIFAR-10's own archive of pickled batches, with an unpickler that builds numpy arrays only."""
+    """Read CIFAR-10's archive of pickled batches, with an unpickler that builds numpy arrays only."""
     path = folder / ARCHIVE[0]
     with reading(path), tarfile.open(path) as archive:
-        batches = [_batch(archive, f"cifar-10-batches-py/{name}") for name in BATCHES]
-    x, y = (np.concatenate([batch[i] for batch in batches[:-1]]) for i in range(2))
-    return _checked(x, y, path), _checked(*batches[-1], path)
-
-
-def _batch(archive: tarfile.TarFile, name: str) -> Part:
-    file = archive.extractfile(name)
-    if file is None:
-        raise ValueError(f"{name} is not a file")
-    content = _ArraysOnly(io.BytesIO(file.read()), encoding="bytes").load()
-    return np.asarray(content[b"data"]).reshape(-1, 3, 32, 32), np.array(content[b"labels"])
+        files = [archive.extractfile(f"cifar-10-batches-py/{name}") or io.BytesIO() for name in BATCHES]
+        batches = [_ArraysOnly(file, encoding="bytes").load() for file in files]
+        x = [np.asarray(batch[b"data"]).reshape(-1, 3, 32, 32) for batch in batches]
+        y = [np.array(batch[b"labels"]) for batch in batches]
+    return (np.concatenate(x[:-1]), np.concatenate(y[:-1])), (x[-1], y[-1])
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -113,42 +104,29 @@ def _mat(path: Path) -> Part:
     matlab = require("scipy.io", "apps")
     with reading(path):
         content = matlab.loadmat(str(path), variable_names=["X", "y"])
-        x, y = np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].ravel() % 10
-    return _checked(x, y, path)
+        return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].ravel() % 10
 
 
-def _checked(x: np.ndarray, y: np.ndarray, where: Path) -> Part:
-    if x.dtype != np.uint8 or x.ndim != 4 or y.shape != (len(x),) or len(x) == 0:
-        raise DataError(f"{where}: images and labels do not fit: shapes {x.shape} and {y.shape}, pixels of {x.dtype}.")
-    if not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0 or int(y.max()) > 9:
-        raise DataError(f"{where}: the labels must be whole numbers from 0 to 9.")
-    return x, y.astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Form:
-    """A form in which a set is stored: the names of its files, and the reader of a folder with them."""
-
-    names: tuple[str, ...]
-    read: Callable[[Path], tuple[Part, Part]]
+Form = tuple[tuple[str, ...], Callable[[Path], tuple[Part, Part]]]
+"""A form in which a set is stored: the names of its files, and the reader of a folder with them."""
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A set: the forms it is read from (the first is published), its address, and the sums of its files."""
+    """A set: the forms it is read from (the first is published), its address, and the checksums of its files."""
 
     classes: tuple[str, ...]
     forms: tuple[Form, ...]
     address: str
     sums: Mapping[str, str]
     folder: Path | None = None
-    """Where a system package puts the files."""
+    """The folder of a system package with the files; None: there is none."""
 
 
 SETS = {
     "mnist": ImageSet(
         DIGITS,
-        (Form(IDX, _read_idx),),
+        ((IDX, _read_idx),),
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         {
             IDX[0]: "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -159,7 +137,7 @@ SETS = {
     ),
     "fashion-mnist": ImageSet(
         ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        (Form(IDX, _read_idx),),
+        ((IDX, _read_idx),),
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         {
             IDX[0]: "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -171,13 +149,13 @@ SETS = {
     ),
     "cifar10": ImageSet(
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        (Form(ARCHIVE, _read_archive), Form(SHEETS, _read_sheets)),
+        ((ARCHIVE, _read_archive), (SHEETS, _read_sheets)),
         "https://www.cs.toronto.edu/~kriz/",
         {ARCHIVE[0]: "md5:c58f30108f718f92721af3b95e74349a"},
     ),
     "svhn": ImageSet(
         DIGITS,
-        (Form(MAT, _read_mat),),
+        ((MAT, _read_mat),),
         "http://ufldl.stanford.edu/housenumbers/",
         {MAT[0]: "md5:e26dedcc434d2e4c54c9b2d4a06d8373", MAT[1]: "md5:eb5a983be6a315427106f1b164d9cef3"},
     ),
@@ -190,19 +168,27 @@ def load_named(name: str) -> Labelled:
     if name == "digits":
         return _digits()
     known = SETS[name]
-    folder = found_in(name)
-    if folder is None:
-        folder = _cache(name)
-        _download(name, known, folder)
-    (x, y), (x_test, y_test) = (_form_in(folder, known) or known.forms[0]).read(folder)
+    folder = found_in(name) or _download(name)
+    _, read = _form_in(folder, known) or known.forms[0]
+    parts = []
+    for x, y in read(folder):
+        if x.dtype != np.uint8 or x.ndim != 4 or y.shape != (len(x),) or len(x) == 0:
+            raise DataError(
+                f"{folder}: images and labels do not fit: shapes {x.shape} and {y.shape}, pixels of {x.dtype}."
+            )
+        if not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0 or int(y.max()) > 9:
+            raise DataError(f"{folder}: the labels must be whole numbers from 0 to 9.")
+        # A copy: the bytes of a file are read-only.
+        parts.append((torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(y.astype(np.int64))))
+    (x_main, y_main), test = parts
     return Labelled(
         name=name,
         kind="images",
-        x=_unit(x),
-        y=torch.from_numpy(y),
+        x=x_main,
+        y=y_main,
         classes=known.classes,
-        keys=[str(i) for i in range(len(y))],
-        test=(_unit(x_test), torch.from_numpy(y_test)),
+        keys=[str(i) for i in range(len(y_main))],
+        test=test,
     )
 
 
@@ -220,13 +206,9 @@ def _digits() -> Labelled:
     return replace(data, positions=np.arange(data.count))
 
 
-def _unit(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(x)).float().div_(255)  # a copy: the bytes of a file are read-only
-
-
 def found_in(name: str) -> Path | None:
     """Return the folder that has the set's files, or None if they would be downloaded."""
-    given, known = os.environ.get("BILEVEL_DATA"), SETS[name]
+    known, given = SETS[name], os.environ.get("BILEVEL_DATA")
     for folder in (Path(given) / name if given else None, known.folder):
         if folder is not None and _form_in(folder, known) is not None:
             return folder
@@ -239,26 +221,22 @@ def _cache(name: str) -> Path:
 
 
 def _form_in(folder: Path, known: ImageSet) -> Form | None:
-    return next((form for form in known.forms if all((folder / name).is_file() for name in form.names)), None)
+    return next((form for form in known.forms if all((folder / name).is_file() for name in form[0])), None)
 
 
-def _download(name: str, known: ImageSet, cache: Path) -> None:
-    pooch = require("pooch", "apps")
+def _download(name: str) -> Path:
+    pooch, known, cache = require("pooch", "apps"), SETS[name], _cache(name)
     try:
-        for file in known.forms[0].names:
+        for file in known.forms[0][0]:
             pooch.retrieve(known.address + file, known_hash=known.sums[file], fname=file, path=cache)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong sum is a ValueError
-        wanted = " (or ".join(", ".join(form.names) for form in known.forms) + ")" * (len(known.forms) - 1)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
+        answer = getattr(error, "response", None)
+        why = "the server cannot be reached" if answer is None else f"the server answers {answer.status_code}"
+        if isinstance(error, ValueError) and "hash" in str(error):
+            why = "the download differs from the published file"
+        wanted = " (or ".join(", ".join(names) for names, _ in known.forms) + ")" * (len(known.forms) - 1)
         raise DataError(
-            f"{name} is not here and cannot be downloaded from {known.address} ({_why(error)}): put {wanted} into "
+            f"{name} is not here and cannot be downloaded from {known.address} ({why}): put {wanted} into "
             f"$BILEVEL_DATA/{name} or {cache}."
         ) from None
-
-
-def _why(error: Exception) -> str:
-    answer = getattr(error, "response", None)
-    if answer is not None:
-        return f"the server answers {answer.status_code}"
-    if "hash" in str(error):
-        return "the download differs from the published file"
-    return error.strerror if isinstance(error, OSError) and error.strerror else "the server cannot be reached"
+    return cache

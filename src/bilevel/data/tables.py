@@ -14,7 +14,6 @@ scikit-learn turns every other column into numbers, by rules that are fitted on 
 from __future__ import annotations
 
 import csv
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,17 +27,9 @@ from bilevel._util.checks import did_you_mean
 from bilevel._util.optional import require
 from bilevel._util.text import agreeing, counted
 from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
-from bilevel.data.labelled import Labelled, Pair, reading, row_keys
-from bilevel.data.labels import ClassLabels, name_of
+from bilevel.data.labelled import Labelled, LabelReader, Pair, name_of, reading, row_keys
 from bilevel.errors import DataError, OptionError, reason
 
-DELIMITERS = (",", ";", "\t", "|")
-AT_ONCE = 10_000
-"""Rows of a .parquet file that are unpacked at a time."""
-MOST_COLUMNS = 21
-"""Columns of 0 and 1 for one column of text."""
-SHARE_OF_NUMBERS = 0.95
-"""The share of the values of a text column that must be numbers for it to be read as numbers."""
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
 KINDS = {
     "floating": "number",
@@ -54,18 +45,16 @@ KINDS = {
     "mixed": "holds nested or mixed values",
 }
 """For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text."""
-Frame = Any
-"""A pandas.DataFrame; pandas is an optional package without types."""
 
 
-def load_table(path: Path, label: str | None, further: dict[str, Path], labels: ClassLabels) -> Labelled:
+def load_table(path: Path, label: str | None, further: dict[str, Path], labels: LabelReader) -> Labelled:
     """Return the table as `Labelled`.
 
     `label` is the column of the labels, which `labels` reads. `further` has the tables of the parts `trusted` and
     `test`.
     """
     frame = read_table(path, label)
-    y = labels.main(frame[label], f"{path}, column {label!r}")
+    y, classes = labels(frame[label], f"{path}, column {label!r}", None)
     transformer = TableTransformer.fit(frame.drop(columns=[label]), str(path))
     infer = require("pandas", "tables").api.types.infer_dtype
     as_text = [name for name in frame.columns if infer(frame[name], skipna=True) == "string"]
@@ -73,13 +62,13 @@ def load_table(path: Path, label: str | None, further: dict[str, Path], labels: 
     for part, file in further.items():
         other = read_table(file, label, as_text)
         x = torch.from_numpy(transformer.transform(other, str(file)))
-        parts[part] = x, labels.part(other[label], f"{file}, column {label!r}")
+        parts[part] = x, labels(other[label], f"{file}, column {label!r}", classes)[0]
     return Labelled(
         name=path.stem,
         kind="table",
         x=torch.from_numpy(transformer.transform(frame, str(path))),
         y=y,
-        classes=labels.classes,
+        classes=classes,
         keys=row_keys("\x1f".join(map(str, row)).encode("utf-8", "surrogateescape") for row in frame.to_numpy(object)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
@@ -103,7 +92,7 @@ class TableTransformer:
     notes: tuple[str, ...]
 
     @classmethod
-    def fit(cls, frame: Frame, where: str) -> TableTransformer:
+    def fit(cls, frame: Any, where: str) -> TableTransformer:
         """Fit the rules on a table without its labels. `where` names it in errors."""
         kinds, values, left_out, notes = {}, {}, [], []
         for name, series in frame.items():
@@ -114,18 +103,19 @@ class TableTransformer:
                 continue
             kinds[name], values[name] = kind, found
             if kind == "number" and (strange := series[np.isnan(found) & series.notna().to_numpy()].tolist()):
-                are = agreeing(len(strange), "is not a number and counts", "are not numbers and count")
-                of = counted(len(series), "value")
-                notes.append(f"{name}: {len(strange)} of {of}, such as {strange[0]!r}, {are} as missing.")
+                notes.append(
+                    f"{name}: {len(strange)} of {counted(len(series), 'value')}, such as {strange[0]!r}, "
+                    f"{agreeing(len(strange), 'is not a number and counts', 'are not numbers and count')} as missing."
+                )
         shown = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
         if not kinds:
-            raise DataError(f"{where} has no column to learn from besides the labels{': ' * bool(shown)}{shown}.")
+            raise DataError(f"{where} has no column to learn from except the labels{': ' * bool(shown)}{shown}.")
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
         transformer = _transformer(kinds).fit(_numbered(values))
         return cls(kinds, transformer, _names(transformer, kinds), tuple(notes))
 
-    def transform(self, X: Frame, /, where: str = "the table") -> np.ndarray:
+    def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns)."""
         values = {}
         for name, kind in self.kinds.items():
@@ -141,28 +131,24 @@ class TableTransformer:
 
 
 def _transformer(kinds: dict[str, str]) -> Any:
-    """Return the sklearn.compose.ColumnTransformer for columns of these kinds, not yet fitted."""
+    """Return a sklearn.compose.ColumnTransformer for columns with these kinds; it is not fitted."""
     impute, pipeline = require("sklearn.impute", "apps"), require("sklearn.pipeline", "apps")
     numbers = [i for i, kind in enumerate(kinds.values()) if kind != "text"]
     texts = [i for i, kind in enumerate(kinds.values()) if kind == "text"]
     scaled = pipeline.make_pipeline(impute.SimpleImputer(strategy="median"), standard_scaler())
     one_hot = require("sklearn.preprocessing", "apps").OneHotEncoder(
-        max_categories=MOST_COLUMNS,
+        max_categories=21,
         handle_unknown="infrequent_if_exist",
         sparse_output=False,
         feature_name_combiner=_category_name,
     )
-    # The marks of missing values are a group of their own, so that they stay 0 and 1.
-    groups = [
-        ("numbers", scaled, numbers),
-        ("missing", impute.MissingIndicator(error_on_new=False), numbers),
-        ("texts", one_hot, texts),
-    ]
-    used = [(name, steps, columns) for name, steps, columns in groups if columns]
-    return require("sklearn.compose", "apps").ColumnTransformer(used)
+    # The marks of missing values are a separate group, so that they stay 0 and 1.
+    marks = impute.MissingIndicator(error_on_new=False)
+    groups = [("numbers", scaled, numbers), ("missing", marks, numbers), ("texts", one_hot, texts)]
+    return require("sklearn.compose", "apps").ColumnTransformer([group for group in groups if group[2]])
 
 
-def _numbered(values: dict[str, np.ndarray]) -> Frame:
+def _numbered(values: dict[str, np.ndarray]) -> Any:
     """Return a table whose columns have numbers in place of names: scikit-learn changes names with a NUL byte."""
     return require("pandas", "tables").DataFrame(dict(enumerate(values.values())))
 
@@ -171,12 +157,10 @@ def _names(transformer: Any, kinds: dict[str, str]) -> tuple[str, ...]:
     """Return the names of the columns that a fitted transformer makes."""
     numbers = [name for name, kind in kinds.items() if kind != "text"]
     texts = [name for name, kind in kinds.items() if kind == "text"]
-    steps, names = transformer.named_transformers_, list(numbers)
-    if numbers:
-        names += [f"{numbers[i]} is missing" for i in steps["missing"].features_]
-    if texts:
-        names += steps["texts"].get_feature_names_out(texts).tolist()
-    return tuple(names)
+    steps = transformer.named_transformers_
+    marks = [f"{numbers[i]} is missing" for i in steps["missing"].features_] if numbers else []
+    values = steps["texts"].get_feature_names_out(texts).tolist() if texts else []
+    return (*numbers, *marks, *values)
 
 
 def _category_name(column: str, value: object) -> str:
@@ -191,7 +175,7 @@ def kind_of(series: Any) -> str:
     if found != "string":
         return KINDS.get(found, "text")
     present = int(series.notna().sum())
-    if np.isfinite(read_column(series, "number")).sum() >= SHARE_OF_NUMBERS * present:
+    if np.isfinite(read_column(series, "number")).sum() >= 0.95 * present:
         return "number"
     return "date" if np.isfinite(read_column(series, "date")).sum() == present else "text"
 
@@ -235,7 +219,7 @@ def _useless(values: np.ndarray, kind: str) -> str:
     return "counts the rows" if counts_rows else ""
 
 
-def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Frame:
+def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Any:
     """Return the file as a pandas.DataFrame that has the column `label`.
 
     The columns `as_text` of a .csv file are read as text, without a guess of their type.
@@ -246,8 +230,8 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
     else:
         delimiter = delimiter_of(path, label)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows longer than the header
+            # pandas warns of rows that are longer than the header.
+            with warnings.catch_warnings(action="error", category=pandas.errors.ParserWarning):
                 frame = pandas.read_csv(
                     path,
                     sep=delimiter,
@@ -257,7 +241,8 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
                     dtype=dict.fromkeys(as_text, "str"),
                 )
         except (ValueError, OSError, OverflowError, pandas.errors.ParserWarning) as error:
-            raise DataError(f"{path} cannot be read as a .csv file ({_why(error)}).") from None
+            why = reason(error).removeprefix("Error tokenizing data. C error: ")
+            raise DataError(f"{path} cannot be read as a .csv file ({why}).") from None
     frame.columns = [str(name) for name in frame.columns]
     _check_label(label, list(frame.columns), path)
     if not frame.columns.is_unique:
@@ -268,19 +253,13 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Fr
     return frame
 
 
-def _why(error: Exception) -> str:
-    """Return what pandas says about a file, in plain words if a line has too many fields."""
-    found = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
-    return f"line {found[2]} has {found[3]} fields, and those before it {found[1]}" if found else reason(error)
-
-
 def delimiter_of(path: Path, label: str | None) -> str:
     """Return the delimiter of a .csv file: the first of , ; tab | that gives a column `label`.
 
-    If there is no such column, the delimiter that gives the most columns.
+    If none does, the delimiter that gives the most columns.
     """
     found: dict[str, list[str]] = {}
-    for delimiter in DELIMITERS:
+    for delimiter in (",", ";", "\t", "|"):
         with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
             found[delimiter] = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
     best = max(found, key=lambda each: (label in found[each], len(found[each])))
@@ -290,7 +269,7 @@ def delimiter_of(path: Path, label: str | None) -> str:
     return best
 
 
-def _read_parquet(path: Path) -> Frame:
+def _read_parquet(path: Path) -> Any:
     """Return the whole file, unpacked in parts: a few bytes can stand for very many equal values."""
     arrow, parquet = require("pyarrow", "tables"), require("pyarrow.parquet", "tables")
     with reading(path), parquet.ParquetFile(path) as file:
@@ -298,7 +277,7 @@ def _read_parquet(path: Path) -> Frame:
         claim = f"{rows:,} rows of {columns:,} columns"
         refuse_larger(path, COPIES * 8 * rows * columns, claim)
         batches, size = [], 0
-        for batch in file.iter_batches(batch_size=AT_ONCE):
+        for batch in file.iter_batches(batch_size=10_000):
             size += batch.nbytes
             refuse_larger(path, COPIES * size, claim)
             batches.append(batch)

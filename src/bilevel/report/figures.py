@@ -1,7 +1,7 @@
 """The figures of the pages, as inline SVG, pictures or lists.
 
 Colours come from the page (`currentColor`, `--accent`), so that figures suit light and dark. In every function `name`
-keeps the identifiers of an SVG apart from those of other figures on the page, and `label` is what a screen reader says.
+is a prefix that keeps the identifiers of an SVG unique on the page, and `label` is the text for screen readers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from bilevel.errors import OptionError
 
 INK, ACCENT = "#010203", "#040506"
 """Stand-ins that matplotlib draws with; the SVG gets the page's colours in their place."""
-FLOOR = 1e-17
-"""Where an exact zero is drawn on a logarithmic axis."""
 POINTS = 400
-"""The most points of a curve, and bars of a shape: the figure is no finer."""
+"""The most points of a curve, and bars of a shape; more would not be visible."""
 SPREAD = 50
 """The ratio of the largest to the smallest loss above which the axis is logarithmic."""
 BINS = 25
@@ -64,26 +62,6 @@ class Html(str):
         return self
 
 
-def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, label: str) -> Html:
-    """Draw error against step on a logarithmic axis: the curves thin, their median thick, the goal dashed.
-
-    A curve that ends early keeps its last value.
-    """
-    length = max(len(curve) for curve in curves)
-    padded = [[*curve, *[curve[-1]] * (length - len(curve))] for curve in curves]
-    values = np.maximum(np.array(padded, dtype=float), FLOOR)
-
-    def draw(figure: Any, axes: Any) -> None:
-        for curve in curves:
-            axes.semilogy(np.maximum(curve, FLOOR), color=ACCENT, linewidth=0.8, alpha=0.35)
-        axes.semilogy(np.median(values, axis=0), color=ACCENT, linewidth=2.4)
-        axes.axhline(goal, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7)
-        axes.set(xlabel="step", ylabel="error", xlim=(0, max(length - 1, 1)))
-        _whole_ticks(axes.xaxis, steps=[1, 2, 5, 10])
-
-    return _drawn(name, label, draw, size=(4.4, 3.0))
-
-
 def losses(
     name: str, curves: Mapping[str, Sequence[float]], step: Sequence[float] | None = None, *, label: str
 ) -> Html:
@@ -96,16 +74,14 @@ def losses(
     every = np.concatenate([curve[np.isfinite(curve)] for curve in values.values()])
     looks = ({"color": ACCENT, "linewidth": 2.2}, {"color": INK, "linewidth": 1.4, "linestyle": (0, (4, 2))})
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         for (title, curve), look in zip(values.items(), looks, strict=False):
             axes.plot(steps[kept], curve[kept], label=title, **look)
         axes.set(xlabel="step", ylabel="loss", xlim=(steps[0], max(steps[-1], steps[0] + 1)))
         if every.size and every.min() > 0 and every.max() > SPREAD * every.min():
             axes.set_yscale("log")
-        _whole_ticks(axes.xaxis, steps=[1, 2, 5, 10])
-        _legend(figure)
 
-    return _drawn(name, label, draw)
+    return drawn(name, label, draw, whole="x")
 
 
 def importances(
@@ -116,14 +92,12 @@ def importances(
     low, total = (np.histogram(np.clip(given, 0, 1), edges)[0] for given in (suspected, values))
     place: dict[str, Any] = {"x": edges[:-1], "width": 0.9 / BINS, "align": "edge"}
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         axes.bar(height=low, color=ACCENT, label="suspects", **place)
         axes.bar(height=np.maximum(total - low, 0), bottom=low, color=INK, alpha=0.3, label="other examples", **place)
         axes.set(xlabel="importance", ylabel="examples", xlim=(0, 1), ylim=(0, 1.05 * max(total.max(), 1)))
-        _whole_ticks(axes.yaxis)
-        _legend(figure)
 
-    return _drawn(name, label, draw, grid="y")
+    return drawn(name, label, draw, grid="y", whole="y")
 
 
 def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: str) -> Html:
@@ -133,11 +107,12 @@ def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: 
     figure of their shape; of more than 1,000, sorted, every few are listed.
     """
     order = np.argsort(penalties, kind="stable")
+    shown = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
     values = np.asarray(penalties, dtype=float)
     shape = _shape(name, values[_some(order, POINTS)], label) if len(order) > MOST_ALONE else ""
     lengths = np.log(values / (values.min() / 2))
     rows = [
-        f'<li><span title="{escape(names[i])}">{escape(_short(names[i]))}</span>'
+        f'<li><span title="{escape(names[i])}">{escape(shown[i])}</span>'
         f'<i><b style="width:{100 * lengths[i] / lengths.max():.1f}%"></b></i><span>{_number(values[i])}</span></li>'
         for i in _some(order, MOST_LISTED)
     ]
@@ -148,25 +123,24 @@ def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: 
 def _shape(name: str, values: np.ndarray, label: str) -> Html:
     base = values.min() / 2
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         axes.barh(np.arange(len(values)), values - base, left=base, height=1.0, color=ACCENT)
         axes.set_xscale("log")
         axes.set(xlabel="penalty", ylabel="the smallest penalty on top", ylim=(len(values) - 0.4, -0.6), yticks=[])
 
-    return _drawn(name, label, draw, grid="x")
+    return drawn(name, label, draw, grid="x", legend=False)
 
 
 def grid(name: str, points: Sequence[tuple[float, float]], tuned: float, *, label: str) -> Html:
     """Draw validation loss against a single penalty, and the loss of the tuned penalties as a dashed line."""
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         look = {"color": INK, "linewidth": 1.4, "marker": "o", "markersize": 4}
         axes.semilogx(*zip(*points, strict=True), label="single penalties", **look)
         axes.axhline(tuned, color=ACCENT, linewidth=2.0, linestyle=(0, (4, 2)), label="tuned")
         axes.set(xlabel="penalty", ylabel="validation loss")
-        _legend(figure)
 
-    return _drawn(name, label, draw)
+    return drawn(name, label, draw)
 
 
 def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) -> Html:
@@ -174,20 +148,19 @@ def accuracies(name: str, rows: Sequence[Mapping[str, float]], *, label: str) ->
     steps = [row["step"] for row in rows]
     middle, half = (np.array([100 * row[key] for row in rows]) for key in ("accuracy", "interval"))
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         axes.fill_between(steps, middle - half, middle + half, color=ACCENT, alpha=0.2, linewidth=0)
         axes.plot(steps, middle, color=ACCENT, linewidth=2.0, marker="o", markersize=3)
         low, high = axes.get_ylim()
         axes.set(xlabel="step", ylabel="accuracy, percent", ylim=(max(low, 0.0), min(high, 100.5)))
-        _whole_ticks(axes.xaxis)
 
-    return _drawn(name, label, draw)
+    return drawn(name, label, draw, whole="x", legend=False)
 
 
 def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, label: str) -> Html:
     """Draw points (n, 2), each with the colour and the mark of its class."""
 
-    def draw(figure: Any, axes: Any) -> None:
+    def draw(axes: Any) -> None:
         colors = require("matplotlib", "apps").colormaps["tab10"].colors
         for i, title in enumerate(dict.fromkeys(classes)):
             mine = points[[c == title for c in classes]]
@@ -196,10 +169,9 @@ def plane(name: str, points: NDArray[np.floating], classes: Sequence[str], *, la
             look = {"color": colors[i % 10], "markersize": 5, "alpha": 0.8, "label": named, "linestyle": "none"}
             axes.plot(mine[:, 0], mine[:, 1], "os^Dv<>PX*"[i % 10], **look)
         axes.set(xticks=[], yticks=[])
-        _legend(figure)
 
     # Names are the user's, in any script: the page has them as text, and the browser has the fonts.
-    return _drawn(name, label, draw, size=(5.2, 4.6), grid=None, style={"svg.fonttype": "none"})
+    return drawn(name, label, draw, size=(5.2, 4.6), grid=None, style={"svg.fonttype": "none"})
 
 
 def task_picture(support: Picture, queries: Picture, predictions: NDArray[np.integer], *, label: str) -> Html:
@@ -234,17 +206,19 @@ def _put(sheet: Picture, top: int, left: int, picture: Picture, side: int) -> No
 
 def amplification(pairs: Sequence[tuple[Picture, Picture]]) -> float:
     """Return the factor 1, 2, 5, 10, ... by which the largest difference of (before, after) fills the range."""
-    largest = max((int(np.abs(_difference(*pair)).max(initial=0)) for pair in pairs), default=0)
+    largest = max(
+        (int(np.abs(np.subtract(after, before, dtype=np.int64)).max(initial=0)) for before, after in pairs), default=0
+    )
     steps = [a * 10.0**b for b in range(4) for a in (1, 2, 5)]
     return max((step for step in steps if largest and step * largest <= GREY), default=1.0)
 
 
 def comparison(title: str, pair: tuple[Picture, Picture], factor: float) -> Html:
-    """Return a pair of pictures, base and poison, and their difference times `factor`, in which grey is no change."""
+    """Return a pair of pictures, base and poison, and their difference times `factor`; grey means no change."""
     before, after = pair
     if before.shape != after.shape or before.dtype != np.uint8 or after.dtype != np.uint8:
         raise OptionError(f"base and poison must be uint8 of one shape; got {before.shape}, {after.shape}.")
-    apart = np.clip(GREY + factor * _difference(before, after), 0, 255).astype(np.uint8)
+    apart = np.clip(GREY + factor * np.subtract(after, before, dtype=np.int64), 0, 255).astype(np.uint8)
     return pictures({"base": before, "poison": after, "difference": apart}, title)
 
 
@@ -256,10 +230,6 @@ def pictures(named: Mapping[str, Picture], title: str) -> Html:
         for name, picture in named.items()
     ]
     return Html(f'<div class="pictures">{"".join(found)}</div>')
-
-
-def _difference(before: Picture, after: Picture) -> NDArray[np.int64]:
-    return after.astype(np.int64) - before.astype(np.int64)
 
 
 def image(picture: Picture, *, jpeg: bool = False) -> str:
@@ -282,33 +252,26 @@ def _some(order: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= value < 1e6 else f"{value:.3g}"
 
 
-def _legend(figure: Any) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, borderaxespad=0, handlelength=1.6)
-
-
-def _whole_ticks(axis: Any, **steps: Any) -> None:
-    axis.set_major_locator(require("matplotlib.ticker", "apps").MaxNLocator(6, integer=True, **steps))
-
-
-def _drawn(
+def drawn(
     name: str,
     label: str,
-    draw: Callable[[Any, Any], None],
+    draw: Callable[[Any], None],
     *,
     size: tuple[float, float] = (4.0, 3.7),
     grid: str | None = "both",
+    whole: str = "",
+    legend: bool = True,
     style: Mapping[str, str] | None = None,
 ) -> Html:
-    """Return a figure as an <svg> element, which `draw(figure, axes)` draws; `grid` is x, y, both or None."""
+    """Return a figure as an <svg> element, which `draw(axes)` draws.
+
+    `size` is in inches. `grid` is x, y, both or None. The ticks of the axis `whole`, x or y, are whole numbers
+    (default: neither axis). `legend` shows a legend above the axes. `style` changes settings of matplotlib.
+    """
     matplotlib, canvas = require("matplotlib", "apps"), require("matplotlib.backends.backend_svg", "apps")
     buffer = io.StringIO()
     context = {**STYLE, "svg.hashsalt": name, **(style or {})}
@@ -317,7 +280,12 @@ def _drawn(
         figure = require("matplotlib.figure", "apps").Figure(figsize=size, layout="constrained")
         canvas.FigureCanvasSVG(figure)
         axes = figure.subplots()
-        draw(figure, axes)
+        draw(axes)
+        if whole:
+            locator = require("matplotlib.ticker", "apps").MaxNLocator(6, integer=True, steps=[1, 2, 5, 10])
+            getattr(axes, f"{whole}axis").set_major_locator(locator)
+        if legend:
+            figure.legend(loc="outside upper left", ncols=2, frameon=False, borderaxespad=0, handlelength=1.6)
         if grid is not None:
             axes.grid(True, axis=grid)
             axes.set_axisbelow(True)

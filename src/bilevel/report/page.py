@@ -19,10 +19,6 @@ from bilevel.report.figures import Html
 
 Facts = Sequence[tuple[str, str]]
 """Pairs (term, text)."""
-DIGITS = 6
-"""The most significant digits of a number that is not whole."""
-WHOLE = 1e15
-"""Below it, double precision has every whole number, which is shown with all its digits."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,10 @@ def read(name: str) -> str:
 
 
 def cell_text(value: object) -> str:
-    """Return the text of a value on a card: short numbers; whole numbers, which can be identifiers, keep all digits.
+    """Return the text of a value on a card: numbers with at most 6 digits.
 
-    None, NaN and pandas' marks for missing values give `missing`.
+    Whole numbers below 1e15 can be identifiers and keep all digits. None, NaN and pandas' marks for missing values give
+    `missing`.
     """
     try:
         missing = value is None or bool(value != value)
@@ -113,6 +110,6 @@ def cell_text(value: object) -> str:
     if not isinstance(value, (float, np.floating)):
         return str(value)
     number = float(value)
-    if number.is_integer() and abs(number) < WHOLE:
+    if number.is_integer() and abs(number) < 1e15:
         return str(int(number))
-    return f"{number:.{DIGITS}g}"
+    return f"{number:.6g}"

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.errors import OptionError
 from bilevel.report.figures import Html, image, importances, losses, resized
 from bilevel.report.page import Facts, Table, fill, read
 
@@ -85,7 +84,6 @@ class Review:
 
 def render_review(review: Review) -> str:
     """Return the page as text."""
-    _check(review)
     count, found = len(review.importance), len(review.suspects)
     pairs = mistaken(review.suspects, len(review.classes))
     shown = worst_first(review)
@@ -213,29 +211,3 @@ def _histogram(review: Review) -> Html:
         f"{low:.0%} lie below one half, {high:.0%} above."
     )
     return importances("importances", values, suspected, label=label)
-
-
-def _check(review: Review) -> None:
-    classes, count, pictures = len(review.classes), len(review.suspects), review.pictures
-    if not classes:
-        raise OptionError("classes must name at least one class; got none.")
-    twice = next((name for i, name in enumerate(review.classes) if name in review.classes[:i]), None)
-    if twice is not None:
-        raise OptionError(f"classes must have different names: decisions are exported by name; {twice!r} is twice.")
-    for suspect in review.suspects:
-        if not (0 <= suspect.label < classes and 0 <= suspect.suggested < classes):
-            raise OptionError(f"label and suggested must be below {classes}, the number of classes; got {suspect!r}.")
-        if not (0 <= suspect.importance <= 1 and 0 <= suspect.confidence <= 1):
-            raise OptionError(f"importance and confidence must be in [0, 1]; got {suspect!r}.")
-    if len({suspect.index for suspect in review.suspects}) < count:
-        raise OptionError("suspects must have different indexes: a decision belongs to one example.")
-    for name, given in (("pictures", pictures), ("fields", review.fields)):
-        if given is not None and len(given) != count:
-            raise OptionError(f"{name} must have one entry for each of the {count} suspects; got {len(given)}.")
-    if pictures is not None and (
-        pictures.dtype != np.uint8 or pictures.ndim not in (3, 4) or pictures.shape[3:] not in ((), (1,), (3,))
-    ):
-        raise OptionError(
-            "pictures must be uint8 of the shape (n, height, width) or (n, height, width, 3); "
-            f"got {pictures.dtype} of {pictures.shape}."
-        )

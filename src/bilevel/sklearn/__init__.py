@@ -1,4 +1,4 @@
-"""Estimators with scikit-learn's interface: `fit`, `predict`, and what was learned in attributes that end in `_`."""
+"""Estimators with scikit-learn's interface: `fit`, `predict`, and results in attributes that end in `_`."""
 
 from bilevel._util.optional import require
 

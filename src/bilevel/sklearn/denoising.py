@@ -36,7 +36,24 @@ CHUNK = 32
 """The number of rows that are predicted together; the last part is padded to it."""
 
 
-class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+class _LabelledClasses(ClassifierMixin):  # type: ignore[misc]  # scikit-learn has no types
+    """A classifier whose labels can be of any kind: `classes_` holds them, and the model predicts indices into it."""
+
+    def _indices(self, y: ArrayLike) -> np.ndarray:
+        """Set `classes_`, and return the labels as indices into it."""
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
+        return labels
+
+    def predict(self, X: ArrayLike) -> np.ndarray:
+        """Return the class of each row."""
+        indices = self.predict_proba(X).argmax(1)  # first: this raises NotFittedError before `fit`
+        return self.classes_[indices]  # type: ignore[no-any-return]
+
+
+class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc]
     """A classifier for data with some wrong labels, which also finds these labels, with the help of a few right ones.
 
     Parameters
@@ -46,11 +63,11 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         its first weights come from `random_state`. An `nn.Module` is copied with its weights. With a `module`, X can
         have more than two dimensions, as images (n, channels, height, width) have.
     hidden : the units of the default network, default (128,).
-    method, steps, batch, rate : those of `bilevel.applications.denoising.denoise`.
+    method, steps, batch, rate : as in `bilevel.applications.denoising.denoise`, with its defaults.
     trusted_share : the share of the rows that replaces the trusted rows if `fit` gets none, default 0.1.
     standardize : scale each column of X (or each channel) to mean 0 and deviation 1, as measured in `fit`, and clip at
         10 deviations. Default True.
-    device : where the module is trained and predicts; None (default): where it is.
+    device : the device for training and prediction, by default the module's.
     random_state : the same value gives the same bits.
     verbose : show a progress bar of the bilevel run if standard error is a terminal.
 
@@ -107,14 +124,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         some rows of each class. With None, a part of X replaces them, and a warning says so.
         """
         true_or_false("standardize", self.standardize)
-        steps, batch = _plain(self.steps), _plain(self.batch)
-        in_range("steps", steps, least=1, whole=True)
-        in_range("batch", batch, least=1, whole=True)
         inputs, given = self._validated(X, y)
-        check_classification_targets(given)
-        self.classes_, labels = np.unique(given, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
+        labels = self._indices(given)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         self._scale = standard_scaler().fit(_columns(inputs)) if self.standardize else None
@@ -138,8 +149,8 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             (x_trusted, y_trusted),
             module,
             method=self.method,
-            steps=steps,
-            batch=batch,
+            steps=_plain(self.steps),
+            batch=_plain(self.batch),
             rate=_plain(self.rate),
             seed=seed,
             callbacks=[Progress("importances")] if self.verbose else [],
@@ -153,12 +164,6 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.suspects_ = suspects[np.argsort(self.quality_[suspects], kind="stable")]
         self.noise_rate_ = found.noise_rate
         return self
-
-    def predict(self, X: ArrayLike) -> np.ndarray:
-        """Return the class of each row."""
-        found: np.ndarray = self.predict_proba(X).argmax(1)
-        predicted: np.ndarray = self.classes_[found]
-        return predicted
 
     def predict_proba(self, X: ArrayLike) -> np.ndarray:
         """Return the probability of each class, in the order of `classes_`."""
@@ -178,10 +183,10 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return validate_data(self, X, *y, dtype=dtype, allow_nd=self.module is not None, **rules)
 
     def _like_fitted(self, X: ArrayLike, **rules: Any) -> np.ndarray:
-        """Return further inputs, which must be like those of `fit`."""
+        """Return more inputs; they must have the shape of the inputs in `fit`."""
         found: np.ndarray = self._validated(X, reset=False, **rules)
         if found.shape[1:] != self._shape:
-            raise DataError(f"inputs must have shape {self._shape}, as those of X in fit; got {found.shape[1:]}.")
+            raise DataError(f"inputs must have shape {self._shape}, as in fit; got {found.shape[1:]}.")
         return found
 
     def _tensor(self, X: np.ndarray) -> Tensor:
@@ -212,7 +217,7 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         index = {label: i for i, label in enumerate(self.classes_.tolist())}
         if unknown := list(dict.fromkeys(label for label in labels.tolist() if label not in index)):
-            raise DataError(f"the labels of trusted must be among those of y; {unknown[:10]} are not.")
+            raise DataError(f"the labels of trusted must all occur in y; {unknown[:10]} do not.")
         return self._tensor(X), np.array([index[label] for label in labels.tolist()], dtype=np.int64)
 
     def _stand_in(self, labels: np.ndarray, random: np.random.RandomState) -> np.ndarray:
@@ -234,26 +239,24 @@ class DenoisingClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _network(self, x: Tensor, seed: int) -> nn.Module:
         """Return the network with its first weights, on its device; refuse one without one score for each class."""
-        classes = len(self.classes_)
-        module: Any = None
+        classes, module = len(self.classes_), self.module
         with seeded(seed):
-            if self.module is None:
+            if module is None:
                 hidden = np.atleast_1d(self.hidden).tolist()
                 for units in hidden:
                     in_range("hidden", units, least=1, whole=True)
                 module = mlp(x[0].numel(), hidden, classes)
-            elif isinstance(self.module, nn.Module):
-                module = copy.deepcopy(self.module)
-            elif callable(self.module):
-                module = self.module(x[0].numel(), classes)
+            elif isinstance(module, nn.Module):
+                module = copy.deepcopy(module)
+            elif callable(module):
+                module = module(x[0].numel(), classes)
         if not isinstance(module, nn.Module):
             raise OptionError(
                 "module must be None, an nn.Module, or a function of the numbers of inputs and of classes that returns "
                 f"an nn.Module; got {self.module!r}."
             )
-        network: nn.Module = module.float()
         try:
-            network = network if self.device is None else network.to(self.device)
+            network: nn.Module = module.float() if self.device is None else module.float().to(self.device)
         except (AssertionError, RuntimeError, TypeError) as error:
             raise OptionError(f"device must be one that torch has here; got {self.device!r}: {error}") from error
         if (scores := probabilities(network, x[:1]).shape) != (1, classes):

@@ -9,19 +9,16 @@ import torch
 from numpy.typing import ArrayLike
 from scipy.sparse import issparse
 from scipy.special import softmax
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bilevel._util.checks import in_range, one_of
-from bilevel.applications.tuning.caution import tune_cautiously
-from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, invertible
-from bilevel.applications.tuning.linear_tuning import tune_linear
-from bilevel.applications.tuning.sparse_inputs import from_scipy
-from bilevel.errors import DataError, OptionError
-from bilevel.sklearn.denoising import _plain
+from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, from_scipy, invertible
+from bilevel.applications.tuning.linear_tuning import Penalty, tune_cautiously
+from bilevel.errors import OptionError
+from bilevel.sklearn.denoising import _LabelledClasses, _plain
 
 AUTO = "auto"
 FULL = 0.1
@@ -31,14 +28,13 @@ FULL = 0.1
 class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """The options of both estimators, the folds, and the tuning itself."""
 
-    n_features_in_: int
     coef_: np.ndarray
     intercept_: Any
 
     def __init__(
         self,
         *,
-        penalty: str = "per-feature",
+        penalty: Penalty = "per-feature",
         folds: float = 5,
         caution: float | str = AUTO,
         steps: int = 100,
@@ -68,28 +64,24 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
         outputs = classes if classes > 2 else 1
         inputs = _inputs(X, outputs * (int(fold.max()) + 1))
         rows = Rows(inputs, torch.from_numpy(np.array(y)).to(kind), torch.from_numpy(fold), loss, outputs)
-        options: dict[str, Any] = {"steps": steps, "tolerance": tol}
-        self.caution_: float | None = None
-        if self.penalty == "single":
-            found = tune_linear(rows, penalty="single", **options)
-        elif caution == AUTO:
-            found, self.caution_ = tune_cautiously(rows, seed=int(random.randint(2**31 - 1)), **options)
-        else:
-            self.caution_ = float(caution)
-            found = tune_linear(rows, caution=self.caution_, **options)
-        if found.interrupted:
-            raise KeyboardInterrupt
+        found, self.caution_ = tune_cautiously(
+            rows,
+            penalty=self.penalty,
+            caution=None if caution == AUTO else float(caution),
+            seed=int(random.randint(2**31 - 1)),
+            steps=steps,
+            tolerance=tol,
+        )
         self.alpha_ = found.alpha.numpy()
         self.single_alpha_ = found.single
         self.valid_loss_, self.single_valid_loss_ = found.valid_loss, found.single_loss
-        self.path_ = np.array(found.path)
-        self.n_iter_ = len(found.path)
+        self.path_, self.n_iter_ = np.array(found.path), len(found.path)
         self.coef_, self.intercept_ = found.weight.numpy(), found.bias.numpy()
 
     def _fold(self, X: Any, y: np.ndarray, classes: int, seed: int) -> np.ndarray:
         """Return the fold that holds each row out, or -1 for rows that are never held out."""
         folds = _plain(self.folds)
-        if isinstance(folds, float) and not isinstance(folds, bool) and 0 < folds < 1:
+        if isinstance(folds, float) and 0 < folds < 1:
             one = StratifiedShuffleSplit if classes else ShuffleSplit
             fold = np.full(len(y), -1, dtype=np.int64)
             fold[next(one(1, test_size=folds, random_state=seed).split(X, y))[1]] = 0
@@ -101,8 +93,7 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     def _scores(self, X: ArrayLike) -> np.ndarray:
         check_is_fitted(self, "coef_")
         X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
-        scores: np.ndarray = X @ np.atleast_2d(self.coef_).T + self.intercept_
-        return scores
+        return X @ np.atleast_2d(self.coef_).T + self.intercept_  # type: ignore[no-any-return]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -112,11 +103,10 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
 
 def _inputs(X: Any, outputs: int) -> torch.Tensor:
     """Return X as a tensor, sparse only if that is faster; `outputs` counts the scores of all folds."""
-    if not issparse(X):
-        return torch.from_numpy(np.array(X, order="C"))
-    if X.nnz > FULL * X.shape[0] * X.shape[1] or invertible(X.shape[0], X.shape[1], outputs):
-        return torch.from_numpy(X.toarray())
-    return from_scipy(X)
+    rows, features = X.shape
+    if issparse(X) and X.nnz <= FULL * rows * features and not invertible(rows, features, outputs):
+        return from_scipy(X)
+    return torch.from_numpy(X.toarray() if issparse(X) else np.array(X, order="C"))
 
 
 class TunedRidge(RegressorMixin, _Tuned):  # type: ignore[misc]
@@ -166,29 +156,33 @@ class TunedRidge(RegressorMixin, _Tuned):  # type: ignore[misc]
         return self._scores(X)[:, 0]
 
 
-class TunedLogisticRegression(ClassifierMixin, _Tuned):  # type: ignore[misc]
+class TunedLogisticRegression(_LabelledClasses, _Tuned):
     """Logistic regression with a penalty for each feature, tuned by gradient on held-out rows.
 
     Minimises sum_i loss(x_i w + b, y_i) + 1/2 sum_j alpha_j |w_j|^2, as `sklearn.linear_model.LogisticRegression` does
     with one alpha = 1 / C. With three classes or more, every class has its own weights (softmax), and all weights of a
     feature share its penalty.
 
-    Parameters and attributes are those of `TunedRidge`. `valid_loss_` is the mean of -log(probability of the class),
-    `coef_` has the shape (1, features) for two classes and (classes, features) for more; `classes_` has the classes.
+    The parameters are the same as in `TunedRidge`, and so are the attributes, with these differences:
+
+    valid_loss_ : the mean of -log(probability of the class).
+    coef_ : its shape is (1, features) for two classes and (classes, features) for more.
+    classes_ : the classes.
+
+    >>> X = np.random.default_rng(0).normal(size=(60, 5))
+    >>> TunedLogisticRegression(caution=0, steps=5, random_state=0).fit(X, X[:, 0] > 0).alpha_.argmin()
+    np.int64(0)
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> TunedLogisticRegression:
         """Tune the penalties and train on all rows."""
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise DataError(f"y must have at least two classes; got 1 class, {self.classes_.tolist()[0]!r}.")
+        labels = self._indices(y)
         self._tune(X, labels, "logistic", len(self.classes_))
         return self
 
     def decision_function(self, X: ArrayLike) -> np.ndarray:
-        """Return the scores of each row: one for each class, or only that of the second of two classes."""
+        """Return the scores of each row: one for each class; with two classes, one number, high for the second."""
         scores = self._scores(X)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -197,11 +191,4 @@ class TunedLogisticRegression(ClassifierMixin, _Tuned):  # type: ignore[misc]
         scores = self._scores(X)
         if scores.shape[1] == 1:
             scores = np.hstack([np.zeros_like(scores), scores])
-        probabilities: np.ndarray = softmax(scores, axis=1)
-        return probabilities
-
-    def predict(self, X: ArrayLike) -> np.ndarray:
-        """Return the class of each row."""
-        found = self.predict_proba(X).argmax(1)
-        predicted: np.ndarray = self.classes_[found]
-        return predicted
+        return softmax(scores, axis=1)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -22,7 +23,7 @@ from rich.table import Table
 from bilevel import Penalty
 from bilevel._util.atomic_files import whole, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
-from bilevel.report.figures import convergence
+from bilevel.report.figures import ACCENT, INK, Html, drawn
 from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
 from bilevel.results import COLUMNS
@@ -33,6 +34,8 @@ GOAL = 1e-6
 GOAL_TEXT = "1e-6"
 DIMENSION = 10
 MAX_STEPS = 3000
+FLOOR = 1e-17
+"""The value at which an exact zero is drawn on a logarithmic axis."""
 HEADINGS = ("Problem", "Solved", "Median error", "Median steps", "Seconds")
 Results = dict[str, list[Attempt]]
 """The finished attempts at each problem, by its name."""
@@ -217,3 +220,22 @@ def _card(example: Example, attempts: Sequence[Attempt]) -> Card:
     figure = convergence(example.name, [a.errors for a in attempts], goal=GOAL, label=label)
     facts = [("f", text.f), ("g", text.g), ("solution", text.solutions), ("error", text.measure)]
     return Card(text.title, figure, facts, note=text.note)
+
+
+def convergence(name: str, curves: Sequence[Sequence[float]], *, goal: float, label: str) -> Html:
+    """Draw error against step on a logarithmic axis: the curves thin, their median thick, the goal dashed.
+
+    A curve that ends early keeps its last value.
+    """
+    length = max(len(curve) for curve in curves)
+    padded = [[*curve, *[curve[-1]] * (length - len(curve))] for curve in curves]
+    values = np.maximum(np.array(padded, dtype=float), FLOOR)
+
+    def draw(axes: Any) -> None:
+        for curve in curves:
+            axes.semilogy(np.maximum(curve, FLOOR), color=ACCENT, linewidth=0.8, alpha=0.35)
+        axes.semilogy(np.median(values, axis=0), color=ACCENT, linewidth=2.4)
+        axes.axhline(goal, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7)
+        axes.set(xlabel="step", ylabel="error", xlim=(0, max(length - 1, 1)))
+
+    return drawn(name, label, draw, size=(4.4, 3.0), whole="x", legend=False)

@@ -9,7 +9,7 @@ mode has no such schedule and stops when the budget is spent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from bilevel.methods.reverse_mode import ReverseMode
 from bilevel.methods.value_function import ValueFunction
 from bilevel.methods.value_gap import ValueGap
 from bilevel.problem.problem import Problem
-from bilevel.results import Solution, Status
+from bilevel.results import History, Solution, Status
 from bilevel.running.callbacks import Callback, Run
 from bilevel.running.solve import solve
 
@@ -49,12 +49,14 @@ UNROLLED = ("reverse-mode", "forward-mode")
 POINTS = 200
 """The number of points on the curve of a run."""
 TRIAL_STEPS = 4
-Unit = Literal["evaluations", "steps", "seconds"]
 
 
 @dataclass(frozen=True)
 class Start:
-    """A problem and a starting point. `error` measures (u, v), one number for each trial, if the solution is known."""
+    """A problem and a starting point, with its `data` if it has any.
+
+    `error` measures (u, v), one number for each trial, if the solution is known.
+    """
 
     problem: Problem
     u: Any
@@ -71,7 +73,7 @@ class Budget:
     10000
     """
 
-    unit: Unit
+    unit: Literal["evaluations", "steps", "seconds"]
     most: float
 
     def __post_init__(self) -> None:
@@ -93,25 +95,31 @@ class Subject:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The runs of one method, as means over the trials."""
+    """The runs of one method, as means over the trials.
+
+    - `error`: None if the solution is not known. `upper`: f. `residual`: |grad_v g|.
+    - `evaluations`: of g in one run, with the evaluations before the first step. `seconds`: the sum over all runs.
+    - `curve`: (evaluations, error), or (evaluations, f) if the solution is not known.
+    """
 
     error: float | None
-    """None if the solution is not known."""
     upper: float
     residual: float
-    """|grad_v g|"""
     evaluations: float
-    """Evaluations of g in one run, including those before the first step."""
     steps: float
     seconds: float
-    """The sum over all runs."""
     status: str
     curve: list[tuple[float, float]]
-    """(evaluations, error), or (evaluations, f) if the solution is not known."""
 
 
 def synthetic(name: str, trials: int, seed: int) -> Subject:
-    """Return one of the paper's four problems, with the starts of `bilevel demo`."""
+    """Return one of the paper's four problems, with the starts of `bilevel demo`.
+
+    `name` is "sum", "difference", "sum-singular" or "difference-singular".
+
+    >>> len(synthetic("sum", trials=3, seed=0).singles)
+    3
+    """
     singles = []
     for k in range(trials):
         example = next(e for e in examples(seed=nth(seed, k)) if e.name == name)
@@ -131,7 +139,11 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> C
     """
     runs = []
     for start in subject.starts(method):
-        steps, watch = steps_of(start, method, budget), _Watch(start, budget)
+        try:
+            steps = steps_of(start, method, budget)
+        except KeyboardInterrupt:
+            return None
+        watch = _Watch(start, budget)
         every = 1 if deterministic(method, start) else max(1, steps // POINTS)
         solution = _solve(start, method, watch.u, watch.v, steps, seed, every, [watch])
         if solution.interrupted:
@@ -153,10 +165,13 @@ def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> C
 def steps_of(start: Start, method: Method, budget: Budget) -> int:
     """Return the most upper steps that the budget pays for, at least one.
 
-    Runs a few steps on copies of the variables, and so raises what the method raises on this problem.
+    Runs a few steps on copies of the variables, and so raises what the method raises on this problem. Ctrl-C meanwhile
+    raises KeyboardInterrupt.
     """
     steps = int(budget.most) if budget.unit == "steps" else TRIAL_STEPS
     found = _solve(start, method, *copy.deepcopy((start.u, start.v)), min(steps, TRIAL_STEPS), 0, 1, [])
+    if found.interrupted:
+        raise KeyboardInterrupt
     if budget.unit == "steps":
         return max(1, steps)
     if deterministic(method, start):
@@ -168,7 +183,7 @@ def steps_of(start: Start, method: Method, budget: Budget) -> int:
 
 
 def deterministic(method: Method, start: Start) -> bool:
-    """Tell whether the method would run in deterministic mode, which has no learning rates."""
+    """Return whether the method would run in deterministic mode, which has no learning rates."""
     return isinstance(method, Penalty) and start.data is None and method.mode in (None, "deterministic")
 
 
@@ -204,19 +219,18 @@ class _Watch(Callback):
 
     def log(self, run: Run) -> bool:
         self.seconds = run.seconds
-        self._note(next(run.history.rows(len(run.history) - 1)))
+        self._note(run.history)
         used = {"evaluations": self.curve[-1][0], "steps": 0.0, "seconds": self.seconds}
         self.spent = used[self.budget.unit] >= self.budget.most
         return self.spent
 
     def end(self, solution: Solution) -> None:
         """Record the end of the run, which is after the last step that was logged."""
-        if len(solution.history):
-            self._note(next(solution.history.rows(len(solution.history) - 1)))
-        elif not self.curve:
-            self.curve = [(0.0, self.upper)]
+        self._note(solution.history)
 
-    def _note(self, row: Mapping[str, float]) -> None:
+    def _note(self, history: History) -> None:
+        last = history.rows(max(0, len(history) - 1))
+        row = next(last, {"upper": self.upper, "evaluations": 0.0})  # without a step, the start is the only point
         self.upper, evaluations = float(row["upper"]), float(row["evaluations"])
         if self.curve and self.curve[-1][0] == evaluations:
             self.curve.pop()

@@ -8,7 +8,7 @@
 A has half as many rows as columns, so the lower solution of the last two is a plane, not a point. With
 P = A'(AA')^-1 A, the projection on the row space of A, the paper measures |(P(u - 1/2), P(v - 1/2))| and |(Pu, v)|.
 
-For `sum-singular` the paper names u = v = 1/2 + p as solutions, for any p with Ap = 0. All of these solve the lower
+For `sum-singular` the paper names u = v = 1/2 + p as solutions, for any p with Ap = 0. They all solve the lower
 problem, but f depends on p, and only u = v = P(1/2) minimises it. `error` is the paper's measure; `distance`, which is
 never smaller, is the distance to the nearest solution.
 
@@ -36,14 +36,16 @@ Points = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Example:
-    """A problem whose solutions are known."""
+    """A problem whose solutions are known.
+
+    `nearest` maps (u, v) to the nearest solution. `residuals` maps (u, v) to the two vectors whose joint norm is the
+    paper's error. `dimension` is the size of u and of v.
+    """
 
     name: str
     problem: Problem
     nearest: Points
-    """Maps (u, v) to the nearest solution."""
     residuals: Points
-    """Maps (u, v) to the two vectors whose joint norm is the paper's error."""
     dimension: int
 
     def start(self, seed: int) -> tuple[Tensor, Tensor]:
@@ -95,35 +97,32 @@ def examples(dimension: int = 10, seed: int = 0, trials: int | None = None) -> l
         problem = Problem(lambda u, v, batch: f(u, v), lambda u, v, batch: g(u, v), trials=trials)
         return Example(name, problem, nearest, residuals, dimension)
 
-    def squares(u: Tensor, v: Tensor) -> Tensor:
-        return square(u) + square(v)
-
-    def total(u: Tensor, v: Tensor) -> Tensor:
-        return square(1 - u - v)
-
-    def gap(u: Tensor, v: Tensor) -> Tensor:
-        return square(u - v)
-
-    def singular_total(u: Tensor, v: Tensor) -> Tensor:
-        return square(times(A, 1 - u - v))
-
-    def singular_gap(u: Tensor, v: Tensor) -> Tensor:
-        return square(times(A, u - v))
-
     return [
-        example("sum", squares, total, lambda u, v: (half, half), lambda u, v: (u - half, v - half)),
-        example("difference", lambda u, v: square(v) - gap(u, v), gap, lambda u, v: (zero, zero), lambda u, v: (u, v)),
+        example(
+            "sum",
+            lambda u, v: square(u) + square(v),
+            lambda u, v: square(1 - u - v),
+            lambda u, v: (half, half),
+            lambda u, v: (u - half, v - half),
+        ),
+        example(
+            "difference",
+            lambda u, v: square(v) - square(u - v),
+            lambda u, v: square(u - v),
+            lambda u, v: (zero, zero),
+            lambda u, v: (u, v),
+        ),
         example(
             "sum-singular",
-            squares,
-            singular_total,
+            lambda u, v: square(u) + square(v),
+            lambda u, v: square(times(A, 1 - u - v)),
             lambda u, v: (P @ half, P @ half),
             lambda u, v: (times(P, u - half), times(P, v - half)),
         ),
         example(
             "difference-singular",
-            lambda u, v: square(v) - singular_gap(u, v),
-            singular_gap,
+            lambda u, v: square(v) - square(times(A, u - v)),
+            lambda u, v: square(times(A, u - v)),
             lambda u, v: (u - times(P, u), zero),
             lambda u, v: (times(P, u), v),
         ),
@@ -140,9 +139,9 @@ def times(A: Tensor, x: Tensor) -> Tensor:
     return (A @ x[..., None])[..., 0]
 
 
-def nth(seed: int, k: int) -> int:
-    """Return the seed of trial k; no two seeds share a trial."""
-    return int(np.random.SeedSequence([seed, k]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def nth(seed: int, *k: int) -> int:
+    """Return the seed of trial k, or of the purpose with these numbers; no two seeds share a trial or a purpose."""
+    return int(np.random.SeedSequence([seed, *k]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def matrices(dimension: int, seed: int, trials: int) -> Tensor:
@@ -156,5 +155,4 @@ def _matrix(dimension: int, seed: int) -> Tensor:
 
 def _generator(seed: int, name: str) -> torch.Generator:
     """Return a generator for one purpose, independent of other seeds and purposes."""
-    mixed = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(mixed >> np.uint64(1)))
+    return torch.Generator().manual_seed(nth(seed, *name.encode()))

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -42,15 +41,18 @@ Noise = Literal["symmetric", "asymmetric"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data with a trusted set. `truth` has the labels before `noise` made some of them wrong on purpose."""
+    """Data with a trusted set.
+
+    - `truth`: the labels before `noise` made some of them wrong on purpose.
+    - `held_out`: whether `data.test` is a part of the trusted set.
+    - `notes`: for the user. `drawn`: the numbers of the rows that were drawn as trusted.
+    """
 
     data: Labelled
     truth: Tensor | None = None
     held_out: bool = False
-    """Whether `data.test` is a part of the trusted set."""
     notes: tuple[str, ...] = ()
     drawn: tuple[int, ...] = ()
-    """The numbers of the rows that were drawn as trusted."""
 
     @property
     def trusted(self) -> Pair:
@@ -59,14 +61,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The result of `clean`. Accuracies are fractions of 1, by the name of the training."""
+    """The result of `clean`.
+
+    `accuracies` are fractions of 1, by the name of the training. If the wrong labels are known, `auc` is the AUC of the
+    quality as a sign of a right label, and `f1` the F1 score of the suspects.
+    """
 
     denoised: Denoised
     accuracies: dict[str, float]
     auc: float | None
-    """The AUC of the quality as a sign of a right label, if the wrong labels are known."""
     f1: float | None
-    """The F1 score of the suspects, if the wrong labels are known."""
     notes: tuple[str, ...]
 
 
@@ -77,16 +81,20 @@ def prepare(
 
     - `trusted`: the number of rows to draw as trusted if the data has none; default 10 for each class. They are drawn
       before `noise`, so their labels are the original ones.
-    - `noise`: the share of labels to make wrong, default none; `kind` is "symmetric" or "asymmetric".
+    - `noise`: the share of labels to make wrong, default none; `kind` is "symmetric" (default) or "asymmetric".
+    - `seed` (0): of all draws.
 
     >>> from bilevel.data import load
     >>> prepare(load("digits"), trusted=200, noise=0.3).data.count  # doctest: +SKIP
     """
     in_range("noise", noise, least=0, below=1)
     rows: tuple[int, ...] = ()
-    notes, truth, held_out = list(data.notes), None, False
+    notes, truth, unmeasured = list(data.notes), None, data.test is None
     if data.trusted is None:
-        before, data = data, _with_trusted(data, trusted or PER_CLASS * len(data.classes), seed)
+        count = trusted or PER_CLASS * len(data.classes)
+        if count >= data.count:
+            raise OptionError(f"trusted must be below the {data.count} rows of {data.name}; got {count}.")
+        before, data = data, split_trusted(data, count, seed)
         rows = tuple(sorted(set(before.positions.tolist()) - set(data.positions.tolist())))
         if noise is None:
             notes.append(
@@ -105,48 +113,35 @@ def prepare(
         data = replace(data, y=corrupt(data.y, noise, len(data.classes), seed, kind))
     _check_classes(data)
     notes += _duplicates(data)
-    if data.test is None:
-        data, held_out, more = _held_out(data, seed)
-    else:
-        data, more = _untrained(data)
+    data, more = _held_out(data, seed) if unmeasured else _untrained(data)
     notes += more
     if data.test is not None:
-        count = data.count
-        data, truth, more = _apart(data, truth)
+        kept, more = _apart(data.x, data.part("test"), "in the test set or the held-out part")
+        if more:
+            data, truth = data.select(np.flatnonzero(kept.numpy())), truth if truth is None else truth[kept]
+            _check_classes(data, len(kept) - data.count)
         notes += more
-        _check_classes(data, count - data.count)
-    return Prepared(data, truth, held_out, tuple(notes), rows)
+    return Prepared(data, truth, unmeasured and data.test is not None, tuple(notes), rows)
 
 
-def _with_trusted(data: Labelled, drawn: int, seed: int) -> Labelled:
-    if drawn >= data.count:
-        raise OptionError(f"trusted must be below the {data.count} rows of {data.name}; got {drawn}.")
-    return split_trusted(data, drawn, seed)
-
-
-def _held_out(data: Labelled, seed: int) -> tuple[Labelled, bool, list[str]]:
-    """Move a fifth of the trusted set into the test set if that is possible; return the data, whether it was, notes."""
-    kept = data.part("trusted")
+def _held_out(data: Labelled, seed: int) -> tuple[Labelled, list[str]]:
+    """Move a fifth of the trusted set into the test set if that is possible; return the data and notes."""
+    kept, unmeasured = data.part("trusted"), "No accuracy is measured: the data has no test set, and "
     count, least = len(kept[1]), int(torch.bincount(kept[1])[torch.unique(data.y)].min())
     if count < LEAST_TRUSTED or least < LEAST_OF_CLASS:
         note = (
-            f"No accuracy is measured: there is no test set, and the trusted set, with {counted(count, 'row')} and "
-            f"{least} of its rarest class, is too small to hold a part out: that needs {LEAST_TRUSTED} rows, and "
-            f"{LEAST_OF_CLASS} of each class."
+            f"the trusted set, with {counted(count, 'row')} and {least} of its rarest class, is too small to hold a "
+            f"part out: that needs {LEAST_TRUSTED} rows, and {LEAST_OF_CLASS} of each class."
         )
-        return data, False, [note]
+        return data, [unmeasured + note]
     whole = Labelled(data.name, data.kind, *kept, data.classes, [""] * count)
     parted = split_test(whole, share=HELD_OUT, seed=seed)
-    part = counted(count - parted.count, "row")
     try:
         data, notes = _untrained(replace(data, trusted=(parted.x, parted.y), test=parted.test), "held-out part")
     except DataError:
-        note = (
-            "No accuracy is measured: there is no test set, and no part of the trusted set can be held out, because "
-            "its rows are also in the rest of it."
-        )
-        return data, False, [note]
-    return data, True, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
+        return data, [unmeasured + "no part of the trusted set can be held out: its rows are also in the rest of it."]
+    part = counted(count - parted.count, "row")
+    return data, [f"A fifth of the trusted set, {part}, is held out to measure accuracies.", *notes]
 
 
 def _check_classes(data: Labelled, out: int = 0) -> None:
@@ -173,46 +168,34 @@ def _check_classes(data: Labelled, out: int = 0) -> None:
 def _duplicates(data: Labelled) -> list[str]:
     """Return a note on rows that are also in the trusted set. They stay: the trusted set decides their importance."""
     twins = _twins(data.x, data.part("trusted"))
-    found = [(twin, int(label)) for twin, label in zip(twins, data.y, strict=True) if twin is not None]
-    if not found:
+    other = [twin != label for twin, label in zip(twins, data.y.tolist(), strict=True) if twin is not None]
+    if not other:
         return []
-    other = sum(a != b for a, b in found)
-    stay = agreeing(len(found), "it stays in", "they stay in")
-    return [f"{_also(len(found), 'in the trusted set')}, {other} of them with another label; {stay}."]
+    stay = agreeing(len(other), "it stays in", "they stay in")
+    return [f"{_also(len(other), 'in the trusted set')}, {sum(other)} of them with another label; {stay}."]
 
 
 def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[str]]:
     """Remove the test rows that are in the trusted set, which is trained on; `name` is the name of the test part."""
     x, y = data.part("test")
-    rows = torch.tensor([twin is None for twin in _twins(x, data.part("trusted"))])
-    if bool(rows.all()):
-        return data, []
-    if not bool(rows.any()):
+    kept, notes = _apart(x, data.part("trusted"), "in the trusted set, which is trained on", f" of the {name}")
+    if notes and not bool(kept.any()):
         raise DataError(
             f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Give "
             "another one, or none."
         )
-    out = int((~rows).sum())
-    note = _also(out, "in the trusted set, which is trained on", f" of the {name}")
-    return replace(data, test=(x[rows], y[rows])), [f"{note}; {_left_out(out)}."]
+    return replace(data, test=(x[kept], y[kept])), notes
 
 
-def _apart(data: Labelled, truth: Tensor | None) -> tuple[Labelled, Tensor | None, list[str]]:
-    """Remove the rows that are in the test set, which must not be trained on."""
-    rows = np.flatnonzero([twin is None for twin in _twins(data.x, data.part("test"))])
-    out = data.count - len(rows)
-    if not out:
-        return data, truth, []
-    note = f"{_also(out, 'in the test set or the held-out part')}; {_left_out(out)}."
-    return data.select(rows), truth if truth is None else truth[torch.from_numpy(rows)], [note]
+def _apart(x: Tensor, pair: Pair, place: str, part: str = "") -> tuple[Tensor, list[str]]:
+    """Return which rows of x are not in the pair, and a note on the other rows."""
+    kept = torch.tensor([twin is None for twin in _twins(x, pair)], dtype=torch.bool)
+    out = int((~kept).sum())
+    return kept, [f"{_also(out, place, part)}; {agreeing(out, 'it is left out', 'they are left out')}."] * bool(out)
 
 
 def _also(count: int, place: str, part: str = "") -> str:
     return f"{counted(count, 'row')}{part} {agreeing(count, 'is', 'are')} also {place}"
-
-
-def _left_out(count: int) -> str:
-    return agreeing(count, "it is left out", "they are left out")
 
 
 def _twins(x: Tensor, pair: Pair) -> list[int | None]:
@@ -238,8 +221,8 @@ def clean(
 ) -> Cleaned:
     """Denoise, then train the classifiers that the result is compared with, in as many steps as a round of `denoise`.
 
-    `baselines=False` leaves these out. `tell(stage, done, total)` is called in all trainings. The other options are
-    those of `denoise`.
+    `baselines=False` leaves these out. `tell(stage, done, total)` is called in all trainings. For the other options see
+    `denoise`.
     """
     data = prepared.data
     first = copy.deepcopy(model)
@@ -257,31 +240,31 @@ def clean(
         precision=precision,
         watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
     )
+    total = denoised.settings["final_steps"]
+
+    def measured(name: str, x: Tensor, y: Tensor) -> float:
+        rival = copy.deepcopy(first)
+        fit(
+            rival,
+            x,
+            y,
+            steps=total,
+            batch=denoised.settings["batch"],
+            rate=denoised.settings["rate"],
+            seed=derived(seed, "rivals"),
+            augment=augment,
+            precision=precision,
+            checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
+            watch=lambda done: tell(f"comparing: {name}", done, total),
+        )
+        return accuracy(rival, data.part("test"))
+
     accuracies: dict[str, float] = {}
     if data.test is not None:
         accuracies["denoised"] = accuracy(model, data.test)
-        for name, (x, y) in _rivals(prepared) if baselines else ():
-            rival, total = copy.deepcopy(first), denoised.settings["final_steps"]
-            fit(
-                rival,
-                x,
-                y,
-                steps=total,
-                batch=denoised.settings["batch"],
-                rate=denoised.settings["rate"],
-                seed=derived(seed, "rivals"),
-                augment=augment,
-                precision=precision,
-                checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
-                watch=partial(_report, tell, f"comparing: {name}", total),
-            )
-            accuracies[name] = accuracy(rival, data.test)
+        accuracies |= {name: measured(name, *pair) for name, pair in (_rivals(prepared) if baselines else ())}
     auc, f1 = _scores(prepared, denoised)
     return Cleaned(denoised, accuracies, auc, f1, _advice(prepared, accuracies))
-
-
-def _report(tell: Tell, stage: str, total: int, done: int) -> None:
-    tell(stage, done, total)
 
 
 def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
@@ -303,7 +286,7 @@ def _scores(prepared: Prepared, found: Denoised) -> tuple[float | None, float | 
 
 
 def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]:
-    """Return a note for each way of training that does as well as denoising, as far as the measured rows can tell."""
+    """Return a note for each way of training that does as well as denoising, as far as the measured rows show."""
     if "denoised" not in accuracies:
         return ()
     ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
@@ -313,12 +296,12 @@ def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]
     }
     rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
     found = [
-        f"For a classifier, training on {text} is as good or better, as far as the {rows} can tell: "
+        f"For a classifier, training on {text} is as good or better, as far as the {rows} show: "
         f"{100 * theirs:.1f}% against {100 * ours:.1f}%."
         for name, text in ways.items()
         if (theirs := accuracies.get(name)) is not None and theirs >= ours - _margin(ours, theirs, count)
     ]
-    return (*found, "The suspects may be worth a look all the same.") if found else ()
+    return (*found, "The suspects can still be worth a look.") if found else ()
 
 
 def _margin(a: float, b: float, count: int) -> float:
@@ -332,7 +315,7 @@ def as_bytes(x: Tensor) -> np.ndarray:
 
 
 def is_bytes(x: Tensor) -> bool:
-    """Tell whether bytes can represent the inputs; others, such as sixteenths, would be rounded."""
+    """Return whether bytes can represent the inputs; others, such as sixteenths, would be rounded."""
     return bool(torch.equal(_bytes(x).float() / 255, x))
 
 
@@ -350,11 +333,6 @@ def thumbnails(x: Tensor, rows: Tensor, side: int) -> np.ndarray:
     """Return pictures of some rows of images, in grey or colour, with no side longer than `side`."""
     channels = 3 if x.shape[1] >= 3 else 1
     scale = min(1.0, side / max(x.shape[2:]))
-    found = []
-    for part in torch.split(rows, 256):
-        small = x[part, :channels]
-        if scale < 1:
-            size = [max(1, round(scale * length)) for length in x.shape[2:]]
-            small = interpolate(small, size=size, mode="area")
-        found.append(as_bytes(small))
-    return np.concatenate(found) if found else as_bytes(x[:0, :channels])
+    size = [max(1, round(scale * length)) for length in x.shape[2:]]
+    small = (interpolate(x[part, :channels], size=size, mode="area") for part in torch.split(rows, 256))
+    return np.concatenate([as_bytes(part) for part in small])

@@ -113,6 +113,7 @@ def denoise(
     - `rate`: the learning rate of the trainings; default 1e-3 before the run and, after it, the rate that the penalty
       method chose for the lower level.
     - `augment`: changes inputs at random, in the run and in the trainings.
+    - `seed` (0): of all random draws.
     - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
     - `callbacks`, `engine` and `precision` are passed to `solve`; `watch(stage, done, total)` is called in the
       trainings.

@@ -1,4 +1,4 @@
-"""Training and trusted examples as tensors, with errors that say what is wrong with them or with the model."""
+"""Training and trusted examples as tensors, with errors that name the fault in them or in the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,17 @@ def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[
             f"model must take inputs of shape {tuple(x.shape[1:])} and give one score for each class; it fails: "
             f"{reason(error)}."
         ) from error
-    _refuse_labels(y, y_trusted, classes)
+    for name, labels in (("train", y), ("trusted", y_trusted)):
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise DataError(
+                f"the labels of {name} must be 0 to {classes - 1}, as the model has {counted(classes, 'score')}; got "
+                f"{int(labels.min())} to {int(labels.max())}."
+            )
+    if missing := sorted(set(y.tolist()) - set(y_trusted.tolist())):
+        raise DataError(
+            f"the trusted set must have an example of every class of train; it has none of {missing[:10]}. Add some, "
+            "or leave these classes out of train."
+        )
     return (x, y), (x_trusted, y_trusted), classes
 
 
@@ -111,18 +121,3 @@ def _kind(part: Any) -> str:
         return str(np.asarray(part).dtype)
     except ValueError:
         return "rows of different lengths"
-
-
-def _refuse_labels(y: Tensor, y_trusted: Tensor, classes: int) -> None:
-    """Refuse labels that do not fit the model or each other."""
-    for name, labels in (("train", y), ("trusted", y_trusted)):
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            raise DataError(
-                f"the labels of {name} must be 0 to {classes - 1}, as the model has {counted(classes, 'score')}; got "
-                f"{int(labels.min())} to {int(labels.max())}."
-            )
-    if missing := sorted(set(y.tolist()) - set(y_trusted.tolist())):
-        raise DataError(
-            f"the trusted set must have an example of every class of train; it has none of {missing[:10]}. Add some, "
-            "or leave these classes out of train."
-        )

@@ -28,14 +28,17 @@ BATCH = 500
 """The number of images that are embedded at once."""
 Start = Literal["means", "random"]
 Tell = Callable[[int, int], None]
-"""Called as tell(done, total) with the number of images that are embedded."""
+"""Called with the number of embedded images and the number of all images."""
 BACKBONES = ("conv4", "resnet")
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training settings that depend on the size of a representation: the rate and the decay of AdamW, the scale of
-    the cosines, and whether a square of each colour image is erased (`crop_flip_and_erase`)."""
+    """The training settings that depend on the size of a representation.
+
+    - `rate` (2e-3), `decay` (0): of AdamW. `scale` (10): the factor on the cosines.
+    - `erase` (False): whether a square of each colour image is erased (`crop_flip_and_erase`).
+    """
 
     rate: float = 2e-3
     decay: float = 0.0
@@ -44,9 +47,9 @@ class Training:
 
 
 TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=4.0, erase=True, scale=20.0)}
-"""The settings by the name of the backbone. Those of `resnet` were the best on meta-validation classes of CIFAR-FS with
-3,000 steps; no other scale was tried with this decay. Those of `conv4` were not: proximity 1 has 0.3 points more, and
-is less exact."""
+"""The settings by the name of the backbone. Those for `resnet` were the best on meta-validation classes of CIFAR-FS
+with 3,000 steps; no other scale was tried with this decay. For `conv4`, proximity 1 has 0.3 points more, and is less
+exact."""
 
 
 def backbone(name: str, channels: int) -> nn.Module:
@@ -64,7 +67,7 @@ def backbone(name: str, channels: int) -> nn.Module:
 
 
 class CosineClassifier(nn.Module):
-    """A linear classifier for each of several tasks; its scores are cosines times `scale`."""
+    """A linear classifier for each of several tasks, with random weights; its scores are cosines times `scale` (10)."""
 
     def __init__(
         self,
@@ -122,8 +125,10 @@ def task_loss(v: CosineClassifier, features: Tensor, labels: Tensor) -> Tensor:
 
 
 def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity: float) -> Tensor:
-    """Return g: the loss of the support plus `proximity` / 2 times the squared distance of the weights from the class
-    means."""
+    """Return g: the loss of the support, plus a term that keeps the weights near the class means.
+
+    The term is `proximity` / 2 times the squared distance of the weights from the means.
+    """
     loss = task_loss(v, support, labels)
     if not proximity:
         return loss
@@ -143,7 +148,8 @@ def embed(
 ) -> Tensor:
     """Return the representation of images given as bytes, in evaluation mode, on the representation's device.
 
-    `tell(done, total)` is called before each batch and at the end.
+    `batch` (500) images are computed at once, in `precision` (by default the representation's). `tell(done, total)` is
+    called before each batch and at the end.
     """
     first, found = next(representation.parameters()), []
     with evaluating(representation), reduced(precision, first.device):

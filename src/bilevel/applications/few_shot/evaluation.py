@@ -39,13 +39,15 @@ ADAPT_RATE = 0.05
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The accuracy of each task."""
+    """The accuracy of each task.
+
+    `index` has the numbers of the tasks' images, as the sampler drew them; `predictions` the predicted class, within
+    the task, of each query.
+    """
 
     accuracies: Tensor
     index: Tensor
-    """The numbers of the tasks' images, as the sampler drew them."""
     predictions: Tensor
-    """The predicted class, within the task, of each query."""
 
     @property
     def accuracy(self) -> float:
@@ -73,7 +75,9 @@ def adapt(
 ) -> CosineClassifier:
     """Train a classifier for each task on its support (tasks, ways * shots, features), all tasks at once.
 
-    `start` is "means" (of the classes) or "random"; `optimizer` is a factory, default gradient descent at 0.05.
+    - `steps` (100), `optimizer`: a factory, default gradient descent at 0.05.
+    - `scale` (10): the factor on the cosines. `proximity` (5): see `meta_train`.
+    - `start`: "means" (of the classes, default) or "random".
     """
     tasks, images, features = support.shape
     v = CosineClassifier(tasks, features, ways, scale=scale, device=support.device, dtype=support.dtype)
@@ -105,7 +109,7 @@ def adapt_and_evaluate(
     """Train a classifier on the support of each task, with a fixed representation, and test it on the queries.
 
     The representation is in evaluation mode, so its output for an image depends on no other image. `tasks` (600) tasks
-    are drawn from `seed`; `steps` (100), `scale`, `proximity`, `start` and `optimizer` are those of `adapt`.
+    are drawn from `seed`; `steps` (100), `scale`, `proximity`, `start` and `optimizer` are passed to `adapt`.
     `tell(done, total)` counts the embedded images, which take most of the time.
 
     >>> adapt_and_evaluate(network, sampler, tasks=600).accuracy  # doctest: +SKIP
@@ -138,7 +142,7 @@ def embedded_tasks(
     precision: Precision | None = None,
     tell: Tell = lambda done, total: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tasks as numbers of images, the features of these images, and the tasks as rows of the features."""
+    """Return tasks as numbers of images, the features of their images, and the tasks as rows of the features."""
     index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
     used, place = torch.unique(index, return_inverse=True)
     z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
@@ -150,9 +154,8 @@ class Best:
 
     def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
         self.representation, self.folder = representation, folder
-        self.state: dict[str, Any] | None = None
-        if folder is not None and checkpoint.exists(folder):
-            self.state = checkpoint.load(folder)
+        resumes = folder is not None and checkpoint.exists(folder)
+        self.state: dict[str, Any] | None = checkpoint.load(folder) if folder is not None and resumes else None
 
     def update(self, step: int, accuracy: float) -> None:
         """Keep the present weights if the accuracy is better than before."""
@@ -194,11 +197,10 @@ class Validation(Callback):
         self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
         self.file, self.deadline, self.options = file, deadline, options
         self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
-        self.rows: list[dict[str, float]] = []
-        self.spent = 0.0
-        if file is not None and file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            self.rows, self.spent = kept["rows"], kept["spent"]
+        text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else '{"rows": [], "spent": 0.0}'
+        kept = json.loads(text)
+        self.rows: list[dict[str, float]] = kept["rows"]
+        self.spent: float = kept["spent"]
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]

@@ -46,12 +46,15 @@ from bilevel.running.solve import solve
 GAMMA, LOWER_STEPS = 4.0, 10
 """A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient."""
 REACH = 0.864
-"""The lower rate times the curvature of F, to which the loss adds about 1 besides the proximity; from 2 on, F rises."""
+"""The lower rate times the curvature of F, to which the loss adds about 1; from 2 on, F rises."""
 UPPER_RATE = TRAINING["conv4"].rate
 
 
 class Episodes:
-    """The bilevel problem of a sampler's tasks: the images are on the device, and a batch has the numbers of some."""
+    """The bilevel problem of a sampler's tasks: the images are on `device`, and a batch has the numbers of some images.
+
+    `start` ("means"), `proximity` (5) and `augment` (None) are as in `meta_train`.
+    """
 
     def __init__(
         self,
@@ -152,8 +155,9 @@ def meta_train(
 
     - `steps`: meta-batches to learn from.
     - `method`: any method of the library; default `default_method(proximity=proximity)`.
-    - `scale`: the factor on the cosines (10); `start`: where the classifiers start, "means" or "random", from which the
-      ten steps of the default method are too few.
+    - `scale`: the factor on the cosines (10).
+    - `start`: the first classifiers, "means" or "random". From "random", the ten steps of the default method are too
+      few.
     - `proximity` (5): g has half of it times the squared distance of the class weights from the class means.
     - `augment`: changes images at random.
     - `engine`: as in `solve`; by default the steps are captured on a GPU, and nothing is compiled.
@@ -192,7 +196,7 @@ def meta_train(
 
 
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
-    """Return how many features the representation has for an image; refuse one that does not return a row."""
+    """Return how many features the representation gives for an image; refuse one that does not return a row."""
     if next(representation.parameters(), None) is None:
         raise OptionError("representation must have parameters; this module has none.")
     try:

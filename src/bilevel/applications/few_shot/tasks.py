@@ -37,13 +37,13 @@ class TaskSampler:
         tasks: int = 30,
         episodes: int = EPISODES,
     ) -> None:
-        for name, value in (("ways", ways), ("shots", shots), ("queries", queries), ("tasks", tasks)):
-            in_range(name, value, least=2 if name == "ways" else 1, whole=True)
-        in_range("episodes", episodes, least=1, whole=True)
+        in_range("ways", ways, least=2, whole=True)
+        for name, value in {"shots": shots, "queries": queries, "tasks": tasks, "episodes": episodes}.items():
+            in_range(name, value, least=1, whole=True)
         if ways > len(classes.names):
             raise OptionError(
                 f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (a folder "
-                f"is split into three parts, the smallest of which has 16% of its classes); got {ways}. Give more "
+                f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Give more "
                 "classes, or ask for fewer ways."
             )
         few = [count for count in classes.counts if count < shots + queries]

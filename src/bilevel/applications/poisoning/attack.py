@@ -9,8 +9,8 @@ the extra term mu/2 |v - w|^2, which acts on further training from w like a limi
 Tibshirani, *A continuous-time view of early stopping for least squares*, AISTATS 2019). A victim that is trained from
 scratch does not start at w, so the effect of the points on it must be measured.
 
-`evaluate` measures it: it trains the victim from scratch on clean data and poison. The lower variable of the attack is
-no evidence.
+`evaluate` measures it: it trains the victim from scratch on clean data and poison. The lower variable of the attack
+proves nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,17 @@ from bilevel._util.checks import in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.bounds import Bound, Within, norms
 from bilevel.applications.poisoning.goals import Goal
-from bilevel.applications.poisoning.victims import Features, Loss, Recipe, decayed, mapped, row_losses, trained
-from bilevel.applications.poisoning.whitened_victim import Whitened, whitened
+from bilevel.applications.poisoning.victims import (
+    Features,
+    Loss,
+    Recipe,
+    Whitened,
+    decayed,
+    mapped,
+    row_losses,
+    trained,
+    whitened,
+)
 from bilevel.applications.training import probabilities
 from bilevel.data import Pair
 from bilevel.errors import DataError, ProblemError
@@ -55,17 +64,19 @@ TETHER = 0.03
 
 @dataclass(frozen=True)
 class Poison:
-    """The points of an attack, and their distances from where they began."""
+    """The points of an attack, `x` with `labels`, and their distances `l2` and `linf` from their start, `base`.
+
+    `rows` are the rows of the bases in the set that they were drawn from. `solution` is None if the points were not
+    moved, as in label flipping.
+    """
 
     x: Tensor
     labels: Tensor
     base: Tensor
     rows: Tensor
-    """The rows of the bases in the set that they were drawn from."""
     l2: Tensor
     linf: Tensor
     solution: Solution | None
-    """None if the points were not moved, as in label flipping."""
     seconds: float
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -77,12 +88,11 @@ class Poison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A victim trained from scratch, and its accuracies on a test set, as fractions of 1."""
+    """A victim trained from scratch, its predictions on a test set, and its accuracies, also `by_class`, up to 1."""
 
     model: nn.Module
     accuracy: float
     by_class: dict[int, float]
-    """The accuracy on each class of the test set."""
     predicted: Tensor
 
     def share(self, test: Pair, source: int, wanted: int) -> float:
@@ -122,7 +132,7 @@ def attack(
     - `method`: default `default_method`, a `Penalty`.
     - `box`: the least and the largest input, default (0, 1); `bound`: how far a point can be from its base.
     - `steps`: default 500. `batch`: default 200, or all data in every step with at most 5,000 training examples.
-    - `whiten`: attack a softmax regression in whitened coordinates (see `whitened_victim`), default True.
+    - `whiten`: attack a softmax regression in whitened coordinates (see `Whitened`), default True.
     - `tether`: mu, the price of the distance from the victim trained on clean data; by default 0 for a victim that is
       whitened or trained by L-BFGS, and 0.03 for others.
     - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
@@ -162,7 +172,12 @@ def attack(
     data = None if batch is None else (_loader(pair, batch), _loader((x, y), batch))
     options: dict[str, Any] = {"max_steps": steps, "seed": seed, "callbacks": callbacks, "hypergradient": False}
     solution = solve(problem, method, u, v, data, checkpoint=checkpoint, resume=resume, **options)
-    _check_end(solution)
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    if solution.status is Status.DIVERGED:
+        raise ProblemError(
+            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
+        )
     settings = {
         "steps": steps,
         "batch": batch,
@@ -172,7 +187,9 @@ def attack(
         "tether": tether,
         "method": type(method).__name__,
         "options": method.describe(),
-    } | within.describe()
+        "epsilon": bound and bound.epsilon,
+        "norm": bound and bound.norm,
+    }
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
 
 
@@ -187,35 +204,24 @@ def _converted(goal: Goal, x: Tensor, dtype: torch.dtype) -> Goal:
     return replace(goal, base=goal.base.to(dtype), x=goal.x.to(dtype), collide=collide)
 
 
-def _check_end(solution: Solution) -> None:
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    if solution.status is Status.DIVERGED:
-        raise ProblemError(
-            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
-        )
-
-
 def default_method(within: Within, linear: bool) -> Penalty:
     """Return the penalty method for a victim that is already trained, so without warm-up.
 
     The rate of the points is 3% of the width of their box, or of the room that a bound leaves. In whitened coordinates
     the rate of the victim is known as well. The price of a point's bound is its share of the objective.
     """
-    adam = partial(torch.optim.Adam, lr=within.room * RATE)
-    lower = partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None
     return Penalty(
         mode="stochastic",
         warm_up=0.0,
-        upper_optimizer=adam,
-        lower_optimizer=lower,
+        upper_optimizer=partial(torch.optim.Adam, lr=within.room * RATE),
+        lower_optimizer=partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None,
         lower_batches="shared",
         gamma_h=1 / len(within.base),
     )
 
 
 def unmoved(goal: Goal) -> Poison:
-    """Return the points of a goal as they begin: label flipping."""
+    """Return the points of a goal as they begin, which is label flipping."""
     return made(goal, goal.base, None, 0.0, {})
 
 
@@ -246,8 +252,8 @@ def evaluate(
 ) -> Evaluation:
     """Train the victim from `model`'s weights on `train` and the poison, and measure it on `test`.
 
-    With `poison=None` the victim is trained on clean data. `test` must not hold anything that the attack has seen. The
-    other options are those of `attack`.
+    With `poison=None` the victim is trained on clean data. `test` must not hold anything that the attack has seen. For
+    the other options see `attack`.
 
     >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
     >>> found = evaluate(None, (x[:40], y[:40]), (x[40:], y[40:]), nn.Linear(4, 2), recipe=Recipe(optimizer="lbfgs"))
@@ -289,7 +295,7 @@ def _problem(
     collide = None if goal.collide is None else mapped(features, goal.collide, device)
 
     def points_and(u: Tensor, batch: Any, level: int, whole: Pair) -> tuple[Tensor, Pair]:
-        """Return the features of the points, and the examples of a level: those of the batch, or all."""
+        """Return the features of the points, and the examples of a level: of the batch, or all."""
         if features is None:
             return u, whole if batch is None else batch
         z, pair = batch
@@ -330,8 +336,8 @@ def _problem(
 
 
 def _price(start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None) -> Tensor | float:
-    """Return the terms of g besides the losses: the decay (of `weight` if it is known) and the tether to `start`."""
-    price = decayed(v, decay) if weight is None else decay / 2 * torch.sum(weight * weight)
+    """Return the other terms of g: the decay (of `weight` if it is known) and the tether to `start`."""
+    price = decayed(v, decay, weight)
     if tether:
         apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
         price = price + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()

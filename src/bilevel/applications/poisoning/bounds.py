@@ -25,7 +25,7 @@ SHRINK = 1e-6
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on each point, |u_i - b_i| <= epsilon, in the norm "l2" (default) or "linf".
+    """A bound on each point, |u_i - b_i| <= epsilon, in the `norm` "l2" (default) or "linf".
 
     >>> Bound(0.5, "linf")
     Bound(epsilon=0.5, norm='linf')
@@ -64,10 +64,6 @@ class Within:
                 f"the base points must lie in the box from {_text(self.low)} to {_text(self.high)}; they go from "
                 f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or give another box."
             )
-
-    def describe(self) -> dict[str, Any]:
-        """Return the bound, for the record of a result."""
-        return {"epsilon": self.bound and self.bound.epsilon, "norm": self.bound and self.bound.norm}
 
     def _box(self) -> Projection:
         return (lambda u: u) if self.low is None and self.high is None else Box(self.low, self.high)

@@ -1,4 +1,4 @@
-"""The goals of a poisoning attack: where its points begin, the labels they keep, and what the victim should do.
+"""The goals of a poisoning attack: the points it begins with, the labels they keep, and what the victim should do.
 
 untargeted     be wrong on everything: points from the training set with wrong labels
 targeted       take one class for another: points of both classes, each with the other label
@@ -27,16 +27,12 @@ def failure(scores: Tensor, labels: Tensor) -> Tensor:
 
     Scores are multiplied by 1.5, so that the attack cares more about which class is first than about how far ahead.
     """
-    return _probability(SHARPER * scores, labels)
+    return (SHARPER * scores).softmax(1).gather(1, labels[:, None]).mean()
 
 
 def shortfall(scores: Tensor, labels: Tensor) -> Tensor:
     """Return 1 minus the mean probability of the wanted class, for a targeted attack to lower. Between 0 and 1."""
-    return 1 - _probability(scores, labels)
-
-
-def _probability(scores: Tensor, labels: Tensor) -> Tensor:
-    return scores.softmax(1).gather(1, labels[:, None]).mean()
+    return 1 - scores.softmax(1).gather(1, labels[:, None]).mean()
 
 
 def raised_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -46,23 +42,25 @@ def raised_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Goal:
-    """The start of an attack, and its objective on the examples (x, y)."""
+    """The start of an attack, and its objective on the examples (x, y).
+
+    - `base`: the points before they move; `rows`: their rows in the set that they were drawn from.
+    - `labels`: of the points; they are fixed.
+    - `objective`: compares the victim's scores on `x` with `y`; default the cross-entropy.
+    - `collide`: an input whose features attract the points, if given; `collision_weight` (1) weighs the distance.
+    - `squared`: whether this distance is squared (True, Section 3.4) or not (Eq. 12).
+    """
 
     name: str
     base: Tensor
     labels: Tensor
-    """The labels of the points, which are fixed."""
     rows: Tensor
-    """The rows of the bases in the set that they were drawn from."""
     x: Tensor
     y: Tensor
-    """The labels that `objective` compares with the victim's scores on x."""
     objective: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     collide: Tensor | None = None
-    """An input; the points are drawn to its features."""
     collision_weight: float = 1.0
     squared: bool = True
-    """Whether the distance of the features is squared (Section 3.4) or not (Eq. 12)."""
 
     @property
     def points(self) -> int:
@@ -95,7 +93,9 @@ def untargeted(
     _refuse(points, len(y), "the training set")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(y), generator=generator)[:points]
-    count = _classes(classes, y, validation[1])
+    count = 1 + int(torch.cat([y, validation[1]]).max()) if classes is None else classes
+    if count < 2:
+        raise DataError("an attack needs at least two classes; the labels have one.")
     labels = (y[rows] + torch.randint(1, count, (points,), generator=generator)) % count
     return Goal("untargeted", x[rows].clone(), labels, rows, *validation, objective)
 
@@ -110,7 +110,11 @@ def targeted(
     objective: Callable[[Tensor, Tensor], Tensor] = shortfall,
     seed: int = 0,
 ) -> Goal:
-    """Return points of both classes, each with the other label, that make the victim take `source` for `wanted`."""
+    """Return points of both classes, each with the other label, that make the victim take `source` for `wanted`.
+
+    `objective` (default `shortfall`) is taken on the examples of `source` in the validation set; `seed` draws the
+    points.
+    """
     x, y = train
     if source == wanted:
         raise OptionError(f"source and wanted must be two classes; both are {source}.")
@@ -145,8 +149,10 @@ def clean_label(
 ) -> Goal:
     """Return the points of class `wanted` whose features are nearest to the target's, with their own label (Eq. 12).
 
-    `pool` is the set that the points are taken from; `target` is one input of another class. `collision` weighs the
-    distance of the features, default 1; `squared` squares it.
+    - `pool`: the set that the points are taken from. `target`: one input of another class.
+    - `points` (1): their number.
+    - `features`: a map on `device` ("cpu"), default the inputs themselves.
+    - `collision` (1): the weight of the distance of the features, which is `squared` (True) or not.
     """
     x, y = pool
     in_range("collision", collision, least=0)
@@ -170,15 +176,8 @@ def clean_label(
     )
 
 
-def _classes(given: int | None, *labels: Tensor) -> int:
-    count = 1 + int(max(int(y.max()) for y in labels)) if given is None else given
-    if count < 2:
-        raise DataError("an attack needs at least two classes; the labels have one.")
-    return count
-
-
 def _refuse(points: int, rows: int, where: str, *, all_of_it: bool = False) -> None:
     in_range("points", points, least=1, whole=True)
     if points > rows or (points == rows and not all_of_it):
         rule = "at most" if all_of_it else "below"
-        raise OptionError(f"points must be {rule} the {rows} examples of {where}, where they begin; got {points}.")
+        raise OptionError(f"points must be {rule} the {rows} examples of {where} that they begin from; got {points}.")

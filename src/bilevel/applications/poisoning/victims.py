@@ -9,7 +9,8 @@ the model's first weights each time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,10 @@ GRADIENT = 1e-7
 """L-BFGS stops when no entry of the gradient is larger."""
 ROWS = 256
 """The number of inputs that are passed to a feature map at once."""
+CURVATURE = 0.03
+"""The mean of p (1 - p), over classes and rows, of a softmax regression that is right most of the time."""
+LEAST_DECAY = 1e-6
+"""The least decay of a whitened model, as a share of the largest eigenvalue."""
 
 
 def row_losses(scores: Tensor, labels: Tensor) -> Tensor:
@@ -41,9 +46,11 @@ def row_losses(scores: Tensor, labels: Tensor) -> Tensor:
 class Recipe:
     """How a victim is trained.
 
-    `optimizer="lbfgs"` minimises g on all data, for convex victims; "adam" (default) uses batches and a rate that falls
-    linearly to zero. `steps` (1,000) are those of Adam, or the most iterations of L-BFGS. `rate` (1e-3), `batch` (100)
-    and `seed` (0) are of Adam. `decay` (0) is the weight decay.
+    - `optimizer`: "adam" (default) uses batches and a rate that falls linearly to zero; "lbfgs" minimises g on all
+      data, for convex victims.
+    - `steps` (1,000): the steps of Adam, or the most iterations of L-BFGS.
+    - `rate` (1e-3), `batch` (100), `seed` (0): for Adam only.
+    - `decay` (0): the weight decay.
 
     >>> Recipe(optimizer="lbfgs", decay=0.01).describe()
     {'optimizer': 'lbfgs', 'steps': 1000, 'decay': 0.01}
@@ -66,21 +73,17 @@ class Recipe:
 
     def describe(self) -> dict[str, Any]:
         """Return the options that apply, for the record of a result."""
-        all_of_it = asdict(self)
-        return {k: v for k, v in all_of_it.items() if self.optimizer == "adam" or k not in ("rate", "batch", "seed")}
+        return {k: v for k, v in asdict(self).items() if self.optimizer == "adam" or k not in ("rate", "batch", "seed")}
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that decay shrinks: those with two dimensions or more."""
-    return [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-
-
-def decayed(model: nn.Module, decay: float) -> Tensor | float:
-    """Return decay/2 |W|^2. A model that stores its weights in another form returns them from `decayed_weights()`."""
+def decayed(model: nn.Module, decay: float, weight: Tensor | None = None) -> Tensor | float:
+    """Return decay/2 |W|^2; W is `weight` if given, else all parameters with two dimensions or more."""
     if not decay:
         return 0.0
-    own: Iterable[Tensor] = model.decayed_weights() if hasattr(model, "decayed_weights") else weights(model)  # type: ignore[operator]
-    return decay / 2 * torch.stack([torch.sum(w * w) for w in own]).sum()
+    if weight is None and isinstance(model, Whitened):
+        weight = model.weight()
+    parts = [weight] if weight is not None else [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    return decay / 2 * torch.stack([torch.sum(w * w) for w in parts]).sum()
 
 
 def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Loss = row_losses) -> nn.Module:
@@ -135,11 +138,82 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
 
 @torch.no_grad()
 def mapped(features: Features | None, x: Tensor, device: torch.device) -> Tensor:
-    """Return the features of inputs, computed a few rows at a time, or the inputs if there is no map."""
+    """Return the features of inputs, computed a few rows at a time, or the inputs if `features` is None."""
     if features is None:
         return x.to(device)
-    found = [features(part.to(device)) for part in torch.split(x, ROWS)]
-    rows = torch.cat(found)
+    rows = torch.cat([features(part.to(device)) for part in torch.split(x, ROWS)])
     if len(rows) != len(x):
         raise OptionError(f"features must give one row for each input; got {len(rows)} rows for {len(x)} inputs.")
     return rows
+
+
+class Whitened(nn.Module):
+    """A linear classifier whose weights are P z: softmax regression in whitened coordinates.
+
+        scores = x W + b,     W = P z,     P = (curvature X'X/n + decay I)^(-1/2)
+
+    In z, all directions of the inputs vary equally. With fewer rows than inputs, P is a multiple of the identity except
+    in the directions of the rows, and is stored in that form. The penalty method penalises |grad_z g|^2, whose
+    condition number is the square of the condition number of g. The victim that is attacked and trained in the end is
+    the one in W.
+    """
+
+    def __init__(self, linear: nn.Linear, x: Tensor, decay: float) -> None:
+        super().__init__()
+        inputs, weight = x.flatten(1).double(), linear.weight.detach()
+        self.few = len(inputs) < inputs.shape[1]
+        self.rest = 0.0
+        if self.few:
+            _, sizes, rows = torch.linalg.svd(math.sqrt(CURVATURE / len(inputs)) * inputs, full_matrices=False)
+            values, vectors = sizes.square(), rows.T
+        else:
+            values, vectors = torch.linalg.eigh(CURVATURE / len(inputs) * inputs.T @ inputs)
+        least = max(decay, LEAST_DECAY * float(values.max()))
+        values = values.clamp(min=0) + least
+        first = weight.double().T
+        if self.few:
+            self.rest = least**-0.5
+            inside = vectors.T @ first
+            z = (vectors * values.sqrt()) @ inside + (first - vectors @ inside) / self.rest
+            self.directions = nn.Buffer(vectors.to(weight.dtype))
+            self.gains = nn.Buffer((values.rsqrt() - self.rest).to(weight.dtype)[:, None])
+        else:
+            z = (vectors * values.sqrt()) @ vectors.T @ first
+            self.P = nn.Buffer(((vectors * values.rsqrt()) @ vectors.T).to(weight.dtype))
+        self.z = nn.Parameter(z.to(weight.dtype))
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+    def weight(self) -> Tensor:
+        return self._times(self.z)
+
+    def _times(self, columns: Tensor) -> Tensor:
+        """Return P times columns."""
+        if not self.few:
+            return self.P @ columns
+        return self.rest * columns + self.directions @ (self.gains * (self.directions.T @ columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shifted(x.flatten(1) @ self.weight())
+
+    def mapped(self, x: Tensor) -> Tensor:
+        """Return inputs in the coordinates of z, for `on_mapped`; computed once for inputs that do not move."""
+        return self._times(x.flatten(1).T).T if self.few else x.flatten(1) @ self.P
+
+    def on_mapped(self, x: Tensor) -> Tensor:
+        return self._shifted(x @ self.z)
+
+    def _shifted(self, scores: Tensor) -> Tensor:
+        return scores if self.bias is None else scores + self.bias
+
+    def together(self, mapped: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scores of mapped inputs, the scores of plain inputs, and the weights, with one product P z."""
+        weight = self.weight()
+        return self.on_mapped(mapped), self._shifted(x.flatten(1) @ weight), weight
+
+
+def whitened(model: nn.Module, x: Tensor, decay: float) -> Whitened | None:
+    """Return the model in whitened coordinates if it is a softmax regression, with or without flattening; else None."""
+    layers = [m for m in model.modules() if not isinstance(m, (nn.Sequential, nn.Flatten))]
+    if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
+        return None
+    return Whitened(layers[0], x, decay)

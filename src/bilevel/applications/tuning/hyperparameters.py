@@ -3,7 +3,7 @@
     training loss = sum_i w_i l(model(a(x_i)), s(y_i)) / sum_i w_i  +  penalties of the model's parameters
 
 A knob changes the inputs (a), the targets (s), the weights (w), the losses (l) or the penalties. Its value is one
-tensor. `Free` changes nothing by itself; a loss of your own reads it. A change of variables keeps each value in its
+tensor. `Free` changes nothing; your own loss reads it. A change of variables keeps each value in its
 range, on its natural scale (the logarithm, or the value itself):
 
     natural(value) = middle + half tanh(t / REACH),     t free
@@ -65,7 +65,7 @@ class Range:
         """Return the value of a free t."""
         middle, half = self._ends
         # 1 + tanh(t / REACH) = 2 sigmoid(2 t / REACH), and sigmoid is much faster than tanh on a CPU. In place: no
-        # derivative needs what is overwritten, and for a million values new memory costs more than the arithmetic.
+        # derivative needs the old numbers, and for a million values new memory costs more than the arithmetic.
         natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
         return natural.exp_() if self.scale == "log" else natural
 
@@ -79,21 +79,21 @@ class Range:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the model and the data, which determine how many values a knob has."""
+    """The sizes of the model and the data, which determine how many values a knob has.
+
+    `features` counts the numbers in one input. `classes` is None if the targets are numbers, `sources` 0 if the
+    training examples have none.
+    """
 
     parameters: Parameters
     features: int
-    """The count of numbers in one input."""
     classes: int | None
-    """None if the targets are numbers."""
     sources: int
-    """The number of sources of the training examples; 0 if they have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knob:
-    """A hyperparameter: its range, its start and its scale. Each method returns what it was given, or None, unless a
-    subclass changes it."""
+class Knob(Range):
+    """A hyperparameter: its range and its start. The methods below change nothing; each subclass replaces one."""
 
     low: float
     high: float
@@ -101,11 +101,8 @@ class Knob:
     scale: Scale = "log"
 
     def __post_init__(self) -> None:
-        in_range("start", self.start, least=self.range.low, most=self.range.high)
-
-    @property
-    def range(self) -> Range:
-        return Range(self.low, self.high, self.scale)
+        super().__post_init__()
+        in_range("start", self.start, least=self.low, most=self.high)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the shape of the value."""
@@ -150,35 +147,29 @@ class WeightDecay(Knob):
         super().__post_init__()
         one_of("per", self.per, ("model", "layer", "tensor", "weight"))
 
-    def _chosen(self, parameters: Parameters) -> dict[str, Tensor]:
-        found = {name: p for name, p in parameters.items() if self.biases or p.ndim > 1}
+    def groups(self, parameters: Parameters) -> dict[str, list[Tensor]]:
+        """Return the parameters under the names of their groups: "model", layers or tensors."""
+        found: dict[str, list[Tensor]] = {}
+        for name, p in parameters.items():
+            if self.biases or p.ndim > 1:
+                group = {"model": "model", "layer": name.rpartition(".")[0]}.get(self.per, name)
+                found.setdefault(group, []).append(p)
         if not found:
             raise OptionError("WeightDecay finds no matrices in the model; pass biases=True.")
         return found
 
-    def groups(self, parameters: Parameters) -> list[str]:
-        """Return the names of what the values belong to: "model", layers or tensors."""
-        return list(dict.fromkeys(self._group(name) for name in self._chosen(parameters)))
-
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        if self.per == "weight":
-            return (sum(p.numel() for p in self._chosen(sizes.parameters).values()),)
-        return (len(self.groups(sizes.parameters)),)
+        groups = self.groups(sizes.parameters)
+        return (sum(p.numel() for (p,) in groups.values()) if self.per == "weight" else len(groups),)
 
     def penalty(self, value: Tensor, parameters: Parameters) -> Tensor:
-        chosen = self._chosen(parameters)
-        if self.per == "weight":
-            parts = torch.split(value, [p.numel() for p in chosen.values()])
-            pieces = [(part * p.reshape(-1).square()).sum() for part, p in zip(parts, chosen.values(), strict=True)]
-            return torch.stack(pieces).sum() / 2
         groups = self.groups(parameters)
-        terms = [value[groups.index(self._group(name))] * p.square().sum() for name, p in chosen.items()]
+        if self.per == "weight":
+            parts = torch.split(value, [p.numel() for (p,) in groups.values()])
+            terms = [(v * p.reshape(-1).square()).sum() for v, (p,) in zip(parts, groups.values(), strict=True)]
+        else:
+            terms = [value[i] * p.square().sum() for i, group in enumerate(groups.values()) for p in group]
         return torch.stack(terms).sum() / 2
-
-    def _group(self, name: str) -> str:
-        if self.per == "model":
-            return "model"
-        return name.rpartition(".")[0] if self.per == "layer" else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +246,7 @@ class ClassWeights(Knob):
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         if sizes.classes is None:
             raise OptionError(
-                "ClassWeights needs labels of classes and the usual loss. With a loss of your own, use Free(size=...)."
+                "ClassWeights needs labels of classes and the usual loss. With your own loss, use Free(size=...)."
             )
         return (sizes.classes,)
 
@@ -339,16 +330,14 @@ class Free(Knob):
 
 def values(hyper: Mapping[str, Knob], free: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values of free variables."""
-    return {name: knob.range.value(free[name]) for name, knob in hyper.items()}
+    return {name: knob.value(free[name]) for name, knob in hyper.items()}
 
 
 def starts(hyper: Mapping[str, Knob], sizes: Sizes, like: Tensor) -> dict[str, Tensor]:
     """Return the free variables at the start, like the tensor `like` in dtype and device."""
-    found = {}
-    for name, knob in hyper.items():
-        first = torch.full(knob.shape(sizes), knob.start, dtype=like.dtype, device=like.device)
-        found[name] = knob.range.free(first).requires_grad_()
-    return found
+    return {
+        name: knob.free(like.new_full(knob.shape(sizes), knob.start)).requires_grad_() for name, knob in hyper.items()
+    }
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +52,9 @@ class ImplicitObjective:
     def __init__(
         self, problem: Problem, u: Any, v: Any, curvature: Curvature | None = None, first: float | None = None
     ) -> None:
-        self.problem, self.curvature = problem, curvature
+        self.problem, self.curvature, self.first = problem, curvature, first
         self.u, self.v = Variable(u, "u"), Variable(v, "v")
         self.evaluations = self.newton_steps = 0
-        self.first = first
 
     def solve_lower(self) -> None:
         """Move v to the minimum of g at the present u."""
@@ -76,26 +73,22 @@ class ImplicitObjective:
             if not self._descend(value, slope, move) or promised <= rounding(value, slope.dtype):
                 return
 
-    def hypergradient(self) -> tuple[float, Tensor]:
-        """Return f and its total derivative in u, if v is at the minimum of g."""
-        f = self.problem.upper(self.u.value, self.v.value, None)
-        both = gradient(f, [*self.v.leaves, *self.u.leaves])
-        count = len(self.v.leaves)
-        slope = self._slope()[2]
-        q = self._system(slope, flatten(both[:count]), ADJOINT_ACCURACY)
-        bent = gradient(slope, self.u.leaves, cotangent=self._parts(q))
-        return f.item(), flatten(both[count:]) - flatten(bent)
-
     def phi(self, x: Tensor) -> tuple[float, Tensor, None]:
         """Write x to u; return phi and phi'."""
         write(x, self.u.leaves)
         held = flatten(self.v.leaves)
         self.solve_lower()
         self.evaluations += 1
-        value, slope = self.hypergradient()
-        if not torch.isfinite(slope).all():
+        f = self.problem.upper(self.u.value, self.v.value, None)
+        both = gradient(f, [*self.v.leaves, *self.u.leaves])
+        count = len(self.v.leaves)
+        slope = self._slope()[2]
+        q = self._system(slope, flatten(both[:count]), ADJOINT_ACCURACY)
+        bent = gradient(slope, self.u.leaves, cotangent=self._parts(q))
+        total = flatten(both[count:]) - flatten(bent)
+        if not torch.isfinite(total).all():
             write(held, self.v.leaves)
-        return value, slope, None
+        return f.item(), total, None
 
     def _slope(self) -> tuple[float, Tensor, list[Tensor]]:
         """Return g, grad_v g, and grad_v g with its graph."""
@@ -144,131 +137,6 @@ def rounding(value: float, dtype: torch.dtype) -> float:
     return 10 * torch.finfo(dtype).eps * abs(value)
 
 
-@dataclass(frozen=True)
-class Descended:
-    """The end of a descent: phi and the seconds after each step, and why it ended."""
-
-    path: list[float]
-    seconds: list[float]
-    converged: bool
-    interrupted: bool = False
-    evaluations: int = 0
-    newton_steps: int = 0
-    """Newton steps of the lower level, over all evaluations."""
-
-
-class _LateError(Exception):
-    """The time limit of a descent is reached."""
-
-
-class _Descent:
-    """A descent of phi by L-BFGS. `state` is what a checkpoint holds: the search, v, the path and the counters."""
-
-    def __init__(
-        self,
-        objective: ImplicitObjective,
-        clock: Callable[[], float],
-        seconds: float | None,
-        checkpoint: Path | None,
-        task: Mapping[str, Any],
-    ) -> None:
-        self.objective, self.clock, self.seconds = objective, clock, seconds
-        self.checkpoint, self.task = checkpoint, dict(task)
-        self.began, self.saved = clock(), time.monotonic()
-        self.converged = self.ended = False
-        if checkpoint is not None and store.exists(checkpoint):
-            state = store.load(checkpoint)
-            with store.understood(checkpoint):
-                compare(state["task"], self.task, checkpoint)
-                self._restore(state)
-        else:
-            self._start()
-        self.note()
-
-    def _start(self) -> None:
-        search = LBFGS.start(self.phi, flatten(self.objective.u.leaves), memory=50)
-        if not search.value == search.value or not bool(torch.isfinite(search.gradient).all()):
-            raise ProblemError("the validation loss is not finite at the start. Scale the inputs.")
-        size = search.gradient.norm().item()
-        search.metric = torch.full_like(search.x, 1.0 / max(size, 1e-12)) if size > 0 else None  # the first move is 1
-        self.search, self.path, self.times = search, [search.value], [self.clock() - self.began]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        objective, device = self.objective, self.objective.u.device
-        self.search = LBFGS(**move(state["search"], device))
-        self.path, self.times = list(state["path"]), list(state["seconds"])
-        write(self.search.x, objective.u.leaves)
-        write(state["v"].to(device), objective.v.leaves)
-        objective.first, self.ended, self.converged = state["first"], state["ended"], state["converged"]
-        objective.evaluations, objective.newton_steps = state["evaluations"], state["newton_steps"]
-        self.began -= self.times[-1]
-
-    def phi(self, x: Tensor) -> tuple[float, Tensor, None]:
-        if self.late and self.objective.evaluations > 1:
-            raise _LateError  # a line search can take many evaluations
-        return self.objective.phi(x)
-
-    @property
-    def late(self) -> bool:
-        return self.seconds is not None and self.clock() - self.began >= self.seconds
-
-    def note(self) -> None:
-        """Remember the end of this step; a stop during the next step returns to it."""
-        objective = self.objective
-        self.state: dict[str, Any] = {
-            "task": self.task,
-            "search": self.search.state_dict(),
-            "v": flatten(objective.v.leaves),
-            "path": list(self.path),
-            "seconds": list(self.times),
-            "first": objective.first,
-            "ended": self.ended,
-            "converged": self.converged,
-            "evaluations": objective.evaluations,
-            "newton_steps": objective.newton_steps,
-        }
-
-    def save(self, every: float = 0.0) -> None:
-        """Write the remembered state, unless the last save is less than `every` seconds ago."""
-        if self.checkpoint is not None and time.monotonic() - self.saved >= every:
-            store.save(self.checkpoint, self.state)
-            self.saved = time.monotonic()
-
-    def step(self, tolerance: float) -> bool:
-        """Take one step; return False if no step is worth taking."""
-        search = self.search
-        # If the fall to first order is below what rounding hides, a search would be in vain.
-        promised = -torch.dot(search.gradient, search.direction()).item()
-        self.converged = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(self.phi)
-        if self.converged:
-            return False
-        self.path.append(search.value)
-        self.times.append(self.clock() - self.began)
-        self.note()
-        self.save(SAVE_EVERY)
-        return True
-
-    def run(self, max_steps: int, tolerance: float, begin: Callable[[], object], watch: Watch) -> None:
-        """Take steps until one of the limits is reached, and write the best point to u and v."""
-        path = self.path
-        with suppress(_LateError):
-            while not self.ended:
-                self.converged = len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1])
-                if self.converged or len(path) > max_steps or (len(path) > 1 and self.late):
-                    break
-                begin()
-                if not self.step(tolerance):
-                    break
-                watch(len(path) - 1, self.search.value)
-
-    def finish(self) -> None:
-        """Solve the lower level at the end point."""
-        if not self.ended:
-            self.objective.solve_lower()
-            self.ended = True
-            self.note()
-
-
 def descend(
     problem: Problem,
     u: Any,
@@ -276,43 +144,69 @@ def descend(
     *,
     max_steps: int,
     tolerance: float = 1e-5,
-    seconds: float | None = None,
-    watch: Watch | None = None,
+    late: Callable[[], bool] = lambda: False,
+    watch: Watch = lambda *_: None,
     curvature: Curvature | None = None,
     first: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    begin: Callable[[], object] | None = None,
+    begin: Callable[[], object] = lambda: None,
     checkpoint: Path | None = None,
     task: Mapping[str, Any] | None = None,
-) -> Descended:
-    """Minimise phi from the present u; leave u and v at the lowest value found.
+) -> list[float]:
+    """Minimise phi from the present u by L-BFGS, in place; return phi at the start and after each step.
 
-    The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, after
-    `seconds` by the `clock`, or with Ctrl-C. `begin` is called before each step, `watch` after it. `curvature` and
-    `first` are passed to `ImplicitObjective`. The state is kept in the folder `checkpoint`, every few seconds and at
-    the end; a state that is there is resumed, or refused if its `task` is another.
+    The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, or if
+    `late()` is true. `begin` is called before each step, `watch` after it. `curvature` and `first` are passed to
+    `ImplicitObjective`. The state is saved in the folder `checkpoint` every few seconds and at the end. A state in the
+    folder is resumed, or refused if its `task` is another.
     """
     objective = ImplicitObjective(problem, u, v, curvature, first)
-    run = _Descent(objective, clock, seconds, checkpoint, task or {})
-    finished, interrupted = run.ended, False
-    try:
-        run.run(max_steps, tolerance, begin or (lambda: None), watch or (lambda *_: None))
-    except KeyboardInterrupt:
-        interrupted = True
-    write(run.state["search"]["x"], objective.u.leaves)
-    if not interrupted:
-        try:
-            run.finish()
-        except KeyboardInterrupt:
-            interrupted = True
-    if not finished:
-        run.save()
-    found = run.state
-    return Descended(
-        found["path"],
-        found["seconds"],
-        run.converged,
-        interrupted,
-        objective.evaluations,
-        objective.newton_steps,
-    )
+    search, path, ended = _begun(objective, checkpoint, task or {})
+    saved = time.monotonic()
+
+    def phi(x: Tensor) -> tuple[float, Tensor, None]:
+        """Return phi and phi'; infinity if it is late, because a line search can take many evaluations."""
+        if late() and objective.evaluations > 1:
+            return float("inf"), search.gradient, None
+        return objective.phi(x)
+
+    while not ended:
+        flat = len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1])
+        ended = flat or len(path) > max_steps or (len(path) > 1 and late())
+        if not ended:
+            begin()
+            # If the fall to first order is below what rounding hides, a search would be in vain.
+            promised = -torch.dot(search.gradient, search.direction()).item()
+            ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
+        if ended:
+            write(search.x, objective.u.leaves)
+            objective.solve_lower()
+        else:
+            path.append(search.value)
+        if checkpoint is not None and (ended or time.monotonic() - saved >= SAVE_EVERY):
+            state = {"task": dict(task or {}), "search": search.state_dict(), "v": flatten(objective.v.leaves)}
+            store.save(checkpoint, state | {"path": path, "first": objective.first, "ended": ended})
+            saved = time.monotonic()
+        if not ended:
+            watch(len(path) - 1, search.value)
+    return path
+
+
+def _begun(
+    objective: ImplicitObjective, checkpoint: Path | None, task: Mapping[str, Any]
+) -> tuple[LBFGS, list[float], bool]:
+    """Return a search, its path and whether it has ended: from the checkpoint if there is one, else a new one."""
+    device = objective.u.device
+    if checkpoint is None or not store.exists(checkpoint):
+        search = LBFGS.start(objective.phi, flatten(objective.u.leaves), memory=50)
+        if not search.value == search.value or not bool(torch.isfinite(search.gradient).all()):
+            raise ProblemError("the validation loss is not finite at the start. Scale the inputs.")
+        size = search.gradient.norm().item()
+        search.metric = torch.full_like(search.x, 1.0 / max(size, 1e-12)) if size > 0 else None  # the first move is 1
+        return search, [search.value], False
+    state = store.load(checkpoint)
+    with store.understood(checkpoint):
+        compare(state["task"], task, checkpoint)
+        search, objective.first = LBFGS(**move(state["search"], device)), state["first"]
+        write(search.x, objective.u.leaves)
+        write(state["v"].to(device), objective.v.leaves)
+        return search, list(state["path"]), bool(state["ended"])

@@ -10,24 +10,30 @@ is e times as large must save 1/2 in the sum of -log(likelihood) of the held-out
 deviation 1 (for the squared error, the loss of alpha_0 is the variance).
 
 With little caution the validation loss has many minima: a feature that is silenced by mistake has a zero gradient and
-stays silent. So we lower the caution from 1 in stages, and each stage starts where the last one ended.
+stays silent. So we lower the caution from 1 in stages, and each stage starts from the end of the last one.
+
+If few features matter, penalties without restraint do best. If all features matter a little, such penalties fit the
+held-out rows, and a single penalty does better on new rows. By default the rows decide: we set a fifth of them apart
+and tune the penalties on the rest, with a caution that falls from 1 to 0 in stages. We take the stage with the least
+loss on the fifth if its gain over a single penalty exceeds the standard error of the gain, because the best of several
+results on a few rows is often best by chance. If no fold has five rows (of a class), the caution is 1.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
 from bilevel.applications.tuning.hyperparameters import Range
-from bilevel.applications.tuning.implicit_descent import Descended, ImplicitObjective, descend
+from bilevel.applications.tuning.implicit_descent import ImplicitObjective, descend
 from bilevel.errors import DataError
 from bilevel.problem.problem import Problem
 
@@ -35,109 +41,60 @@ LOW, HIGH = 1e-5, 1e4
 """The range of the single penalty, in units of the features' curvature."""
 BELOW, ABOVE = 1e-3, 1e4
 """The range of each feature's penalty, in units of the single one."""
-WIDTH = 1.0
-"""The expected deviation of the logarithms of the features' penalties."""
 STAGES, ROUGH = (1.0, 0.1, 0.01), 10.0
 """The cautions of the stages before a smaller one, and the factor on their tolerance."""
 START = 0.1
+SHARE, LEAST = 0.2, 2
+"""The share of the rows that is set apart to decide the caution, and the least number of them."""
+Penalty = Literal["single", "per-feature"]
 Watch = Callable[[str, int, float], object]
 """Called with the stage, the steps done in it, and the validation loss."""
 
 
 @dataclass(frozen=True)
 class LinearTuned:
-    """The penalty of each feature, on sums over rows, and the model trained on all rows with these penalties."""
+    """The tuned penalties of a linear model, and the model trained on all rows with them.
+
+    - `alpha`: the penalty of each feature, on sums over rows.
+    - `weight` (outputs, d) and `bias` (outputs).
+    - `single`, `single_loss`: the single penalty, from which the features' penalties start, and its validation loss.
+    - `valid_loss`: the validation loss with `alpha`.
+    - `path`: the validation loss plus the cost of the caution, at the start of each stage and after each of its steps.
+    - `stages`: the caution of each stage and the penalties at its end.
+    """
 
     alpha: Tensor
     weight: Tensor
-    """(outputs, d)"""
     bias: Tensor
     single: float
-    """The single penalty, where the features' penalties started."""
     single_loss: float
-    """The validation loss of the single penalty."""
     valid_loss: float
     path: list[float]
-    """The validation loss plus the price of the caution, after each step, those of the single penalty first."""
-    seconds: list[float]
-    converged: bool
-    interrupted: bool = False
     stages: Sequence[tuple[float, Tensor]] = ()
-    """The caution of each stage and the penalties at its end."""
-
-
-@dataclass
-class _Tuning:
-    """One tuning: its stages share the model, the start, the limits and the record."""
-
-    rows: Rows
-    steps: int
-    tolerance: float
-    seconds: float | None
-    watch: Watch
-    clock: Callable[[], float]
-    checkpoint: Path | None
-    path: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.digest = "" if self.checkpoint is None else self.rows.digest()
-        self.began = self.clock()
-        self.model = FoldedModel(self.rows)
-        self.first = self.model.slope()
-
-    @property
-    def late(self) -> bool:
-        return self.seconds is not None and self.clock() - self.began >= self.seconds
-
-    def stage(
-        self,
-        name: str,
-        alpha: Callable[[Tensor], Tensor],
-        t: Tensor,
-        price: Callable[[Tensor], Tensor | float],
-        rough: float = 1.0,
-    ) -> Descended:
-        """Minimise the validation loss plus `price` over t, with the penalties alpha(t)."""
-        model, tolerance, before = self.model, rough * self.tolerance, self.clock() - self.began
-        problem = Problem(lambda u, v, _: model.upper(v) + price(u), lambda u, v, _: model.lower(alpha(u), v))
-        found = descend(
-            problem,
-            t,
-            model.v,
-            max_steps=self.steps,
-            tolerance=tolerance,
-            seconds=None if self.seconds is None else max(0.0, self.seconds - before),
-            watch=lambda done, value: self.watch(name, done, value),
-            curvature=lambda: model.second(alpha(t.detach())),
-            first=self.first,
-            clock=self.clock,
-            begin=model.renew,
-            checkpoint=self.checkpoint and self.checkpoint / name.replace(" ", "-"),
-            task={"rows": self.digest, "stage": name, "tolerance": tolerance, "steps": self.steps},
-        )
-        self.path += found.path
-        self.times += [before + s for s in found.seconds]
-        return found
 
 
 def tune_linear(
     rows: Rows,
     *,
-    penalty: Literal["single", "per-feature"] = "per-feature",
+    penalty: Penalty = "per-feature",
     caution: float = 1.0,
     steps: int = 100,
     tolerance: float = 1e-4,
     seconds: float | None = None,
-    watch: Watch | None = None,
+    watch: Watch = lambda *_: None,
     clock: Callable[[], float] = time.perf_counter,
     checkpoint: Path | None = None,
 ) -> LinearTuned:
     """Tune the penalties on the held-out rows, and train on all rows with them.
 
-    A stage ends if five steps have lowered the validation loss by less than `tolerance` of itself (ten times that if
-    another caution follows), after `steps`, or after `seconds` in all. A `checkpoint` folder is written to, and resumed
-    from if it holds a state.
+    - `penalty`: "per-feature" (default) or "single".
+    - `caution`: the price of penalties that differ from the single one, default 1; 0 for none.
+    - `steps`: the most steps of each stage, default 100.
+    - `tolerance`: a stage ends if five steps lower the validation loss by less than this share of it, default 1e-4; ten
+      times that if another caution follows.
+    - `seconds`, by `clock`: the most seconds of all stages, default no limit.
+    - `watch(stage, done, value)`: called after each step.
+    - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 
     >>> x = torch.randn(30, 4, dtype=torch.float64)
     >>> rows = Rows(x, x[:, 0], torch.arange(30) % 3, "squared")
@@ -145,46 +102,98 @@ def tune_linear(
     torch.Size([4])
     """
     _check(rows)
-    run = _Tuning(rows, steps, tolerance, seconds, watch or (lambda *_: None), clock, checkpoint)
-    model, held_out = run.model, int((rows.fold >= 0).sum())
+    digest, end = "" if checkpoint is None else rows.digest(), clock() + (math.inf if seconds is None else seconds)
+    model, held_out = FoldedModel(rows), int((rows.fold >= 0).sum())
+    first, path = model.slope(), list[float]()
+
+    def run_stage(name: str, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Tensor:
+        """Tune the penalties alpha = scale * span.value(t), with a price on their distance to `scale`; return alpha."""
+        problem = Problem(
+            lambda u, v, _: model.upper(v) + price * span.value(u).log().square().sum() / 2,
+            lambda u, v, _: model.lower(scale * span.value(u), v),
+        )
+        path.extend(
+            descend(
+                problem,
+                t,
+                model.v,
+                max_steps=steps,
+                tolerance=tolerance,
+                late=lambda: clock() >= end,
+                watch=lambda done, value: watch(name, done, value),
+                curvature=lambda: model.second(scale * span.value(t.detach())),
+                first=first,
+                begin=model.renew,
+                checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
+                task={"rows": digest, "stage": name, "tolerance": tolerance, "steps": steps},
+            )
+        )
+        return scale * span.value(t.detach())
+
     unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
     t = every.free(torch.full_like(model.center[:1], START)).requires_grad_()
-    found = run.stage("one penalty", lambda t: unit * every.value(t), t, lambda t: 0.0)
-    single = unit * every.value(t.detach())
+    single = run_stage("one penalty", t, every, unit, 0.0, tolerance)
     alpha = single.expand(rows.x.shape[1]).clone()
     single_loss = loss = model.upper(model.v).item()
     stages: list[tuple[float, Tensor]] = []
     if penalty == "per-feature" and len(alpha) > 1:
         each, size = Range(BELOW, ABOVE), 2 * loss if rows.loss == "squared" else 1.0
         u = each.free(torch.ones_like(model.center)).requires_grad_()
-
-        def away(t: Tensor, caution: float) -> Tensor:
-            """Return the price of penalties that differ from the single one."""
-            return caution * size / held_out * (each.value(t).log() / WIDTH).square().sum() / 2
-
         for c in (*(c for c in STAGES if c > caution), caution):
-            if found.interrupted or run.late:
+            if clock() >= end:
                 break
-            name = f"a penalty for each feature, caution {c:g}"
-            price = partial(away, caution=c)
-            found = run.stage(name, lambda t: single * each.value(t), u, price, 1.0 if c == caution else ROUGH)
-            alpha = single * each.value(u.detach())
+            name, rough = f"a penalty for each feature, caution {c:g}", 1.0 if c == caution else ROUGH
+            alpha = run_stage(name, u, each, single, c * size / held_out, rough * tolerance)
             stages.append((c, alpha))
         loss = model.upper(model.v).item()
     weight, bias = trained(rows, alpha)
-    return LinearTuned(
-        alpha,
-        weight,
-        bias,
-        single=float(single),
-        single_loss=single_loss,
-        valid_loss=loss,
-        path=run.path,
-        seconds=run.times,
-        converged=found.converged,
-        interrupted=found.interrupted,
-        stages=stages,
-    )
+    return LinearTuned(alpha, weight, bias, float(single), single_loss, loss, path, stages)
+
+
+def tune_cautiously(
+    rows: Rows,
+    *,
+    penalty: Penalty = "per-feature",
+    caution: float | None = None,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    **options: Any,
+) -> tuple[LinearTuned, float | None]:
+    """Tune the penalties; with `caution=None` (default) the rows decide the caution.
+
+    Returns the penalties and the caution, which is None for a single penalty. `seed` draws the rows that decide;
+    `options` are passed to `tune_linear`.
+    """
+    if penalty == "single":
+        return tune_linear(rows, penalty=penalty, checkpoint=checkpoint, **options), None
+    if caution is not None:
+        return tune_linear(rows, caution=caution, checkpoint=checkpoint, **options), caution
+    everything, apart = checkpoint and checkpoint / "all", _apart(rows, seed)
+    if int(apart.sum()) < LEAST:
+        return tune_linear(rows, caution=1.0, checkpoint=everything, **options), 1.0
+    rest, others = rows.select(~apart), rows.select(apart)
+    found = tune_linear(rest, caution=0.0, checkpoint=checkpoint and checkpoint / "rest", **options)
+    candidates = [(None, torch.full_like(found.alpha, found.single)), *found.stages]
+    losses = {c: losses_of(others, *trained(rest, alpha)) for c, alpha in candidates}
+    best = min(losses, key=lambda c: float(losses[c].mean()))
+    if best is None or not beyond_chance(losses[None] - losses[best]):
+        return tune_linear(rows, penalty="single", checkpoint=everything, **options), None
+    return tune_linear(rows, caution=best, checkpoint=everything, **options), best
+
+
+def beyond_chance(gains: Tensor) -> bool:
+    """Return True if the mean of these numbers is above its standard error."""
+    return bool(gains.mean() > gains.std() / len(gains) ** 0.5)
+
+
+def losses_of(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the loss of a model on each row."""
+    return rows.losses((rows.x @ weight.T + bias)[:, None, :])[:, 0]
+
+
+def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
+    """Return the mean loss of a model on these rows."""
+    return losses_of(rows, weight, bias).mean().item()
 
 
 def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,10 +204,9 @@ def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def held_out_loss(rows: Rows, alpha: Tensor) -> float:
-    """Return the validation loss of these penalties."""
+    """Return the validation loss with these penalties."""
     model = _solved(FoldedModel(rows), alpha)
-    with torch.no_grad():
-        return float(model.upper(model.v))
+    return model.upper(model.v).item()
 
 
 def _solved(model: FoldedModel, alpha: Tensor) -> FoldedModel:
@@ -220,3 +228,14 @@ def _check(rows: Rows) -> None:
                 f"every class must have rows outside each fold; class {missing.pop()} has all of its rows in fold {k}. "
                 "Use fewer folds, or leave rare classes out."
             )
+
+
+def _apart(rows: Rows, seed: int) -> Tensor:
+    """Return a mask of a fifth of the rows of each fold and class, rounded down."""
+    draws = torch.rand(len(rows.y), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    apart = torch.zeros(len(rows.y), dtype=torch.bool)
+    groups = rows.fold.cpu().long() * (rows.outputs + 1) + (rows.y.cpu().long() if rows.loss == "logistic" else 0)
+    for group in torch.unique(groups):
+        members = (groups == group).nonzero().squeeze(1)
+        apart[members[draws[members].argsort()][: int(SHARE * len(members))]] = True
+    return apart.to(rows.x.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,20 +18,18 @@ from bilevel.problem.problem import Problem
 Batch = Sequence[Tensor]
 OwnLoss = Callable[[Mapping[str, Tensor], nn.Module, Batch], Tensor]
 """(values of the hyperparameters, model, batch) -> scalar tensor."""
-PART = 2000
-"""The most examples that are measured together."""
 
 
 @dataclass(frozen=True)
 class TrainingLoss:
     """The training loss: a function of the values of the hyperparameters, the model and a batch.
 
-    `own` replaces the part that depends on data, `valid` the validation loss.
+    `classes` is None if the targets are numbers, or if only `own` reads them. `own` replaces the part that depends on
+    data, `valid` the validation loss.
     """
 
     hyper: Mapping[str, Knob]
     classes: int | None
-    """None if the targets are numbers, or if only `own` reads them."""
     own: OwnLoss | None = None
     valid: OwnLoss | None = None
 
@@ -44,22 +43,21 @@ class TrainingLoss:
 
     def _data(self, value: Mapping[str, Tensor], model: nn.Module, batch: Batch) -> Tensor:
         x, y, *rest = batch
-        for name, knob in self.hyper.items():
-            x = knob.inputs(value[name], x)
+        knobs = [(value[name], knob) for name, knob in self.hyper.items()]
+        for own, knob in knobs:
+            x = knob.inputs(own, x)
         scores = model(x)
         target = y if self.classes is None else one_hot(y, self.classes).to(scores.dtype)
-        losses, weight = None, None
-        for name, knob in self.hyper.items():
-            if self.classes is not None:
-                target = knob.targets(value[name], target)
-            own = knob.weights(value[name], y, rest[0] if rest else None)
-            weight = own if weight is None else weight if own is None else weight * own
-        for name, knob in self.hyper.items():
-            mixed = knob.losses(value[name], scores, target)
-            losses = mixed if losses is None else losses
-        if losses is None:
-            losses = self._losses(scores, target)
-        return losses.mean() if weight is None else (weight * losses).sum() / weight.sum()
+        for own, knob in knobs if self.classes is not None else ():
+            target = knob.targets(own, target)
+        given = [knob.weights(own, y, rest[0] if rest else None) for own, knob in knobs]
+        weights = [weight for weight in given if weight is not None]
+        mixed = [losses for own, knob in knobs if (losses := knob.losses(own, scores, target)) is not None]
+        losses = mixed[0] if mixed else self._losses(scores, target)
+        if not weights:
+            return losses.mean()
+        weight = reduce(torch.mul, weights)
+        return (weight * losses).sum() / weight.sum()
 
     def _losses(self, scores: Tensor, target: Tensor) -> Tensor:
         if self.classes is None:
@@ -71,12 +69,10 @@ class TrainingLoss:
         if self.valid is not None:
             return self.valid(value, model, batch)
         x, y = batch[:2]
-        if self.classes is None:
-            return self._losses(model(x), y).mean()
-        return cross_entropy(model(x), y)
+        return self._losses(model(x), y).mean() if self.classes is None else cross_entropy(model(x), y)
 
     def problem(self, train: Batch | None = None, valid: Batch | None = None) -> Problem:
-        """Return the bilevel problem on minibatches or, with `train` and `valid`, on all of these examples."""
+        """Return the bilevel problem on minibatches, or on all of `train` and `valid`."""
 
         def upper(u: Mapping[str, Tensor], v: nn.Module, batch: Any) -> Tensor:
             # A million values take as long as a pass through the model: compute them only if a loss reads them.
@@ -90,11 +86,11 @@ class TrainingLoss:
 
     @torch.no_grad()
     def measured(self, value: Mapping[str, Tensor], model: nn.Module, columns: Batch) -> float:
-        """Return the validation loss of all of these examples, in evaluation mode."""
+        """Return the validation loss of these examples, in evaluation mode."""
         device = next(model.parameters()).device
         held = {name: tensor.to(device) for name, tensor in value.items()}
         total = 0.0
         with evaluating(model):
-            for part in zip(*(torch.split(c, PART) for c in columns), strict=True):
+            for part in zip(*(torch.split(c, 2000) for c in columns), strict=True):
                 total += len(part[0]) * self.validation(held, model, [c.to(device) for c in part]).item()
         return total / len(columns[0])

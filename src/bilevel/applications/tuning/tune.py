@@ -56,18 +56,24 @@ Mode = Literal["convex", "minibatch"]
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tuned values by the names of their knobs, the trained model, and the path to them."""
+    """The tuned hyperparameters and the trained model.
+
+    - `values`: the tuned values by the names of their knobs.
+    - `model`: the model, trained on `train` only.
+    - `curve`: the validation loss after each step; on minibatches, of a batch, with the weights of the run.
+    - `valid_loss`: the validation loss of `model`.
+    - `mode`: "convex" or "minibatch".
+    - `solution`: the solution of the bilevel run; None in the mode "convex".
+    - `settings`: the options that were used, with defaults.
+    """
 
     values: dict[str, Tensor]
     model: nn.Module
     curve: list[float]
-    """The validation loss after each step; on minibatches, of a batch, with the weights of the run."""
     valid_loss: float
-    """The validation loss of the returned model, which was trained on `train` only."""
     mode: Mode
     seconds: float
     solution: Solution | None = None
-    """The solution of the bilevel run; None in the mode "convex"."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -118,97 +124,44 @@ def tune(
     began = time.perf_counter()
     like = next(model.parameters())
     columns, kept = _columns(train, "train", like.dtype), _columns(valid, "valid", like.dtype)
-    objective, sizes = _objective(model, columns, kept, hyper, loss, valid_loss)
-    mode = _mode(mode, model, columns, hyper, method, loss)
+    objective, u = _objective(model, columns, kept, hyper, loss, valid_loss)
+    one_of("mode", mode, ("convex", "minibatch"), optional=True)
+    if mode == "convex" and method is not None:
+        raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
+    if mode is None:
+        mode = "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
     for name, value in {"steps": steps, "final_steps": final_steps, "batch": batch}.items():
         in_range(name, value, least=1, whole=True)
     in_range("rate", rate, above=0)
-    count = steps or (CONVEX_STEPS if mode == "convex" else STEPS)
+    count, watch = steps or (CONVEX_STEPS if mode == "convex" else STEPS), watch or (lambda *_: None)
     folder, task = None if checkpoint is None else Path(checkpoint), dict[str, Any]()
     if folder is not None:
-        task = _task([*columns, *kept], mode, hyper, loss, valid_loss)
+        task = {
+            "examples": digest_of([*columns, *kept]),
+            "mode": mode,
+            "loss": [described(loss), described(valid_loss)],
+        }
+        task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
         claim(folder, task)
-    u = starts(hyper, sizes, like)
-    settings: dict[str, Any] = {
-        "batch": batch,
-        "seed": seed,
-        "hyper_parameters": sum(t.numel() for t in u.values()),
-        "steps": count,
-    }
-    solution, watch = None, watch or (lambda *_: None)
-    if mode == "convex":
-        curve = _tune_convex(objective, u, model, columns, kept, count, watch, folder, task)
-        tuned = _detached(hyper, u)
-    else:
-        options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
-        solution = _tune_on_batches(objective, u, model, columns, kept, method, count, batch, folder, options)
-        curve, tuned = solution.history["upper"], _detached(hyper, u)
+    options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
+    place = folder and folder / "tuning"
+    curve, solution = _tune(mode, objective, u, model, columns, kept, method, count, batch, watch, place, task, options)
+    tuned = {name: value.detach().cpu() for name, value in values(hyper, u).items()}
+    size, final = sum(t.numel() for t in u.values()), final_steps or count
+    settings: dict[str, Any] = {"batch": batch, "seed": seed, "hyper_parameters": size, "steps": count}
+    if solution is not None:
         if rate is None:
             rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
-        settings |= {"final_steps": final_steps or count, "rate": rate}
-        last: dict[str, Any] = {"steps": settings["final_steps"], "batch": batch, "rate": rate, "seed": seed + 1}
-        last |= {"watch": lambda done: watch("training", done, last["steps"])}
-        train_with(objective, tuned, model, columns, checkpoint=folder and folder / "training", **last)
+        settings |= {"final_steps": final, "rate": rate}
+        options = {"steps": final, "batch": batch, "rate": rate, "seed": seed + 1}
+        options["watch"] = lambda done: watch("training", done, final)
+        train_with(objective, tuned, model, columns, checkpoint=folder and folder / "training", **options)
     loss_on_valid = objective.measured(tuned, model, kept)
     return Tuned(tuned, model, curve, loss_on_valid, mode, time.perf_counter() - began, solution, settings)
 
 
-def _task(
-    examples: Sequence[Tensor], mode: Mode, hyper: Mapping[str, Knob], loss: OwnLoss | None, valid_loss: OwnLoss | None
-) -> dict[str, Any]:
-    """Return what identifies a tuning."""
-    return {
-        "examples": digest_of(examples),
-        "mode": mode,
-        "loss": [described(loss), described(valid_loss)],
-        "hyper": {name: described(knob) for name, knob in hyper.items()},
-    }
-
-
-def _mode(
-    mode: Mode | None,
-    model: nn.Module,
-    columns: Sequence[Tensor],
-    hyper: Mapping[str, Knob],
-    method: Method | None,
-    loss: OwnLoss | None,
-) -> Mode:
-    one_of("mode", mode, ("convex", "minibatch"), optional=True)
-    if mode is None:
-        return "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
-    if mode == "convex" and method is not None:
-        raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
-    return mode
-
-
-def _tune_convex(
-    objective: TrainingLoss,
-    u: dict[str, Tensor],
-    model: nn.Module,
-    columns: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    count: int,
-    watch: Watch,
-    folder: Path | None,
-    task: dict[str, Any],
-) -> list[float]:
-    """Tune u and train the model at once; return the validation loss after each step."""
-    found = descend(
-        objective.problem(columns, kept),
-        u,
-        model,
-        max_steps=count,
-        tolerance=1e-6,
-        watch=lambda done, value: watch("tuning", done, count),
-        checkpoint=folder and folder / "tuning",
-        task=task | {"steps": count},
-    )
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found.path
-
-
-def _tune_on_batches(
+def _tune(
+    mode: Mode,
     objective: TrainingLoss,
     u: dict[str, Tensor],
     model: nn.Module,
@@ -217,24 +170,38 @@ def _tune_on_batches(
     method: Method | None,
     count: int,
     batch: int,
-    folder: Path | None,
+    watch: Watch,
+    checkpoint: Path | None,
+    task: dict[str, Any],
     options: dict[str, Any],
-) -> Solution:
-    """Tune u with a copy of the model."""
-
-    def loader(columns: Sequence[Tensor]) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(*columns), min(batch, len(columns[1])), shuffle=True, drop_last=True)
-
+) -> tuple[list[float], Solution | None]:
+    """Tune u, with a copy of the model on minibatches; return the validation loss after each step and the solution."""
+    if mode == "convex":
+        curve = descend(
+            objective.problem(columns, kept),
+            u,
+            model,
+            max_steps=count,
+            tolerance=1e-6,
+            watch=lambda done, value: watch("tuning", done, count),
+            checkpoint=checkpoint,
+            task=task | {"steps": count},
+        )
+        return curve, None
+    batches = [
+        DataLoader(TensorDataset(*part), min(batch, len(part[1])), shuffle=True, drop_last=True)
+        for part in (kept, columns)
+    ]
     solution = solve(
         objective.problem(),
         method or Penalty(),
         u,
         copy.deepcopy(model),
-        (loader(kept), loader(columns)),
+        tuple(batches),
         max_steps=count,
         hypergradient=False,
-        checkpoint=folder and folder / "tuning",
-        resume=folder is not None,
+        checkpoint=checkpoint,
+        resume=checkpoint is not None,
         **options,
     )
     if solution.interrupted:
@@ -244,7 +211,7 @@ def _tune_on_batches(
             f"the tuning diverged after {solution.steps} steps. Scale the inputs, narrow the ranges of `hyper`, or use "
             "another method."
         )
-    return solution
+    return solution.history["upper"], solution
 
 
 def train_with(
@@ -260,7 +227,7 @@ def train_with(
     watch: Callable[[int], object] | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the model in place with these values of the hyperparameters; the options are those of `fit`."""
+    """Train the model in place with these values of the hyperparameters; the options are passed to `fit`."""
     device = next(model.parameters()).device
     held = {name: value.to(device) for name, value in tuned.items()}
     rest = [column.to(device) for column in columns[1:]]
@@ -282,12 +249,8 @@ def train_with(
     )
 
 
-def _detached(hyper: Mapping[str, Knob], u: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in values(hyper, u).items()}
-
-
 def _convex(model: nn.Module, columns: Sequence[Tensor], hyper: Mapping[str, Knob]) -> bool:
-    """Tell whether the model is one linear layer, the same for every batch, and the data of moderate size."""
+    """Return True if the model is one linear layer, the same for every batch, and the data is of moderate size."""
     layers = [m for m in model.modules() if not list(m.children())]
     linear = [m for m in layers if isinstance(m, nn.Linear)]
     return (
@@ -328,9 +291,18 @@ def _objective(
     hyper: Mapping[str, Knob],
     loss: OwnLoss | None,
     valid_loss: OwnLoss | None,
-) -> tuple[TrainingLoss, Sizes]:
+) -> tuple[TrainingLoss, dict[str, Tensor]]:
+    """Check the data, the knobs and the model; return the training loss and the free variables at their start."""
     numbers = train[1].is_floating_point()
-    _check_hyper(hyper, numbers)
+    if not isinstance(hyper, Mapping) or not hyper:
+        raise OptionError(f"hyper must name at least one knob, as {{'decay': WeightDecay()}}; got {hyper!r}.")
+    for name, knob in hyper.items():
+        if not isinstance(knob, Knob):
+            raise OptionError(f"hyper[{name!r}] must be a knob such as WeightDecay(); got {knob!r}.")
+    if numbers and any(isinstance(knob, LabelSmoothing) for knob in hyper.values()):
+        raise OptionError("LabelSmoothing needs class labels; the targets are numbers.")
+    if sum(isinstance(knob, LossMix) for knob in hyper.values()) > 1:
+        raise OptionError("hyper can name only one LossMix; put all losses into its `mixed`.")
     if train[0].shape[1:] != valid[0].shape[1:]:
         shapes = tuple(train[0].shape[1:]), tuple(valid[0].shape[1:])
         raise DataError(f"train and valid must have inputs of one shape; got {shapes[0]} and {shapes[1]}.")
@@ -351,16 +323,4 @@ def _objective(
             )
     sources = int(train[2].max()) + 1 if len(train) > 2 else 0
     sizes = Sizes(parameters_of(model), train[0][0].numel(), classes, sources)
-    return TrainingLoss(dict(hyper), classes, loss, valid_loss), sizes
-
-
-def _check_hyper(hyper: Mapping[str, Knob], numbers: bool) -> None:
-    if not isinstance(hyper, Mapping) or not hyper:
-        raise OptionError(f"hyper must name at least one knob, as {{'decay': WeightDecay()}}; got {hyper!r}.")
-    for name, knob in hyper.items():
-        if not isinstance(knob, Knob):
-            raise OptionError(f"hyper[{name!r}] must be a knob such as WeightDecay(); got {knob!r}.")
-    if numbers and any(isinstance(knob, LabelSmoothing) for knob in hyper.values()):
-        raise OptionError("LabelSmoothing needs class labels; the targets are numbers.")
-    if sum(isinstance(knob, LossMix) for knob in hyper.values()) > 1:
-        raise OptionError("hyper can name only one LossMix; put all losses into its `mixed`.")
+    return TrainingLoss(dict(hyper), classes, loss, valid_loss), starts(hyper, sizes, next(model.parameters()))

@@ -22,10 +22,14 @@ from torch import Tensor, nn
 from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
-from bilevel.applications.tuning.caution import loss_of, tune_cautiously
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Loss, Rows, folds_of
 from bilevel.applications.tuning.hyperparameters import FeaturePenalty, Knob, WeightDecay, parameters_of
-from bilevel.applications.tuning.linear_tuning import LinearTuned, held_out_loss, trained, tune_linear
+from bilevel.applications.tuning.linear_tuning import (
+    held_out_loss,
+    loss_of,
+    trained,
+    tune_cautiously,
+)
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import Labelled, Pair, split_test
@@ -40,10 +44,11 @@ HELD_OUT = 0.2
 LOSSES: dict[str, Loss] = {"ridge": "squared", "logistic": "logistic"}
 GRID, NETWORK_GRID = 11, 5
 """The number of penalties in the grid, for linear models and for networks."""
-LEAST = 1e-150
-"""The least deviation of the numbers to predict."""
-DECADES = 5.0
-"""The powers of ten that the grid reaches below and above the middle of the single penalty's range."""
+NO_BETTER = (
+    "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
+    "single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives one penalty for each "
+    "feature all the same."
+)
 Tell = Callable[[str, int, int], object]
 
 
@@ -58,23 +63,30 @@ class Point:
 
 @dataclass(frozen=True)
 class TunedTable:
-    """The tuned penalties and the model. Losses are means of -log(probability), or half the mean squared errors."""
+    """The tuned penalties and the model. Losses are means of -log(probability), or half the mean squared errors.
+
+    - `names`: the feature, the layer or the model that each penalty belongs to.
+    - `penalties`, and `sizes`: the size of the weights that each penalty acts on.
+    - `curve`: the validation loss after each step.
+    - `grid`: the losses of single penalties.
+    - `state`: the weights of the trained model.
+    - `caution`: the caution used; None for a single penalty and for an MLP.
+    - `test_accuracy`: None if numbers are predicted.
+    - `notes`: sentences about the data and the tuning.
+    """
 
     names: tuple[str, ...]
-    """The feature, the layer or the model that each penalty belongs to."""
     penalties: Tensor
     sizes: Tensor
-    """The size of the weights that each penalty acts on."""
     valid_loss: float
     test_loss: float
     test_accuracy: float | None
     curve: list[float]
     grid: list[Point]
     state: dict[str, Tensor]
-    """The weights of the trained model."""
     caution: float | None
-    seconds: float
-    notes: tuple[str, ...]
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Point:
@@ -101,16 +113,18 @@ def tune_table(
     - `model`: "logistic", "ridge" or "mlp"; `penalty`: "per-feature", "single" or, for an MLP, "per-layer".
     - `folds`, `caution`: for linear models; if `caution` is None, the rows decide it.
     - `steps`: the most steps of each stage, by default 100, or 1,000 for an MLP.
-    - `callbacks` are passed to `solve`; `tell(stage, done, total)` is called as the tuning goes on.
+    - `seed`: of all random draws, default 0. `device`: trains the model, default the CPU.
+    - `callbacks` are passed to `solve`; `tell(stage, done, total)` is called after each step.
     - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 
     >>> from bilevel.data import load
     >>> tune_table(load("digits"), "logistic", "per-feature").test_accuracy  # doctest: +SKIP
     """
+    began, notes, names = time.perf_counter(), list(data.notes), feature_names(data)
     if model != "mlp" and penalty == "per-layer":
         raise OptionError(f"penalty='per-layer' is for model='mlp'; {model} has one layer. Use 'per-feature'.")
-    notes = list(data.notes)
-    names = feature_names(data)
+    if model != "mlp" and (model == "logistic") != bool(data.classes):
+        raise OptionError(f"model must be 'ridge' or 'mlp' for numbers, else 'logistic' or 'mlp'; got {model!r}.")
     data = replace(
         data, features=names, x=data.x.flatten(1), test=data.test and (data.test[0].flatten(1), data.test[1])
     )
@@ -120,24 +134,42 @@ def tune_table(
         notes.append(
             f"A fifth of the rows{of_each} ({len(data.part('test')[1]):,}) is held out to measure the test loss."
         )
-    center, spread = (0.0, 1.0) if data.classes and model != "ridge" else _units(data.y)
-    run = _Run(data, penalty, seed, notes, tell, torch.device(device), checkpoint, center, spread, time.perf_counter())
-    return _network(run, steps, callbacks) if model == "mlp" else _linear(run, model, folds, caution, steps or 100)
+    center, spread = (0.0, 1.0) if data.classes else _units(data.y)
+    if not data.classes:
+        kind = torch.float32 if model == "mlp" else torch.float64
+        y, y_test = (((y - center) / spread).to(kind) for y in (data.y, data.part("test")[1]))
+        data = replace(data, y=y, test=(data.part("test")[0], y_test))
+    common: dict[str, Any] = {"seed": seed, "tell": tell, "device": torch.device(device), "checkpoint": checkpoint}
+    if model == "mlp":
+        found = _network(data, penalty, steps, callbacks, **common)
+    else:
+        found = _linear(data, LOSSES[model], penalty == "single", folds, caution, steps or 100, **common)
+    *_, weight, bias = found.state.values()  # of the last layer
+    weight.mul_(spread)
+    bias.mul_(spread).add_(center)
+    return replace(
+        found,
+        sizes=found.sizes if model == "mlp" else spread * found.sizes,
+        valid_loss=spread**2 * found.valid_loss,
+        test_loss=spread**2 * found.test_loss,
+        curve=[spread**2 * value for value in found.curve],
+        grid=[Point(p.penalty, spread**2 * p.valid_loss, spread**2 * p.test_loss) for p in found.grid],
+        notes=(*notes, *found.notes),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def feature_names(data: Labelled) -> tuple[str, ...]:
     """Return a name for each number of an input; for images, the places of the pixels."""
-    if data.features:
-        return data.features
-    if data.kind == "images":
-        _, channels, height, width = data.x.shape
-        return tuple(
-            f"row {i}, column {j}" + (f", channel {c}" if channels > 1 else "")
-            for c in range(channels)
-            for i in range(height)
-            for j in range(width)
-        )
-    return tuple(f"column {j}" for j in range(data.x.shape[1]))
+    if data.kind != "images":
+        return data.features or tuple(f"column {j}" for j in range(data.x.shape[1]))
+    _, channels, height, width = data.x.shape
+    return tuple(
+        f"row {i}, column {j}" + (f", channel {c}" if channels > 1 else "")
+        for c in range(channels)
+        for i in range(height)
+        for j in range(width)
+    )
 
 
 def _with_test(data: Labelled, seed: int, keep: int) -> Labelled:
@@ -155,205 +187,148 @@ def _units(y: Tensor) -> tuple[float, float]:
     if bool((y == y[0]).all()):
         raise DataError(f"the numbers to predict must vary outside the test set; all {len(y)} are {float(y[0]):g}.")
     center, spread = float(y.mean()), float(y.std())
-    if not LEAST < spread < 1 / LEAST:
+    if not 1e-150 < spread < 1e150:
         raise DataError(
-            f"the numbers to predict must have a deviation between {LEAST:g} and {1 / LEAST:g}; got {spread:g}. Use "
-            "another unit."
+            f"the numbers to predict must have a deviation between 1e-150 and 1e150; got {spread:g}. Use another unit."
         )
     return center, spread
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What linear models and networks share: the data, the units of the numbers to predict, and where states are kept.
-
-    `center` and `spread` are the mean and the deviation of the numbers to predict; losses are measured in their units.
-    """
-
-    data: Labelled
-    penalty: Penalty
-    seed: int
-    notes: list[str]
-    tell: Tell
-    device: torch.device
-    checkpoint: Path | None
-    center: float
-    spread: float
-    began: float
-
-    def grid(
-        self, penalties: np.ndarray, losses: Callable[[float], tuple[float, float]], identity: Settings
-    ) -> list[Point]:
-        """Return the validation and test losses of single penalties; each is kept as soon as it is known."""
-        store, grid = None if self.checkpoint is None else ResultFolder(self.checkpoint / "grid"), []
-        for k, penalty in enumerate(map(float, penalties)):
-            cell = RunItem({"penalty": penalty, **identity}, 0)
-            kept = None if store is None else store.get(cell)
-            if kept is None:
-                on_valid, on_test = losses(penalty)
-                kept = {"valid_loss": self.spread**2 * on_valid, "test_loss": self.spread**2 * on_test}
-                if store is not None:
-                    store.put(cell, kept)
-            grid.append(Point(penalty, kept["valid_loss"], kept["test_loss"]))
-            self.tell("trying a grid", k + 1, len(penalties))
-        return grid
-
-    def table(self, valid_loss: float, test_loss: float, curve: Sequence[float], **found: Any) -> TunedTable:
-        """Return the result, with losses in the units of the data."""
-        return TunedTable(
-            valid_loss=self.spread**2 * valid_loss,
-            test_loss=self.spread**2 * test_loss,
-            curve=[self.spread**2 * value for value in curve],
-            seconds=time.perf_counter() - self.began,
-            notes=tuple(self.notes),
-            **found,
-        )
+def _grid(
+    penalties: np.ndarray,
+    losses: Callable[[float], tuple[float, float]],
+    tell: Tell,
+    checkpoint: Path | None,
+    identity: Settings,
+) -> list[Point]:
+    """Return the validation and test losses of single penalties; each is saved when it is known."""
+    store, grid = None if checkpoint is None else ResultFolder(checkpoint / "grid"), []
+    for k, penalty in enumerate(map(float, penalties)):
+        cell = RunItem({"penalty": penalty, **identity}, 0)
+        kept = None if store is None else store.get(cell)
+        if kept is None:
+            kept = dict(zip(("valid_loss", "test_loss"), losses(penalty), strict=True))
+            if store is not None:
+                store.put(cell, kept)
+        grid.append(Point(penalty, **kept))
+        tell("trying a grid", k + 1, len(penalties))
+    return grid
 
 
-def _linear(run: _Run, model: Kind, folds: int, caution: float | None, steps: int) -> TunedTable:
-    data, test, loss = run.data, run.data.part("test"), LOSSES[model]
+def _linear(
+    data: Labelled,
+    loss: Loss,
+    single: bool,
+    folds: int,
+    caution: float | None,
+    steps: int,
+    *,
+    seed: int,
+    tell: Tell,
+    device: torch.device,
+    checkpoint: Path | None,
+) -> TunedTable:
     outputs = len(data.classes) if len(data.classes) > 2 else 1
 
     def rows_of(pair: Pair, fold: Tensor) -> Rows:
-        y = (pair[1].double() - run.center) / run.spread if outputs == 1 else pair[1]
-        return Rows(pair[0].to(run.device, torch.float64), y.to(run.device), fold.to(run.device), loss, outputs)
+        y = pair[1].double() if outputs == 1 else pair[1]
+        return Rows(pair[0].to(device, torch.float64), y.to(device), fold.to(device), loss, outputs)
 
-    rows = rows_of((data.x, data.y), folds_of(data.y.numpy(), len(data.classes), folds, run.seed))
+    test = data.part("test")
+    rows = rows_of((data.x, data.y), folds_of(data.y.numpy(), len(data.classes), folds, seed))
     others = rows_of(test, torch.full((len(test[1]),), -1))
-    found, used = _tune_rows(run, rows, folds, caution, steps)
+    found, used = tune_cautiously(
+        rows,
+        penalty="single" if single else "per-feature",
+        caution=caution,
+        seed=seed,
+        steps=steps,
+        watch=lambda stage, done, value: tell(f"tuning {stage}", done, steps),
+        checkpoint=checkpoint and checkpoint / "tuning",
+    )
     unit = float(FoldedModel(rows).curvature.mean()) * data.count
 
     def losses(alpha: float) -> tuple[float, float]:
         each = torch.full_like(found.alpha, alpha)
         return held_out_loss(rows, each), loss_of(others, *trained(rows, each))
 
-    identity = {} if run.checkpoint is None else {"rows": rows.digest(), "test": others.digest()}
-    accuracy = None
-    if model == "logistic":
+    identity = {} if checkpoint is None else {"rows": rows.digest(), "test": others.digest()}
+    right = None
+    if loss == "logistic":
         scores = (others.x @ found.weight.T + found.bias).cpu()
         predicted = (scores[:, 0] > 0).long() if outputs == 1 else scores.argmax(1)
-        accuracy = float((predicted == test[1]).double().mean())
-    state = {"weight": run.spread * found.weight.cpu(), "bias": run.center + run.spread * found.bias.cpu()}
-    return run.table(
-        found.valid_loss,
-        loss_of(others, found.weight, found.bias),
-        found.path,
-        names=data.features,
+        right = float((predicted == test[1]).double().mean())
+    return TunedTable(
+        data.features,
         penalties=found.alpha.cpu(),
-        sizes=state["weight"].norm(dim=0),
-        test_accuracy=accuracy,
-        grid=run.grid(unit * np.logspace(-DECADES, DECADES, GRID), losses, identity),
-        state=state,
+        sizes=found.weight.norm(dim=0).cpu(),
+        valid_loss=found.valid_loss,
+        test_loss=loss_of(others, found.weight, found.bias),
+        test_accuracy=right,
+        curve=found.path,
+        grid=_grid(unit * np.logspace(-5, 5, GRID), losses, tell, checkpoint, identity),
+        state={"weight": found.weight.cpu(), "bias": found.bias.cpu()},
         caution=used,
+        notes=(NO_BETTER.format(folds=folds),) if used is None and not single else (),
     )
 
 
-def _tune_rows(
-    run: _Run, rows: Rows, folds: int, caution: float | None, steps: int
-) -> tuple[LinearTuned, float | None]:
-    """Return the tuned penalties and the caution used: None if there is a single penalty."""
-
-    def watch(stage: str, done: int, value: float) -> None:
-        run.tell(f"tuning {stage}", done, steps)
-
-    options: dict[str, Any] = {
-        "steps": steps,
-        "watch": watch,
-        "checkpoint": run.checkpoint and run.checkpoint / "tuning",
-    }
-    if run.penalty == "single":
-        found, caution = tune_linear(rows, penalty="single", **options), None
-    elif caution is not None:
-        found = tune_linear(rows, caution=caution, **options)
-    else:
-        found, caution = tune_cautiously(rows, seed=run.seed, **options)
-        if caution is None:
-            run.notes.append(
-                f"On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not "
-                "better than a single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives "
-                "one penalty for each feature all the same."
-            )
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found, caution
-
-
-def _network(run: _Run, steps: int | None, callbacks: Sequence[Callback]) -> TunedTable:
-    data, checkpoint, seed = run.data, run.checkpoint, run.seed
+def _network(
+    data: Labelled,
+    penalty: Penalty,
+    steps: int | None,
+    callbacks: Sequence[Callback],
+    *,
+    seed: int,
+    tell: Tell,
+    device: torch.device,
+    checkpoint: Path | None,
+) -> TunedTable:
     classes = len(data.classes) or None
-    tuned_on = _with_test(replace(data, test=None), seed, keep=1)
-
-    def pair(given: Pair) -> Pair:
-        return given[0], given[1] if classes else ((given[1] - run.center) / run.spread).float()
-
-    train, valid, test = pair((tuned_on.x, tuned_on.y)), pair(tuned_on.part("test")), pair(data.part("test"))
+    tuned_on, test = _with_test(replace(data, test=None), seed, keep=1), data.part("test")
+    train, valid = (tuned_on.x, tuned_on.y), tuned_on.part("test")
     with seeded(seed):
-        network = mlp(data.x.shape[1], (128,), classes or 1).to(run.device)
+        network = mlp(data.x.shape[1], (128,), classes or 1).to(device)
     first = copy.deepcopy(network)
-    per: Literal["layer", "model"] = "layer" if run.penalty == "per-layer" else "model"
-    knob: Knob = FeaturePenalty(high=10.0) if run.penalty == "per-feature" else WeightDecay(per=per)
-    found = tune(
-        network,
-        train,
-        valid,
-        {"penalty": knob},
-        steps=steps,
-        seed=seed,
-        callbacks=callbacks,
-        mode="minibatch",
-        watch=run.tell,
-        checkpoint=checkpoint,
-    )
     single = WeightDecay()
+    knobs: dict[str, Knob] = {
+        "per-feature": FeaturePenalty(high=10.0),
+        "per-layer": WeightDecay(per="layer"),
+        "single": single,
+    }
+    knob, options = knobs[penalty], dict[str, Any](steps=steps, seed=seed, callbacks=callbacks, watch=tell)
+    found = tune(network, train, valid, {"penalty": knob}, mode="minibatch", checkpoint=checkpoint, **options)
     objective, used = TrainingLoss({"penalty": single}, classes), found.settings
+    final: dict[str, Any] = {"steps": used["final_steps"], "batch": used["batch"], "rate": used["rate"]}
 
     def losses(decay: float) -> tuple[float, float]:
         rival, value = copy.deepcopy(first), {"penalty": torch.tensor([decay])}
-        train_with(
-            objective,
-            value,
-            rival,
-            train,
-            steps=used["final_steps"],
-            batch=used["batch"],
-            rate=used["rate"],
-            seed=seed + 1,
-            checkpoint=checkpoint and checkpoint / f"grid-{decay:.0e}",
-        )
+        place = checkpoint and checkpoint / f"grid-{decay:.0e}"
+        train_with(objective, value, rival, train, seed=seed + 1, checkpoint=place, **final)
         return objective.measured(value, rival, valid), objective.measured(value, rival, test)
 
     identity = {} if checkpoint is None else {"rate": used["rate"], "examples": digest_of([*train, *valid, *test])}
-    penalties = np.logspace(np.log10(single.low), np.log10(single.high), NETWORK_GRID)
     names, sizes = _penalised(network, knob, data.features)
-    return run.table(
-        found.valid_loss,
-        objective.measured({}, network, test),
-        found.curve,
-        names=names,
+    return TunedTable(
+        names,
         penalties=found.values["penalty"],
-        sizes=sizes.detach().cpu(),
+        sizes=sizes,
+        valid_loss=found.valid_loss,
+        test_loss=objective.measured({}, network, test),
         test_accuracy=accuracy(network, test) if classes else None,
-        grid=run.grid(penalties, losses, identity),
-        state=_state_in_units(network, run.center, run.spread),
+        curve=found.curve,
+        grid=_grid(np.geomspace(single.low, single.high, NETWORK_GRID), losses, tell, checkpoint, identity),
+        state={name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()},
         caution=None,
     )
 
 
 def _penalised(network: nn.Module, knob: Knob, features: tuple[str, ...]) -> tuple[tuple[str, ...], Tensor]:
     """Return what each penalty belongs to, and the size of the weights that it acts on."""
-    matrices = [p for p in network.parameters() if p.ndim > 1]
+    matrices = [p.detach().cpu() for p in network.parameters() if p.ndim > 1]
     if not isinstance(knob, WeightDecay):
         return features, matrices[0].norm(dim=0)
     sizes = torch.stack([p.norm() for p in matrices])
     if knob.per == "model":
         return ("all weights",), sizes.norm()[None]
     return tuple(f"layer {name}" for name in knob.groups(parameters_of(network))), sizes
-
-
-@torch.no_grad()
-def _state_in_units(network: nn.Module, center: float, spread: float) -> dict[str, Tensor]:
-    """Return the weights of the network that predicts in the units of the data."""
-    last = [layer for layer in network.modules() if isinstance(layer, nn.Linear)][-1]
-    last.weight *= spread
-    last.bias.mul_(spread).add_(center)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}

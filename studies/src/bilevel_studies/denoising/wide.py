@@ -18,13 +18,13 @@ from torch.nn.functional import relu
 
 from bilevel import Penalty, Rows, Status, solve
 from bilevel._util.random_state import seeded
-from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.denoising.denoise import importance_problem, loaders
 from bilevel.applications.training import accuracy
 from bilevel.data import corrupt, split_trusted
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.study import ONE_SEED
+from bilevel_studies.image_models import wide_resnet
 from bilevel_studies.study import Deadline, Found, RunItem, Settings, Sitting, device_name
 
 NAME = "cifar10-wrn"
@@ -75,7 +75,7 @@ def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: f
     y = corrupt(data.y, settings["noise"], len(data.classes), seed, settings["kind"])
     with seeded(seed):
         depth, width = settings["network"]
-        model = models.wide_resnet(depth, width, len(data.classes)).to(device)
+        model = wide_resnet(depth, width, len(data.classes)).to(device)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as tensor cores have it
     place = checkpoints / RunItem(settings, 0).name
     ours, whole = settings["column"] == "ours", settings.get("steps") or settings["passes"] * rows // BATCH

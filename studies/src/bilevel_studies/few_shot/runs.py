@@ -15,7 +15,7 @@ from torch import nn
 from bilevel import ApproxGrad, DataError, Penalty, ReverseMode, Run, Status
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
-from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase, move_slightly
+from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot.classifier import PROXIMITY, SCALE, Start, backbone
 from bilevel.applications.few_shot.evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from bilevel.applications.few_shot.meta_train import UPPER_RATE, default_method, meta_train, upper_adam
@@ -26,6 +26,7 @@ from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes
 from bilevel.methods.base import Method
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
+from bilevel_studies.image_models import move_slightly
 from bilevel_studies.study import Found, RunItem, Settings, device_name
 
 POINTS = 6

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from bilevel.applications import networks as models
+from bilevel_studies.image_models import wide_resnet
 
 Network = tuple[str | int, ...]
-"""A function of `bilevel.applications.networks` and its arguments."""
+"""A function of `bilevel.applications.networks`, or `wide_resnet`, and its arguments."""
+BUILDERS = {**vars(models), "wide_resnet": wide_resnet}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def table() -> list[Sizes]:
 def _count(size: int | Network) -> int:
     if isinstance(size, int):
         return size
-    build: Callable[..., nn.Module] = getattr(models, str(size[0]))
+    build: Callable[..., nn.Module] = BUILDERS[str(size[0])]
     return sum(p.numel() for p in build(*size[1:]).parameters())
 
 

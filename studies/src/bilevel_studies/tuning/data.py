@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bilevel import DataError
-from bilevel.applications.tuning.folded_linear_model import Rows
-from bilevel.applications.tuning.sparse_inputs import from_scipy
+from bilevel.applications.tuning.folded_linear_model import Rows, from_scipy
 
 DATASETS = ("a9a", "digits", "text")
 SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
@@ -77,3 +77,12 @@ def _source(name: str, seed: int) -> tuple[Any, np.ndarray, int | None]:
         x = np.concatenate([file["X_train"], file["X_test"]]).astype(np.float64)
         y = (np.concatenate([file["y_train"], file["y_test"]]) > 0).astype(np.int64)
         return x, y, len(file["y_train"])
+
+
+def to_sklearn(x: Tensor) -> Any:
+    """Return inputs for scikit-learn: an array, or a sparse array."""
+    if x.layout is torch.strided:
+        return x.numpy()
+    from scipy.sparse import csr_array
+
+    return csr_array((x.values().numpy(), x.col_indices().numpy(), x.crow_indices().numpy()), shape=tuple(x.shape))

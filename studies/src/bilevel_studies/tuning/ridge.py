@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bilevel.applications.tuning.caution import loss_of
 from bilevel.applications.tuning.folded_linear_model import Rows
-from bilevel.applications.tuning.linear_tuning import trained, tune_linear
+from bilevel.applications.tuning.linear_tuning import loss_of, trained, tune_linear
 from bilevel_studies.study import Found
 from bilevel_studies.tuning.data import INFORMATIVE, sparse_regression
 

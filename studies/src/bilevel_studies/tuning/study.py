@@ -20,18 +20,25 @@ from bilevel import ApproxGrad, Callback, Problem, ReverseMode, Run, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.training import accuracy
-from bilevel.applications.tuning.caution import loss_of, tune_cautiously
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
 from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, Knob, LabelSmoothing, Range, WeightDecay
-from bilevel.applications.tuning.linear_tuning import HIGH, LOW, START, held_out_loss, trained, tune_linear
+from bilevel.applications.tuning.linear_tuning import (
+    HIGH,
+    LOW,
+    START,
+    held_out_loss,
+    loss_of,
+    trained,
+    tune_cautiously,
+    tune_linear,
+)
 from bilevel.applications.tuning.losses import Batch, TrainingLoss
-from bilevel.applications.tuning.sparse_inputs import to_sklearn
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import corrupt
 from bilevel.methods.base import Method
 from bilevel_studies.study import Found, RunItem, Settings
 from bilevel_studies.tuning import ridge as tuning_ridge
-from bilevel_studies.tuning.data import DATASETS, problem
+from bilevel_studies.tuning.data import DATASETS, problem, to_sklearn
 
 PARTS = ("linear", "ridge", "network", "scale", "curve")
 WAYS = {

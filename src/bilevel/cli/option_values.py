@@ -1,13 +1,14 @@
-"""Networks and problems from a user's Python file: `path.py`, or `path.py:name`."""
+"""Values of options: the device, and networks and problems from a user's Python file, `path.py` or `path.py:name`."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,23 +16,49 @@ from torch import nn
 
 from bilevel._util.checks import did_you_mean
 from bilevel._util.random_state import seeded
+from bilevel._util.text import first_of
 from bilevel.applications.comparison.compare import Start, Subject
 from bilevel.applications.comparison.synthetic_problems import nth
 from bilevel.applications.default_classifier import KINDS, Classifier, classifier
 from bilevel.data import Labelled
-from bilevel.errors import BilevelError, OptionError, reason
+from bilevel.distributed.process_group import world
+from bilevel.errors import OptionError, reason
 from bilevel.problem.problem import Problem
 
 NEEDED = ("problem", "u", "v")
 
 
+def known(option: str, value: str, names: Iterable[str], also: str = "") -> None:
+    """Refuse a value that is not one of the names, with the closest name. `also` says what else the option takes."""
+    names = tuple(names)
+    if value not in names:
+        near = did_you_mean(value, names)
+        raise OptionError(f"{option} must be one of {first_of(names, 20)}{also}; got {value!r}.{near}")
+
+
+def device_of(text: str) -> torch.device:
+    """Return the device that --device names."""
+    gpu = torch.cuda.is_available()
+    if text == "auto":
+        # Each rank of a machine has its own GPU.
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if world() > 1 else "cuda"
+        text = own if gpu else "cpu"
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
+        found = "auto, cpu, cuda or cuda:0" if gpu else "auto or cpu, because torch finds no CUDA GPU here"
+        raise OptionError(f"--device must be {found}; got {text!r}.") from None
+    return device
+
+
 def is_file(text: str) -> bool:
-    """Tell whether the text names a Python file."""
+    """Return whether the text names a Python file."""
     return ".py:" in text or text.endswith(".py")
 
 
 def path_and_name(text: str, rule: str = "a Python file is needed") -> tuple[Path, str | None]:
-    """Split `path.py:name`. `rule` begins the error if there is no such file."""
+    """Split `path.py:name`. `rule` begins the error if the file is missing."""
     before, colon, name = text.partition(".py:")
     path = Path(before + ".py" if colon else text)
     if not path.is_file():
@@ -40,25 +67,22 @@ def path_and_name(text: str, rule: str = "a Python file is needed") -> tuple[Pat
 
 
 def load(text: str, rule: str) -> tuple[Path, Any]:
-    """Return the path and the object that the name after the colon has; without a name, the module."""
+    """Run a Python file; return its path and the object that the name after the colon has, or the module without one.
+
+    `rule` begins the error if the file is missing.
+    """
     path, name = path_and_name(text, rule)
-    module = _imported(path)
+    loader = SourceFileLoader(f"bilevel_file_{path.stem}", str(path))
+    module = module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
+    module.__file__ = str(path)
+    sys.modules[loader.name] = module  # dataclasses in the file look for their module
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        raise OptionError(f"{path} could not be run: {_described(error)}") from error
     if name is not None and not hasattr(module, name):
         raise OptionError(f"{path.name} does not define {name!r}.")
     return path, module if name is None else getattr(module, name)
-
-
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bilevel_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path} cannot be read as Python.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look for their module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise OptionError(f"{path} could not be run: {_described(error)}") from error
-    return module
 
 
 def _described(error: Exception) -> str:
@@ -73,11 +97,11 @@ def network(text: str, option: str, call: str, arguments: Sequence[Any], seed: i
     path, make = load(text, f"{option} must be a kind or a Python file")
     if not callable(make):
         raise OptionError(f"{option} must name a function {call}, as in {path.name}:make.")
-    with seeded(seed):
-        try:
+    try:
+        with seeded(seed):
             found = make(*arguments)
-        except Exception as error:
-            raise OptionError(f"{option} {text} could not be run: {_described(error)}") from error
+    except Exception as error:
+        raise OptionError(f"{option} {text} could not be run: {_described(error)}") from error
     if not isinstance(found, nn.Module):
         raise OptionError(f"{option} {text} must return an nn.Module; got {type(found).__name__}.")
     return found
@@ -87,9 +111,7 @@ def classifier_of(model: str, data: Labelled, source: str, device: torch.device,
     """Return the classifier that --model names for data that were read from `source`."""
     shape, classes = tuple(data.x.shape[1:]), len(data.classes)
     if not is_file(model):
-        if model not in KINDS:
-            near, kinds = did_you_mean(model, KINDS), ", ".join(KINDS)
-            raise OptionError(f"--model must be one of {kinds}, or path.py:make; got {model!r}.{near}")
+        known("--model", model, KINDS, ", or path.py:make")
         return classifier(model, shape, classes, device=device, seed=seed, source=source)
     found = network(model, "--model", "make(shape, classes)", (shape, classes), seed)
     try:
@@ -117,15 +139,13 @@ def problem_of(text: str, trials: int, seed: int) -> Subject:
             f"--trials {trials} needs `{path.name}:name` with a function name(seed) that returns problem, u and v for "
             "each start; this file has one start."
         )
-    return Subject(text, [_start(path, found, nth(seed, k) if takes_seed else None) for k in range(trials)])
+    return Subject(text, [_start(path, found, {"seed": nth(seed, k)} if takes_seed else {}) for k in range(trials)])
 
 
-def _start(path: Path, found: Any, seed: int | None) -> Start:
+def _start(path: Path, found: Any, seed: Mapping[str, int]) -> Start:
     if callable(found) and not isinstance(found, type):
         try:
-            found = found() if seed is None else found(seed=seed)
-        except BilevelError:
-            raise
+            found = found(**seed)
         except Exception as error:
             raise OptionError(f"the function in {path} could not be run: {_described(error)}") from error
     if isinstance(found, (tuple, list)):

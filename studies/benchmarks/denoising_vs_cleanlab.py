@@ -15,9 +15,7 @@ import argparse
 import copy
 import itertools
 import json
-import os
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from environment import commit, in_environment, make
-from store import Store
+from store import Store, write_tables
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "cleanlab-env"
 RESULTS = ROOT / "build" / "denoising_vs_cleanlab.jsonl"
-PAGE = ROOT / "docs" / "results" / "denoising-vs-cleanlab.md"
-SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
+SUMMARY = ROOT / "studies" / "results" / "denoising-vs-cleanlab.json"
 CLEANLAB = "2.9.0"
 
 NOISES = {"symmetric-20": (0.2, "symmetric"), "symmetric-40": (0.4, "symmetric"), "asymmetric-40": (0.4, "asymmetric")}
@@ -46,9 +43,9 @@ FOLDS = 5
 TURNS = {"digits": 5, "mnist": 3, "cifar10": 1}
 """How many fifths of the trusted examples are held out in turn to choose cleanlab's steps: 100, 120, 100 images."""
 SHARES = (1, 1 / 3, 1 / 8)
-"""Of the steps of a round of ours: what cleanlab's networks may be trained with."""
+"""Shares of the steps of one of our rounds, for the training of cleanlab's networks."""
 TRUSTED = 0
-"""In place of the steps of the folds' networks: one network trained on the trusted examples alone, with all steps."""
+"""In place of the steps of the folds' networks: one network trained on the trusted examples only, with all steps."""
 DEFAULT = "prune_by_noise_rate"
 FILTERS = (
     DEFAULT,
@@ -268,7 +265,7 @@ class Cleanlab:
         return sum(a for a, _ in found) / len(found), sum(b for _, b in found) / len(found)
 
     def choose_source(self) -> int:
-        """Where the probabilities come from: the steps of the folds' networks, or the trusted examples alone."""
+        """Return the source of the probabilities: the steps of the folds' networks, or the trusted examples only."""
         return max((*self.tried, TRUSTED), key=lambda n: self.held_out(self.rows(n), n or self.steps))
 
     def choose_final(self, source: int) -> int:
@@ -423,7 +420,7 @@ def better_score(runs: Sequence[dict[str, Any]], column: str) -> str:
 
 
 def values_of(runs: Sequence[dict[str, Any]], column: str, measure: str) -> list[float]:
-    """One for each run; empty where the column does not have the measure."""
+    """Return one value per run; none if the column does not have the measure."""
     if measure == "auc" and "aucs" in runs[0][column]:
         return [r[column]["aucs"][better_score(runs, column)] for r in runs]
     return [r[column][measure] for r in runs] if measure in runs[0][column] else []
@@ -446,7 +443,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
             if measure == "auc":
                 alone = spread([r[OURS]["auc_importance"] for r in runs], unit)
                 scores = [better_score(runs, column) for column in (SAME, CHOSEN)]
-                lines.append(f"| | AUC of the importance alone; score | {alone} | {scores[0]} | {scores[1]} | | | |")
+                lines.append(f"| | AUC of the importance only; score | {alone} | {scores[0]} | {scores[1]} | | | |")
             title = ""
         chosen = "; ".join(f"{source_name(r[CHOSEN]['source'])}, {r[CHOSEN]['final_steps']}" for r in runs)
         without = spread([r[CHOSEN]["seconds_without_choosing"] for r in runs], ".1f")
@@ -455,54 +452,49 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def compared(results: dict[str, dict[str, list[dict[str, Any]]]], column: str) -> list[str]:
-    """Where the mean of ours is above that of a column, and by how much it is not."""
-    above, parted, less, apart = 0, 0, [], 0
-    for (data, noises), measure in itertools.product(results.items(), ("auc", "f1", "accuracy")):
-        name, _, scale = MEASURES[measure]
-        for noise, runs in noises.items():
-            ours, theirs = values_of(runs, OURS, measure), values_of(runs, column, measure)
-            if not theirs:
-                continue
-            if mean(ours) > mean(theirs):
-                above += 1
-                parted += len(runs) > 1 and min(ours) > max(theirs)
-                continue
-            apart += len(runs) > 1 and max(ours) < min(theirs)
-            unit = ".4f" if scale == 1 else ".2f"
-            numbers = f"{mean(ours) * scale:{unit}} against {mean(theirs) * scale:{unit}}"
-            wins = sum(a > b for a, b in zip(ours, theirs, strict=True))
-            less.append(
-                f"  - {TITLES[data]}, {NOISE_TITLES[noise]}, {name}: {numbers} ({wins} of {len(runs)} seeds above)"
-            )
-    what = "of accuracy" if column in REFERENCES else "of AUC, F1 and accuracy"
-    said = (
-        f"- Against *{column}*, the mean of bilevel is above in {above} of {above + len(less)} comparisons {what}; in "
-        f"{parted} of them its least seed is above the other's largest."
-    )
-    if less:
-        said += f" It is not above in {len(less)}; in {apart} of these its largest seed is below the other's least:"
-    return [said, *less]
+def compared(results: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
+    """Compare the means of ours with each column: numbers of comparisons, and the cases in which ours is not above."""
+    lines = [
+        "| against | above | least seed above the largest | not above | largest seed below the least | not above in |",
+        "| --- " * 6 + "|",
+    ]
+    for column in (SAME, CHOSEN, BEST, *REFERENCES):
+        above, parted, less, apart = 0, 0, [], 0
+        for (data, noises), measure in itertools.product(results.items(), ("auc", "f1", "accuracy")):
+            name, _, scale = MEASURES[measure]
+            for noise, runs in noises.items():
+                ours, theirs = values_of(runs, OURS, measure), values_of(runs, column, measure)
+                if not theirs:
+                    continue
+                if mean(ours) > mean(theirs):
+                    above += 1
+                    parted += len(runs) > 1 and min(ours) > max(theirs)
+                    continue
+                apart += len(runs) > 1 and max(ours) < min(theirs)
+                unit = ".4f" if scale == 1 else ".2f"
+                numbers = f"{mean(ours) * scale:{unit}} against {mean(theirs) * scale:{unit}}"
+                wins = sum(a > b for a, b in zip(ours, theirs, strict=True))
+                place = f"{TITLES[data]}, {NOISE_TITLES[noise]}, {name}"
+                less.append(f"{place}: {numbers} ({wins} of {len(runs)} seeds above)")
+        lines.append(f"| {column} | {above} | {parted} | {len(less)} | {apart} | {'; '.join(less)} |")
+    return lines
 
 
 def ratios(results: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
-    """Seconds of cleanlab in those of ours, within a run."""
-    lines = []
+    """CPU seconds of cleanlab's side for each second of bilevel, within a run."""
+    columns = ((SAME, "seconds"), (CHOSEN, "seconds"), (CHOSEN, "seconds_without_choosing"))
+    heads = [column + ", without choosing" * (measure != "seconds") for column, measure in columns]
+    lines = [f"| data | {' | '.join(heads)} |", "| --- " * 4 + "|"]
     for data, noises in results.items():
         runs = [run for runs in noises.values() for run in runs]
-        parts = []
-        for column, measure in ((SAME, "seconds"), (CHOSEN, "seconds"), (CHOSEN, "seconds_without_choosing")):
-            found = [r[column][measure] / r[OURS]["seconds"] for r in runs]
-            parts.append(f"{spread(found, '.2f')} for *{column}*" + ", without choosing" * (measure != "seconds"))
-        lines.append(f"  - {TITLES[data]}: {'; '.join(parts)}.")
-    return ["- CPU seconds of cleanlab's side for each one of bilevel, within a run:", *lines]
+        found = [[r[column][measure] / r[OURS]["seconds"] for r in runs] for column, measure in columns]
+        lines.append(f"| {TITLES[data]} | {' | '.join(spread(one, '.2f') for one in found)} |")
+    return lines
 
 
 def write() -> None:
-    """The page and its JSON. The words between `<!-- by hand -->` and `<!-- end -->` stay."""
+    """Write the tables and the JSON file from the results so far."""
     store = Store(RESULTS)
-    old = PAGE.read_text() if PAGE.exists() else ""
-    by_hand = old.partition("<!-- by hand -->\n")[2].partition("<!-- end -->")[0]
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     missing = []
     for data, noise in itertools.product(SIZES, NOISES):
@@ -513,28 +505,15 @@ def write() -> None:
     if not results:
         sys.exit(f"There are no results yet. Make them with: python {sys.argv[0]} run")
     made = [run for noises in results.values() for runs in noises.values() for run in runs]
-    versions = {name: sorted({run["versions"][name] for run in made}) for name in sorted(made[0]["versions"])}
-    found = [line for column in (SAME, CHOSEN, BEST, *REFERENCES) for line in compared(results, column)]
-    page = [
-        INTRODUCTION,
-        "## What is found\n\n" + "\n".join(map(wrapped, [*found, *ratios(results)])),
-        f"## What stands behind it\n\n<!-- by hand -->\n{by_hand}<!-- end -->",
-    ]
-    for data, noises in results.items():
-        page.append(f"## {TITLES[data]}\n\n{DATA_WORDS[data]}\n\n" + "\n".join(table(noises)))
+    tables = {"Comparisons": compared(results), "Ratios of CPU seconds": ratios(results)}
+    tables |= {TITLES[data]: table(noises) for data, noises in results.items()}
     if missing:
-        page.append(wrapped(f"Not run yet: {', '.join(missing)}."))
-    said = ", ".join(f"{name} {' and '.join(which)}" for name, which in versions.items())
-    page.append(AGAIN.format(versions=said.replace("bilevel ", "bilevel at commit "), cores=os.cpu_count()))
-    PAGE.write_text("\n\n".join(part.strip("\n") for part in page) + "\n")
-    kept = {key: value for key, value in store.results.items() if key not in missing}
-    SUMMARY.write_text(json.dumps(rounded(kept), indent=1) + "\n")
-
-
-def wrapped(line: str) -> str:
-    """A sentence or an item of a list in lines of 120."""
-    indent = " " * (len(line) - len(line.lstrip(" -")))
-    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        tables["Not run"] = ["| run |", "| --- |", *(f"| {key} |" for key in missing)]
+    versions = {name: sorted({run["versions"][name] for run in made}) for name in sorted(made[0]["versions"])}
+    rows = [f"| {name} | {', '.join(which)} |" for name, which in versions.items()]
+    tables["Versions"] = ["| package | version |", "| --- | --- |", *rows]
+    SUMMARY.write_text(json.dumps(rounded(store.results), indent=1) + "\n")
+    write_tables(RESULTS.with_suffix(".md"), tables)
 
 
 def rounded(value: Any) -> Any:
@@ -543,71 +522,14 @@ def rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
 
 
-INTRODUCTION = """# Finding wrong labels: bilevel and cleanlab
-
-Written by `python studies/benchmarks/denoising_vs_cleanlab.py --write` from the runs of the same with `run`; the
-findings under "What stands behind it" are by hand.
-
-## What is compared
-
-Both sides get the same noisy examples, the same trusted examples with right labels, and the same network at the same
-first weights. 20% or 40% of the noisy labels are wrong: any other class, each as likely (symmetric), or the next class
-(asymmetric; the last becomes the first). Measured are the AUC of the ranking, wrong against right labels; the F1 of the
-suspects; the accuracy on test images, in percent, of the classifier that is handed out; and CPU seconds in one process
-on one thread. Cells are the mean (least to most) of the seeds.
-
-- **bilevel**: `denoise(train, trusted, model, seed=seed)`, no option given. The ranking is by `quality`, the suspects
-  are `suspect`, the classifier is `model`. The constants behind the defaults were chosen on MNIST and on digits
-  (other seeds), none on CIFAR-10.
-- **cleanlab**: probabilities of every noisy example by 5-fold cross-validation, stratified by label. The trusted
-  examples are in the training part of every fold, with their right labels. Networks are trained by
-  `bilevel.applications.training.fit` with the steps, batches and learning rate of a round of ours. The suspects are
-  those of
-  `find_label_issues` with its default filter, `prune_by_noise_rate`; the ranking is by `get_label_quality_scores`, by
-  self_confidence or normalized_margin, whichever has the larger mean AUC by the truth. The final training is on what is
-  left and on the trusted examples, as a round of ours.
-- **cleanlab, chosen**: the same, with what a careful user would choose by trusted examples: where the probabilities
-  come from, which is the folds with all, a third or an eighth of the steps, or one network trained on the trusted
-  examples alone; then the steps of the final training, of the same three. Chosen by the accuracy, then the loss, on
-  fifths of the trusted examples, each held out from a training of its own: five of them on digits, three on MNIST, one
-  on CIFAR-10, so that about 100 images decide. The seconds include this.
-- **cleanlab, best by the truth**: the largest AUC over these four sources of probabilities and both scores, the largest
-  F1 over the sources and all seven filters of cleanlab, and the largest test accuracy over the two columns before and,
-  for each source, the filter of the largest F1 with as many final steps as in the folds. Nobody can choose so without
-  the answer; it bounds what choosing better could give.
-- **trusted only**, **plain**: the network trained on the trusted examples, and on all examples with their labels as
-  they are, as a round of ours."""
-
-DATA_WORDS = {
-    "digits": "1,297 noisy, 100 trusted, 400 test images of 8x8 pixels; an MLP 64-128-10.",
-    "mnist": "5,000 noisy, 200 trusted, 10,000 test images; an MLP 784-300-10.",
-    "cifar10": (
-        "4,000 noisy, 500 trusted, 2,000 test images; 16 filters of 4x4 with stride 4, 32 of 3x3, a 2x2 pool, a dense\n"
-        "layer of 64, and ReLU: small enough for one core. No augmentation."
-    ),
-}
-
-AGAIN = """## To run it again
-
-    python studies/benchmarks/denoising_vs_cleanlab.py setup
-    BILEVEL_DATA=folder python studies/benchmarks/denoising_vs_cleanlab.py run
-    python studies/benchmarks/denoising_vs_cleanlab.py --write
-
-All numbers, also of every source, score and filter of cleanlab, are in
-[denoising-vs-cleanlab.json](../../studies/results/denoising-vs-cleanlab.json).
-The machine ({cores} cores) is shared with other work: seconds mean something as ratios within a run only.
-
-Versions: {versions}."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="make no run; write the page")
+    parser.add_argument("--write", action="store_true", help="write the tables of the results so far")
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("setup", help="make build/cleanlab-env")
     verb = verbs.add_parser("run")
     verb.add_argument("--again", action="store_true", help="make runs again that are there already")
-    verb.add_argument("--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it")
+    verb.add_argument("--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it")
     verb.add_argument("--only", nargs="+", help="runs whose name (data/noise/seed) begins like this")
     given = parser.parse_args()
     if given.write:

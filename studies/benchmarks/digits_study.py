@@ -39,7 +39,7 @@ HELD_OUT = 600
 """The first of the seeds that no constant is chosen on."""
 MODELS = {"softmax": (), "mlp64": (64,), "mlp128": (128,)}
 IN_TURN = {"lower_steps": 5, "joint": False, "rate": 1e-2}
-"""The earlier way: five steps on v, then one on u alone."""
+"""The earlier way: five steps on v, then one on u only."""
 SGD = torch.optim.SGD
 
 WHAT_MATTERS: dict[str, dict[str, Any]] = {
@@ -367,7 +367,7 @@ def plan(store: Store, tables: Sequence[str], kinds: Sequence[str], seeds: Seque
 
 
 def cell(results: Sequence[dict[str, Any]] | None, key: str, unit: str) -> str:
-    """mean (least to most); how many runs diverged, where any did."""
+    """mean (least to most); how many runs diverged, if any."""
     if not results:
         return ""
     values = np.array([r[key] for r in results]) * (100 if unit == ".1f" else 1)

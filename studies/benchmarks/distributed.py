@@ -266,7 +266,7 @@ def paper() -> list[str]:
             for ranks in COUNTS:
                 compute = max(work.launch, work.device if whole else work.device / ranks)
                 mean = all_reduce(work.size, ranks)
-                # Of the two means, that of s is under way while f is evaluated: 2 of 24 operations.
+                # The mean of s is computed while f is evaluated: 2 of 24 operations.
                 seconds = compute + max(0.0, mean - compute / 12) + mean
                 speed = single / seconds * (ranks if whole else 1)
                 cells.append(f"{speed:,.1f} ({100 * speed / ranks:.0f}%)" if ranks > 1 else "1")

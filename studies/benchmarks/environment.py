@@ -1,4 +1,4 @@
-"""Benchmarks beside other libraries run in an environment of their own, with our package from a folder."""
+"""Run benchmarks against other libraries in a separate environment, with our package from a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(environment: Path, install: Sequence[str], check: str) -> None:
 
 
 def in_environment(environment: Path, source: Path) -> None:
-    """Go on in this environment, with `source` as the place of our package and one thread."""
+    """Continue in this environment, with `source` as the place of our package and one thread."""
     python = environment / "bin" / "python"
     if Path(sys.prefix).resolve() == environment.resolve():
         return
@@ -42,7 +42,7 @@ def in_environment(environment: Path, source: Path) -> None:
 
 
 def commit(source: Path) -> str:
-    """Of our package: the note beside a frozen copy, or that of the repository, `-dirty` where files have changed."""
+    """Return the commit of our package: the note next to a frozen copy, or the repository's (`-dirty` if changed)."""
     note = source.parent / "COMMIT"
     if note.exists():
         return note.read_text().strip()

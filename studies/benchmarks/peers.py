@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from environment import commit, in_environment
-from store import Store
+from store import Store, write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "peers-env"
 RESULTS = ROOT / "build" / "peers.jsonl"
-PAGE = ROOT / "docs" / "results" / "peers.md"
-SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
+SUMMARY = ROOT / "studies" / "results" / "peers.json"
 DATA = Path(os.environ.get("BILEVEL_DATA", ROOT.parent / "shared" / "data"))
 TORCH = "2.13.0"
 
@@ -43,13 +42,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bilevel": {"rates": False},
     "bilevel, lower_steps=1": {"rates": False, "lower_steps": 1},
 }
-"""What ours is given beside or in place of the rates; `rates=False` leaves both rates and T at their defaults."""
+"""Options of our method, with or instead of the rates; `rates=False` leaves both rates and T at their defaults."""
 LOWER_STEPS = (1, 5)
 """For each upper step: chosen together with the rate."""
 SINGLE_LOOP = ("boat meso",)
 """Methods that have one lower step by construction."""
 Choice = tuple[float, int] | None
-"""An upper rate and a number of lower steps; None where the method chooses by itself."""
+"""An upper rate and a number of lower steps; None if the method chooses them."""
 OURS = ("bilevel", "bilevel, lower_steps=1")
 FIRST = (*OURS, "value penalty", "boat pgdo", "higher", "torchopt", "betty neumann")
 LATER = ("betty darts", "betty sama", "boat meso", "betty cg", "boat vfo", "boat rad")
@@ -175,7 +174,7 @@ def setting(peers: Any, method: str, choice: Choice, steps: int = 5) -> Any:
 
 
 def memory(given: argparse.Namespace) -> None:
-    """Peak memory of three upper steps on the MLP, above that of the process before them; each in a process."""
+    """Measure the peak memory of three upper steps on the MLP, minus the memory before them; each in a process."""
     in_environment(ENVIRONMENT, given.source.resolve())
     store = Store(RESULTS)
     for method, steps in itertools.product(MEMORY, MEMORY_STEPS):
@@ -329,48 +328,22 @@ def chosen_rates(store: Store, model: str) -> list[str]:
 
 
 def write() -> None:
-    """The page and its JSON. The words between `<!-- findings -->` and `<!-- end -->` are by hand and stay."""
+    """Write the tables and the JSON file from the results so far."""
     store = Store(RESULTS)
-    old = PAGE.read_text() if PAGE.exists() else ""
-    _, _, rest = old.partition("<!-- findings -->\n")
-    by_hand = rest.partition("<!-- end -->")[0] if rest else ""
-    tables = {(t, m): table(store, m, t) for t in (500, 5000) for m in ("mlp", "linear")}
-    versions = sorted({v["torch"] for v in store.results.values() if "torch" in v})
-    commits = sorted({v["commit"] for v in store.results.values() if "commit" in v})
-    parts = [
-        INTRODUCTION.format(
-            cores=os.cpu_count(),
-            torch=", ".join(versions) or TORCH,
-            commits=", ".join(commits) or "none yet",
-            rates=", ".join(f"{r:g}" for r in RATES),
-            mlp=BUDGET["mlp"],
-            linear=BUDGET["linear"],
-        )
-    ]
-    parts += ["<!-- findings -->\n" + by_hand + "<!-- end -->"]
-    for (trusted, model), (lines, _) in tables.items():
-        title = {"mlp": "MLP 784-300-10", "linear": "Linear 784-10"}[model]
-        parts.append(f"## {trusted:,} trusted, {title}\n\n" + "\n".join(lines))
-    parts.append("## Peak memory\n\n" + MEMORY_WORDS + "\n\n" + "\n".join(memory_table(store)))
+    found = {(t, m): table(store, m, t) for t in (500, 5000) for m in ("mlp", "linear")}
+    titles = {"mlp": "MLP 784-300-10", "linear": "Linear 784-10"}
+    tables = {f"{trusted:,} trusted, {titles[model]}": lines for (trusted, model), (lines, _) in found.items()}
+    tables["Peak memory"] = memory_table(store)
     for model in ("mlp", "linear"):
-        parts.append(
-            f"## The choice of rate and T on seed 100, {model}\n\nHeld-out accuracy (loss) at upper rate, T.\n\n"
-            + "\n".join(chosen_rates(store, model))
-        )
-    parts.append(PEERS)
-    PAGE.write_text("\n\n".join(part.strip("\n") for part in parts) + "\n")
-    SUMMARY.write_text(
-        json.dumps(
-            {
-                "torch": versions,
-                "commits": commits,
-                "tables": {f"{m}/{t}": s for (t, m), (_, s) in tables.items()},
-                "memory": {k: v for k, v in store.results.items() if k.startswith("memory/")},
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+        tables[f"Held-out accuracy (loss) at upper rate, T, on seed 100, {model}"] = chosen_rates(store, model)
+    summary = {
+        "torch": sorted({v["torch"] for v in store.results.values() if "torch" in v}),
+        "commits": sorted({v["commit"] for v in store.results.values() if "commit" in v}),
+        "tables": {f"{m}/{t}": s for (t, m), (_, s) in found.items()},
+        "memory": {k: v for k, v in store.results.items() if k.startswith("memory/")},
+    }
+    SUMMARY.write_text(json.dumps(summary, indent=1) + "\n")
+    write_tables(RESULTS.with_suffix(".md"), tables)
 
 
 def shown(options: dict[str, Any]) -> str:
@@ -378,70 +351,16 @@ def shown(options: dict[str, Any]) -> str:
     return f"`Penalty({', '.join(f'{k}={v!r}' for k, v in given.items())})`"
 
 
-INTRODUCTION = """# Against the peers: hyper-cleaning on MNIST
-
-Written by `python studies/benchmarks/peers.py --write` from the runs of `python studies/benchmarks/peers.py run`;
-the findings are by hand.
-
-5,000 training images, half of them with a wrong label (another class, each as likely); 500 or 5,000 trusted images,
-of which a fifth is held out from every method; the 10,000 test images. The lower level is the cross-entropy on the
-noisy images, weighted by one importance for each (the sigmoid of u, which starts at 0) and divided by the sum of the
-weights; the upper level is the cross-entropy on the trusted images. Batches of 100 at both levels.
-
-Every run has the same CPU seconds (one thread, process time, its own measurements left out): {mlp:g} for the MLP,
-{linear:g} for the linear model. Then a new network is trained, in the same way for all, on the noisy images weighted
-by the importances of the last iterate and the trusted ones with weight 1 (Adam 1e-3 falling linearly, 1,500 batches
-of 100): *accuracy* is that network's on the test images, in percent. *F1* is of "importance < 1/2 means a wrong
-label", *AUC* of the importances; both of the last iterate. *Seconds to F1* are those at which a run first reaches it,
-the mean of the seeds that do; the second is the mean final F1 of the best peer in that table. Cells are the mean
-(least to most) of three seeds.
-
-Each peer has the best of the upper rates {rates} (Adam) and of T = 1 and 5 lower steps for each upper
-step on seed 100: by held-out accuracy after the final training, then by held-out loss. The held-out fifth is 100
-images, so that a choice is good to a few percent only: where another setting of a peer had the best *test* accuracy on
-seed 100, a row "best by test" has it too, in the peer's favour. With 5,000 trusted, the choice made with 500 is used.
-The lower optimizer is Adam at 1e-3 for every peer. Options other than these are a peer's defaults, or stated at the
-end. A number of seconds is followed by how many of the seeds reached that F1, where not all did.
-
-- **bilevel**: `Penalty()` with no option; `max_steps` fills the seconds, as a user would say how long a run may take:
-  200 steps before the clock starts tell how many. The runs here said `lower_steps=0`, which has since become the
-  default.
-  The constants behind the defaults were chosen on MNIST (seeds 100 and 101, this task) and on digits.
-- **value penalty**: by hand, first order: z descends g(u, z), v descends f + 0.2 g(u, v), u descends g(u, v) - g(u,
-  z).
-
-Machine: {cores} CPU cores, shared with other work, one thread; torch {torch}. bilevel at commit {commits}."""
-
-MEMORY_WORDS = """\
-Of three upper steps with T lower steps each on the MLP, 500 trusted: the most resident memory above that of the
-process just before, each in a process of its own. Packages are imported and one plain training step is made before."""
-
-PEERS = """## The peers, and what was done to run them
-
-- betty-ml 0.2.1: installed with `--ignore-requires-python` (it asks for Python below 3.11). `ImplicitProblem` at both
-  levels; DARTS and SAMA with its defaults; Neumann with 5 products and `neumann_alpha=0.1` (at its default of 1 the
-  series does not converge where the curvature exceeds 2); CG with 1 iteration, its default: from the second on it
-  takes its direction from the residual before the last, and is no conjugate gradient method.
-- higher 0.2.1: `innerloop_ctx` at each upper step; weights and Adam's moments are carried over by hand, which it does
-  not do.
-- torchopt 0.7.3: `MetaAdam(eps_root=1e-12)`; without it the derivative of the square root at zero is not finite here.
-- boat-torch 1.1.1: installed without dependencies (it asks for numpy <= 1.26.4 and torchvision; it runs without). It
-  takes one pair of batches for all lower steps of an iteration. Its log of all losses so far, written anew at every
-  iteration, is turned off, in its favour. Its objectives are imported by name. PGDO with `penalty="difference"`,
-  price 0.2, and SGD at 0.1 for its second model; VFO and MESO with SGD at 0.1; RAD unrolls by higher, whose Adam
-  starts afresh at every iteration there."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="make no run; write the page")
+    parser.add_argument("--write", action="store_true", help="write the tables of the results so far")
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("setup", help="make build/peers-env")
     for name in ("run", "memory"):
         verb = verbs.add_parser(name)
         verb.add_argument("--again", action="store_true", help="make runs again that are there already")
         verb.add_argument(
-            "--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it"
+            "--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it"
         )
         if name == "run":
             verb.add_argument("--only", nargs="+", help="these methods only, by how they begin")

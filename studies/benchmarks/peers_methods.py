@@ -30,7 +30,7 @@ from torch import Tensor, nn
 BATCH = 100
 NOISY = 5000
 TRIAL = 200
-"""Steps of a run of ours that tells what one costs, before the clock starts."""
+"""Steps of a short run before the clock starts, which measures the time of a step."""
 MODELS = {"linear": (), "mlp": (300,)}
 
 
@@ -56,7 +56,7 @@ class Batches:
 
 @dataclass
 class Task:
-    """MNIST with half of 5,000 labels wrong, and a trusted set of which a fifth is held out from every method."""
+    """MNIST with half of 5,000 labels wrong, and a trusted set; a fifth of it is held out from every method."""
 
     model: str
     seed: int
@@ -144,7 +144,7 @@ def detection(u: Tensor, wrong: Tensor) -> tuple[float, float]:
 
 @dataclass
 class Watch:
-    """The CPU seconds of a run without those of its own measurements, made every `every` seconds."""
+    """Counts the CPU seconds of a run without its measurements, which are made every `every` seconds."""
 
     wrong: Tensor
     budget: float
@@ -186,7 +186,7 @@ class Setting:
 
 
 def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
-    """`solve` with `Penalty`. `max_steps` fills the budget; a short run before the clock tells what a step costs."""
+    """`solve` with `Penalty`. `max_steps` fills the budget; a short run before the clock measures a step."""
     from bilevel import Callback, Penalty, Problem, Rows, solve
 
     options = dict(setting.options)
@@ -243,7 +243,7 @@ def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
     if watch.most_steps is not None:
         watch.start()
         return run(watch.most_steps, watch.most_steps).values
-    run(2, 2, Clock())  # what is paid once
+    run(2, 2, Clock())  # costs that are paid once
     clock, started = Clock(), time.process_time()
     run(TRIAL, TRIAL, clock)
     around = time.process_time() - started - clock.seconds  # the first evaluations, and the certificate
@@ -289,7 +289,7 @@ def value_penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
 
 
 def unrolled_higher(task: Task, setting: Setting, watch: Watch) -> Tensor:
-    """higher: T steps of its differentiable Adam, then one step on u; weights and moments go on from there."""
+    """higher: T steps of its differentiable Adam, then one step on u; weights and moments continue from there."""
     import higher
 
     model = task.network()

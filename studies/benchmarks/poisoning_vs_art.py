@@ -1,13 +1,14 @@
-"""Clean-label poison side by side with the Adversarial Robustness Toolbox: docs/results/poisoning-vs-art.md.
+"""Compare clean-label poison with the Adversarial Robustness Toolbox.
 
-    python studies/benchmarks/poisoning_vs_art.py setup            build/art-env with the toolbox in it
-    python studies/benchmarks/poisoning_vs_art.py run --targets 10 all runs that are not made yet
-    python studies/benchmarks/poisoning_vs_art.py --write          the page, from the results so far
+    python studies/benchmarks/poisoning_vs_art.py setup            make build/art-env with the toolbox
+    python studies/benchmarks/poisoning_vs_art.py run --targets 10 make all runs without a result
+    python studies/benchmarks/poisoning_vs_art.py --write          write the tables of the results so far
 
-All methods have the same victim, bases, bound and retraining: a 784-100-10 network on 1,000 MNIST images and some
-points of one class, rightly labelled, each changed by at most a share of a pixel's range; `SETTINGS` has how many
-points and what share. All runs are on one thread of a CPU. Results go to `build/poisoning_vs_art.jsonl` as they come,
-and with the page to studies/results/poisoning-vs-art.json, from which a fresh copy goes on.
+The page is docs/results/poisoning-vs-art.md. All methods have the same victim, bases, bound and retraining: a
+784-100-10 network on 1,000 MNIST images and some points of one class, with their correct label, each changed by at most
+a share of a pixel's range; `SETTINGS` has the number of points and the share. All runs take one thread of a CPU.
+Results go to `build/poisoning_vs_art.jsonl`. `--write` writes `build/poisoning_vs_art.md` and
+studies/results/poisoning-vs-art.json, from which a fresh copy continues.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from environment import commit, in_environment, make
-from store import Store
+from store import Store, write_tables
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "art-env"
 RESULTS = ROOT / "build" / "poisoning_vs_art.jsonl"
-PAGE = ROOT / "docs" / "results" / "poisoning-vs-art.md"
-SUMMARY = ROOT / "studies" / "results" / PAGE.with_suffix(".json").name
+SUMMARY = ROOT / "studies" / "results" / "poisoning-vs-art.json"
 ART = "1.20.1"
 ROWS, TARGETS = 1000, 10
 SETTINGS = ((10, 0.2), (10, 0.4), (50, 0.2))
@@ -49,7 +48,7 @@ ART_SETTINGS = {
     "ART, feature collision": ((0.01, 256.0), (0.1, 256.0), (1.0, 256.0)),
     "ART, feature collision, similarity 0.01 or 1": ((0.1, 0.01), (1.0, 1.0)),
 }
-"""(learning rate, similarity coefficient) of the toolbox's, likewise; its default coefficient is 256."""
+"""(learning rate, similarity coefficient) of the toolbox's feature collision; its default coefficient is 256."""
 TRIALS = {"ART, gradient matching, 1 trial": 1, "ART, gradient matching, 8 trials": 8}
 """Eight are the toolbox's default."""
 METHODS = (
@@ -60,7 +59,7 @@ METHODS = (
     "unmoved",
 )
 VICTIMS = (0, 1, 2)
-"""First weights of the victims, by seed; the attacks know those of 0."""
+"""First weights of the victims, by seed; the attacks know the weights of seed 0."""
 
 
 def setup() -> None:
@@ -124,8 +123,8 @@ class Task:
 
 
 def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
-    """The points of a method, not yet brought into the bound where it has none."""
-    from bilevel_studies.poisoning.feature_collision import collide
+    """Return the points of a method, not yet projected if the method has no bound."""
+    from bilevel_studies.poisoning.clean_label_batch import collide
 
     from bilevel.applications.poisoning.attack import attack
     from bilevel.applications.poisoning.bounds import Bound
@@ -207,7 +206,7 @@ def art_collision(task: Task, goal: Goal, rate: float, similarity: float) -> Ten
 
 
 def kept() -> Store:
-    """The results so far: those beside the page, and those that were made here since."""
+    """Return the results so far: the ones in studies/results and newer ones made here."""
     store = Store(RESULTS)
     if SUMMARY.exists():
         store.results = json.loads(SUMMARY.read_text()) | store.results
@@ -247,62 +246,47 @@ def _named(points: int, epsilon: float) -> str:
 
 
 def write() -> None:
-    """The page, from the results so far."""
+    """Write the tables and the JSON file from the results so far."""
     results = kept().results
-    lines = [
-        "# Poisoning beside the Adversarial Robustness Toolbox",
-        f"Written by `python studies/benchmarks/poisoning_vs_art.py --write` (toolbox {ART}, torch {version('torch')}, "
-        "one thread of a CPU). The victim is a 784-100-10 network trained from scratch on "
-        f"{ROWS:,} MNIST images and some points of one class, rightly labelled, each changed by at most a share of a "
-        "pixel's range, so that one test image is taken for that class. Bases (the nearest images of "
-        "the class in the features), bound and retraining are the same for all. Flipped: by victims from the first "
-        "weights that the attack knows, and from two others. The toolbox's feature collision has no bound and is drawn "
-        "back at the end. Of the feature collisions, each target takes the best settings by the distance of the "
-        "features: of ours of three learning rates, of the toolbox's of three with its default similarity coefficient, "
-        "256, which keeps the points near their bases, and of two with others; the seconds, of CPU time, are of all of "
-        "them. Gradient matching has its defaults, with eight "
-        f"trials or one{'' if any('8 trials' in key for key in results) else ' (eight have not been run)'}. Penalty "
-        "has its defaults; its tether was set while two of the three bounds here were. "
-        "All numbers are in [studies/results/poisoning-vs-art.json](../../studies/results/poisoning-vs-art.json).",
-        "## What is found",
-        "\n".join(f"- {line}" for method in METHODS[1:-1] if (line := compared(results, method))) or "Nothing was run.",
-    ]
+    tables = {"Penalty and the other methods": compared(results)}
     for points, epsilon in SETTINGS:
         mine = [line for line in (_line(results, points, epsilon, method) for method in METHODS) if line]
-        if mine:
-            lines += [
-                f"## {points} points, {epsilon:g} of a pixel's range",
-                "| method | targets | flipped, known weights | flipped, other weights | distance of features | "
-                "seconds |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(mine),
-            ]
-    PAGE.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+        tables[f"{points} points, {epsilon:g} of a pixel's range"] = [
+            "| method | targets | flipped, known weights | flipped, other weights | distance of features | seconds |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *mine,
+        ]
     ordered = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))
     SUMMARY.write_text("{\n" + ordered + "\n}\n", encoding="utf-8")
-    print(PAGE)
+    write_tables(RESULTS.with_suffix(".md"), tables)
 
 
-def compared(results: dict[str, Any], method: str) -> str:
-    """Penalty beside another method, by the sign test over targets: those of a target at several bounds go together."""
-    sums: dict[str, list[int]] = {}
-    victims = 0
-    for ours, mine in results.items():
-        if METHODS[0] in ours and (theirs := ours.replace(METHODS[0], method)) in results:
-            victims += len(VICTIMS)
-            by_target = sums.setdefault(ours.rsplit("/", 1)[1], [0, 0])
-            for i, found in enumerate((mine, results[theirs])):
-                by_target[i] += sum(found["flips"])
-    if not sums:
-        return ""
-    more, less, p = sign_test(sums.values())
-    verdict = "the two cannot be told apart" if p > 0.05 else f"{METHODS[0] if more > less else method} has more"
-    flips = [sum(pair[i] for pair in sums.values()) for i in range(2)]
-    by_bound = {_named(*setting): _pairs(results, method, _named(*setting)) for setting in SETTINGS}
-    alone = "; ".join(f"{name}: p = {sign_test(pairs)[2]:.2g}" for name, pairs in by_bound.items() if pairs)
-    return (
-        f"{METHODS[0]} flips {flips[0]} of {victims} victims, {method} {flips[1]}. Of {len(sums)} targets, "
-        f"{METHODS[0]} flips more victims for {more} and fewer for {less}: by the sign test (p = {p:.2g}) {verdict}. "
-        f"By bound: {alone}."
-    )
+def compared(results: dict[str, Any]) -> list[str]:
+    """Compare Penalty with each other method by the sign test over targets; a target counts once for all bounds."""
+    names = [_named(*setting) for setting in SETTINGS]
+    lines = [
+        "| method | victims | Penalty flips | it flips | targets | Penalty flips more for | fewer for | p | "
+        + " | ".join(f"p, {name}" for name in names)
+        + " |",
+        "| --- " * (8 + len(names)) + "|",
+    ]
+    for method in METHODS[1:-1]:
+        sums: dict[str, list[int]] = {}
+        victims = 0
+        for ours, mine in results.items():
+            if METHODS[0] in ours and (theirs := ours.replace(METHODS[0], method)) in results:
+                victims += len(VICTIMS)
+                by_target = sums.setdefault(ours.rsplit("/", 1)[1], [0, 0])
+                for i, found in enumerate((mine, results[theirs])):
+                    by_target[i] += sum(found["flips"])
+        if sums:
+            more, less, p = sign_test(sums.values())
+            flips = [sum(pair[i] for pair in sums.values()) for i in range(2)]
+            by_bound = [_pairs(results, method, name) for name in names]
+            each = [f"{sign_test(pairs)[2]:.2g}" if pairs else "" for pairs in by_bound]
+            cells = [method, victims, *flips, len(sums), more, less, f"{p:.2g}", *each]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
 
 
 def _pairs(results: dict[str, Any], method: str, setting: str) -> list[tuple[int, int]]:
@@ -346,7 +330,7 @@ def main() -> None:
         setup()
     elif arguments.action == "run":
         os.environ.setdefault("BILEVEL_DATA", str(ROOT.parent / "shared" / "data"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the toolbox's gradient matching goes to a GPU of its own accord
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the toolbox's gradient matching moves to a GPU by default
         in_environment(ENVIRONMENT, ROOT / "src")
         run(arguments.targets)
     if arguments.write:

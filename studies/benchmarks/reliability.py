@@ -1,10 +1,10 @@
-"""Faults tried and survived, at full counts: writes docs/reliability.md.
+"""Try every fault at its full count, and write the tables of docs/reliability.md to a file.
 
     python studies/benchmarks/reliability.py --minutes 60
-    python studies/benchmarks/reliability.py --page runs/reliability/page.md --only "read-only,pages"
+    python studies/benchmarks/reliability.py --tables runs/reliability/tables.md --only "read-only,pages"
 
-Each fault is a cell that is run once and kept, beside the page, too; the same command goes on where it was stopped, and
-another page begins anew. The disks need root.
+Each fault is a cell that runs once. Its result is kept in studies/results, or next to the file of `--tables`; the same
+command continues after a stop. The disks need root.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "studies" / "results" / "reliability.json"
+RESULTS = ROOT / "studies" / "results" / "reliability.json"
 sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from bilevel_studies.filed import FiledStore  # noqa: E402
+from bilevel_studies.study import FiledStore, table  # noqa: E402
 
 from bilevel._util.atomic_files import write_whole  # noqa: E402
 from bilevel._util.parallel_map import ONCE  # noqa: E402
@@ -45,9 +45,9 @@ WORDS = {
     "kills of solve": "SIGKILL at a random moment of `solve` with data; resumed, the same bits",
     "kills of a rank": "SIGKILL of one of three ranks of `solve` at a random moment; both others end, rank 0 names it; "
     "resumed, the same bits, every file readable",
-    "full": "`denoise` on a disk that is full; with more room it goes on to the same bits",
+    "full": "`denoise` on a disk that is full; with more room it continues to the same bits",
     "read-only": "a read-only disk: one sentence, nothing touched",
-    "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is gone on from",
+    "harmed": "a checkpoint cut off at every 256 bytes, or with one bit flipped; the one before is resumed",
     "values": "NaN or infinity in f, g, their gradients or the data, in every method; named with its step, the last "
     "finite state back",
     "pages": "labels, columns and file names that are markup, on the page in Chromium: they stay text",
@@ -55,7 +55,7 @@ WORDS = {
 
 
 def cells(soak: float) -> list[RunItem]:
-    """Every fault at its full count; the quick ones first."""
+    """Return every fault at its full count, the quick ones first."""
     some = [
         ("pages", 0, 0),
         ("read-only", 0, 0),
@@ -74,7 +74,7 @@ def cells(soak: float) -> list[RunItem]:
 
 
 def run(settings: Settings) -> Found:
-    """One fault, in a folder that is gone afterwards."""
+    """Run one fault in a temporary folder."""
     import disks
     import fuzz
     import kills
@@ -118,74 +118,42 @@ def _solve_kills(folder: Path, count: int, seed: int) -> Any:
     return tally
 
 
-def _time(kept: list[tuple[Settings, Found]]) -> str:
-    """How long all of it took."""
-    minutes = sum(found.get("seconds", 0) for _, found in kept) / 60
-    return f"about {max(1, round(minutes))} minutes"
-
-
-def page(kept: list[tuple[Settings, Found]]) -> str:
-    by_name = {settings["fault"]: (settings, found) for settings, found in kept}
-    lines = [
-        "# Faults tried and survived",
-        "",
-        "Written by `python studies/benchmarks/reliability.py`, which goes on where it was stopped, and runs nothing "
-        f"twice. To repeat all of it, in {_time(kept)}, beside this page: "
-        "`python studies/benchmarks/reliability.py --page runs/reliability/page.md`; one fault alone: `--only pages`. "
-        "The tests in `tests/faults` run a few of each fault, and the full counts with `pytest -m slow tests/faults`. "
-        "A fault is survived if everything that its line says holds.",
-        "",
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
-        "",
-        "| fault | tried | survived | besides |",
-        "| --- | --- | --- | --- |",
-    ]
+def tables(kept: list[tuple[Settings, Found]]) -> str:
+    """Return the tables of the faults and the soak, and lists of what has not run or failed."""
+    by_name = {settings["fault"]: found for settings, found in kept}
     names = [*WORDS, *(f"fuzz {name}" for name in READERS)]
+    rows = []
     for name in names:
         if name in by_name:
-            found = by_name[name][1]
+            found = by_name[name]
             known = ("tried", "survived", "failures", "seconds")
-            besides = "; ".join(f"{key}: {value}" for key, value in found.items() if key not in known)
+            others = "; ".join(f"{key}: {value}" for key, value in found.items() if key not in known)
             words = WORDS.get(name) or f"fuzzed {READERS[name.removeprefix('fuzz ')]}: data or one sentence, no hang"
-            lines.append(f"| {words} | {found['tried']:,} | {found['survived']:,} | {besides} |")
+            rows.append([words, f"{found['tried']:,}", f"{found['survived']:,}", others])
+    machine = [f"{os.cpu_count()}", platform.machine(), platform.python_version(), torch.__version__]
+    parts = [table(["fault", "tried", "survived", "other counts"], rows)]
     if "soak" in by_name:
-        found = by_name["soak"][1]
-        lines += [
-            "",
-            "## Soak",
-            "",
-            "`bilevel denoise digits` again and again in one process (`python tests/faults/soak.py`): "
-            f"{found['rounds']:,} rounds in {found['minutes']:g} minutes; memory {100 * found['growth']:+.2f}% from "
-            f"the first quarter of the rounds to the last, at {found['memory MiB']:g} MiB; {found['handles left']} "
-            f"file handles and {found['processes left']} processes left.",
-        ]
-    missing = [name for name in [*names, "soak"] if name not in by_name]
-    if missing:
-        lines += ["", f"Not run yet: {', '.join(missing)}."]
-    failed = [(name, text) for name, (_, found) in by_name.items() for text in found.get("failures", ())]
-    if failed:
-        lines += ["", "## Not survived", "", *(f"- {name}: `{text}`" for name, text in failed)]
-    lines += [
-        "",
-        "## What is not covered",
-        "",
-        "A power cut is not tried: files are brought to the disk (`fsync`) before they take their names. Fuzzing "
-        "changes good files byte by byte; it is no proof. Memory is the peak of the process that reads.",
-    ]
-    return "\n".join(lines) + "\n"
+        found = by_name["soak"]
+        parts.append(table(list(found), [[f"{value:g}" for value in found.values()]]))
+    if missing := [[name] for name in [*names, "soak"] if name not in by_name]:
+        parts.append(table(["not run"], missing))
+    if failed := [[name, text] for name, found in by_name.items() for text in found.get("failures", ())]:
+        parts.append(table(["not survived", "failure"], failed))
+    return "\n\n".join([*parts, table(["cores", "machine", "Python", "torch"], [machine])]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/reliability"), help="the folder of the cells")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--results", type=Path, help="the file of all results; by default next to a --page")
-    parser.add_argument("--minutes", type=float, help="no fault is begun after these")
+    parser.add_argument("--tables", type=Path, help="the file of the tables; by default in --out")
+    parser.add_argument("--results", type=Path, help="the file of all results; by default next to a file of --tables")
+    parser.add_argument("--minutes", type=float, help="start no fault after this time")
     parser.add_argument("--soak", type=float, default=30, help="minutes of the soak; 0: none")
     parser.add_argument("--only", help="faults, with commas")
     options = parser.parse_args()
-    beside = RESULTS if options.page == PAGE else options.page.with_suffix(".json")
-    store = FiledStore(options.out / "cells", options.results or beside)
+    shown = options.tables or options.out / "tables.md"
+    usual = RESULTS if options.tables is None else shown.with_suffix(".json")
+    store = FiledStore(options.out / "cells", options.results or usual)
     names = [cell.settings["fault"] for cell in cells(options.soak)]
     wanted = names if options.only is None else options.only.split(",")
     if unknown := set(wanted) - set(names):
@@ -197,10 +165,10 @@ def main() -> None:
     def tell(cell: RunItem) -> None:
         print(f"{cell.name}: {time.monotonic() - began:.0f} s, {store.get(cell)}", file=sys.stderr, flush=True)
         store.write()
-        write_whole(options.page, page(store.all()))
+        write_whole(shown, tables(store.all()))
 
     complete = run_items(some, store, run, where=ONCE, deadline=deadline, tell=tell)
-    write_whole(options.page, page(store.all()))
+    write_whole(shown, tables(store.all()))
     sys.exit(0 if complete else 1)
 
 

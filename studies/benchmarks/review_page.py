@@ -1,9 +1,9 @@
-"""Whether the review page stays smooth with thousands of suspects: docs/results/review-page.md.
+"""Measure whether the review page stays smooth with thousands of suspects, and print the table.
 
-    python studies/benchmarks/review_page.py    measure in Chromium (BILEVEL_CHROMIUM or the one on the path), and write
+    python studies/benchmarks/review_page.py    measure in Chromium (BILEVEL_CHROMIUM or the one on the path)
 
-The page of 100 suspects and that of 5,000, the most that it shows, are opened by turns. Work is what the browser does
-for a key or a scroll until the page is laid out, on its one thread.
+The page is docs/results/review-page.md. The browser opens the pages with 100 and with 5,000 suspects (the most that it
+shows) in turn. Times are the work of its one thread, for a key or a scroll, until the page is laid out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 from bilevel_studies.denoising.speed import load
-from bilevel_studies.markdown import table
+from bilevel_studies.study import table
 from playwright.sync_api import Page, sync_playwright
 
-from bilevel._util.atomic_files import write_whole
 from bilevel.report.page import Table
 from bilevel.report.review_page import MOST, Review, Suspect, render_review
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 COUNTS = (100, MOST)
 ROUNDS = 5
 WORK = """async ([what, times]) => {
@@ -57,7 +55,7 @@ TIMES = 100
 
 
 def example(count: int) -> Review:
-    """Suspects of ten classes with noise for pictures, which no format makes smaller."""
+    """Return suspects of ten classes with pictures of noise, which no format compresses."""
     draw = np.random.default_rng(0)
     return Review(
         run=f"{count} suspects",
@@ -78,7 +76,7 @@ def example(count: int) -> Review:
 
 
 def measured(page: Page, path: Path) -> dict[str, list[float]]:
-    """Milliseconds of each action on a fresh page, and what it weighs."""
+    """Return the milliseconds of each action on a fresh page, and its number of elements."""
     page.goto(path.as_uri())
     page.wait_for_selector(".suspect")
     found = {"opening the page": [page.evaluate("performance.getEntriesByType('navigation')[0].domInteractive")]}
@@ -88,7 +86,7 @@ def measured(page: Page, path: Path) -> dict[str, list[float]]:
             found[name] = page.evaluate(WORK, [what, TIMES])
     found["elements"] = [page.evaluate("document.querySelectorAll('*').length")]
     done = page.locator("#progress").text_content() or ""
-    assert done.startswith("0 of"), done  # every key was heard, and undone
+    assert done.startswith("0 of"), done  # every key worked and was undone
     return found
 
 
@@ -112,7 +110,9 @@ def run(chromium: str) -> dict[str, Any]:
     return {"chromium": version, "load": load(), "bytes": sizes, "milliseconds": results}
 
 
-def write(found: dict[str, Any]) -> None:
+def table_of(found: dict[str, Any]) -> str:
+    """Return the median / the slowest of a hundred of each action, in milliseconds."""
+
     def shown(values: list[float]) -> str:
         slow = sorted(values)[max(0, round(0.99 * len(values)) - 1)]
         return f"{statistics.median(values):.1f}" + (f" / {slow:.1f}" if len(values) > ROUNDS else "")
@@ -121,18 +121,7 @@ def write(found: dict[str, Any]) -> None:
     rows = [[name, *(shown(by[count][name]) for count in COUNTS)] for name in ACTIONS]
     rows.append(["elements of the page, at the end", *(f"{max(by[count]['elements']):,.0f}" for count in COUNTS)])
     rows.append(["megabytes", *(f"{found['bytes'][count] / 1e6:.1f}" for count in COUNTS)])
-    text = [
-        "# The review page with thousands of suspects",
-        "Written by `python studies/benchmarks/review_page.py`: milliseconds of work in the browser until the page is "
-        f"laid out, median / the slowest of a hundred, over {ROUNDS} rounds. A scroll includes the wait for the "
-        "next frame, which comes every 16.7 ms. Pictures are noise of 28x28 pixels; the page shows the "
-        f"{MOST:,} worst suspects at most.",
-        table(["", *(f"{count:,} suspects" for count in COUNTS)], rows),
-        f"Headless Chromium {found['chromium']}; the machine had {found['load']} programs a core that wanted to run: "
-        "above 1, times are too long.",
-    ]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    write_whole(RESULTS / "review-page.md", "\n\n".join(text) + "\n")
+    return table(["", *(f"{count:,} suspects" for count in COUNTS)], rows)
 
 
 def main() -> None:
@@ -141,8 +130,8 @@ def main() -> None:
     if chromium is None:
         sys.exit("Chromium is needed: install it, or name it with BILEVEL_CHROMIUM.")
     found = run(chromium)
-    write(found)
-    print(json.dumps({"page": str(RESULTS / "review-page.md"), "load": found["load"]}))
+    print(table_of(found))
+    print(json.dumps({"chromium": found["chromium"], "load": found["load"]}), file=sys.stderr)
 
 
 if __name__ == "__main__":

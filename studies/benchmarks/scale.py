@@ -6,7 +6,7 @@
     python studies/benchmarks/scale.py --write             the page, from the results so far
 
 Results go to studies/results/scale.json as they come; one that is there already is not measured again (--again does).
-On the CPU every point is a process of its own, whose peak is read by getrusage, and none is started that is expected to
+On the CPU every point is a separate process, whose peak is read by getrusage, and none is started that is expected to
 pass --limit. Unless a point says otherwise: the MLP 784-300-10, 10,000 rows, T = 2, batches of 100 and 100, exact
 curvature, eager.
 
@@ -48,7 +48,7 @@ WHOLE = {"cpu": 24.0, "cuda": 139.0}
 """GiB that the largest problem is stated for."""
 LIMIT = {"cpu": 16.0, "cuda": 132.0}
 MODEST = 0.005 * GIB
-"""Memory below this is that of the libraries rather than of the problem, and is left out of the fits."""
+"""Memory below this belongs to the libraries and is left out of the fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def run(point: Point, device: torch.device) -> dict[str, Any]:
 
 
 def apart(point: Point, device: torch.device, timeout: float) -> dict[str, Any]:
-    """`run`; on the CPU in a process of its own. A point that fails says why."""
+    """`run`; on the CPU in a separate process. A point that fails says why."""
     if device.type == "cuda":
         try:
             return run(point, device)
@@ -209,7 +209,7 @@ def axes(device: str) -> dict[str, list[tuple[float, Point]]]:
 
 
 def expected(found: Sequence[tuple[float, dict[str, Any]]], size: float) -> float:
-    """Bytes that a point of this size may take, from the last one measured."""
+    """Estimate the bytes of a point of this size from the last one measured."""
     known = [(s, r["bytes"]) for s, r in found if r.get("bytes", 0) > MODEST]
     return known[-1][1] * size / known[-1][0] if known else 0.0
 
@@ -219,7 +219,7 @@ def grow(store: Store, device: torch.device, names: Sequence[str], limit: float,
         seen: list[tuple[float, dict[str, Any]]] = []
         for size, point in axes(device.type).get(name, ()):
             if expected(seen, size) > limit:
-                print(f"{name} {size:.0f}: left out, it may pass the limit", flush=True)
+                print(f"{name} {size:.0f}: left out, it could pass the limit", flush=True)
                 break
             key = f"{device.type}/{name}/{size:.0f}"
             store.make(key, lambda p=point: apart(p, device, timeout) | {"batch": p.batch, "T": p.lower_steps})
@@ -325,9 +325,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--axes", nargs="+", choices=[*axes("cuda"), "largest"], default=[*axes("cuda"), "largest"])
     parser.add_argument("--limit", type=float, help="GiB; default 16 on the CPU, 132 on the GPU")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a point may take (CPU)")
+    parser.add_argument("--timeout", type=float, default=300, help="most seconds of a point (CPU)")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="measure what is there already, too")
+    parser.add_argument("--again", action="store_true", help="measure again what has results")
     parser.add_argument("--write", action="store_true", help="measure nothing; write the page")
     parser.add_argument("--merge", type=Path, help="measure nothing; take over these results and write the page")
     parser.add_argument("--point", help=argparse.SUPPRESS)

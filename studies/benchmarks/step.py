@@ -3,7 +3,7 @@
     python studies/benchmarks/step.py                          one CPU thread, all models, T = 1, 2, 5, 20
     python studies/benchmarks/step.py --device cuda            float32, tf32 and bf16
     python studies/benchmarks/step.py --device cuda --profile  where the time of an iteration goes
-    python studies/benchmarks/step.py --precision              how far bf16 (on CUDA tf32, too) turns the gradient
+    python studies/benchmarks/step.py --precision              how far bf16 (on CUDA also tf32) turns the gradient
     python studies/benchmarks/step.py --write                  the page, from the results so far
 
 Results go to studies/results/step.json as they come; one that is there already is not measured again (--again does),
@@ -97,12 +97,12 @@ def started(
 
 
 def penalty(lower_steps: int, curvature: str) -> Penalty:
-    """Both levels move from the first step on. The Gram form is timed without multipliers, where it saves most."""
+    """Both levels move from the first step on. The Gram form is timed without multipliers: there it saves most."""
     options = {"multipliers": False} if curvature == "gram" else {}
     return Penalty(lower_steps=lower_steps, curvature=curvature, warm_up=0.0, **options)
 
 
-# -- what is timed -----------------------------------------------------------------------------------------------------
+# -- the timed steps -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -228,7 +228,7 @@ FLOORS: dict[str, tuple[str, Callable[[Work, int], Any]]] = {
 
 
 def floors(engines: Sequence[str]) -> dict[str, Callable[[Work, int], Any]]:
-    """The plain one, and those of these engines."""
+    """Return the plain columns and the columns of some engines."""
     return {name: make for name, (engine, make) in FLOORS.items() if engine in ("eager", *engines)}
 
 
@@ -273,7 +273,7 @@ def elapsed(run: Callable[[int], Any], count: int, start: int, device: torch.dev
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """Full float32 products, or those of tf32."""
+    """Set full float32 products, or tf32."""
     held = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     try:
@@ -418,7 +418,7 @@ def pictures(size: int, channels: int) -> tuple[Tensor, Tensor]:
 
 
 def turned(name: str, device: torch.device, precision: str, steps: int) -> dict[str, float]:
-    """The penalised gradient in this precision beside that in float32, after some steps of training."""
+    """The penalised gradient in this precision next to the float32 one, after some steps of training."""
     make, size, channels = NETWORKS[name]
     x, y = (t.to(device) for t in pictures(size, channels))
     with torch.random.fork_rng(devices=[]):
@@ -471,7 +471,7 @@ def turned(name: str, device: torch.device, precision: str, steps: int) -> dict[
 
 
 class Store:
-    """Results by name, in a JSON file that is written anew after each."""
+    """Results by name, in a JSON file that is written again after each."""
 
     def __init__(self, path: Path, again: bool = False) -> None:
         self.path, self.again = path, again
@@ -633,7 +633,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="profile iterations instead (CUDA)")
     parser.add_argument("--precision", action="store_true", help="measure gradients instead")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="measure what is there already, too")
+    parser.add_argument("--again", action="store_true", help="measure again what has results")
     parser.add_argument("--write", action="store_true", help="measure nothing; write the page")
     parser.add_argument("--merge", type=Path, help="measure nothing; take over these results and write the page")
     given = parser.parse_args()
@@ -684,7 +684,7 @@ def measure_all(
 
 
 def complete(store: Store, key: str, work: Work, steps: int, engines: Sequence[str], given: argparse.Namespace) -> None:
-    """Measure the engines that this cell lacks, beside floors of their own, and add them to it."""
+    """Measure the engines that this cell lacks, next to their own floors, and add them to it."""
     old = {} if store.again else store.results.get(key, {})
     known = {*old.get("ms", ()), *old.get("notes", ())}
     missing = [e for e in engines if any(f"{e}, {c}" not in known for c in given.curvatures)]

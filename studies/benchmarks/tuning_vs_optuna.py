@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from environment import commit, in_environment, make
-from store import Store
+from store import Store, write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "build" / "optuna-env"
 RESULTS = ROOT / "build" / "tuning_vs_optuna.jsonl"
-PAGE = ROOT / "docs" / "results" / "tuning-vs-optuna.md"
 SUMMARY = ROOT / "studies" / "results" / "tuning-vs-optuna.json"
 OPTUNA = "4.5.0"
 SEEDS, TRIALS = 3, 50
@@ -48,7 +47,7 @@ def best_of(
 ) -> Any:
     """Optuna's study with TPE, until the CPU seconds or the trials are spent.
 
-    Its trials go to the file `kept`, and a study that was stopped goes on from there, with draws of its own.
+    The trials go to the file `kept`, and a stopped study continues from there, with new draws.
     """
     import optuna
 
@@ -183,10 +182,11 @@ def run(given: argparse.Namespace) -> None:
 
 
 def write() -> None:
+    """Write the tables and the JSON file from the results so far."""
     results = Store(RESULTS).results
     if not results:
         sys.exit(f"There are no results yet. Make them with: python {sys.argv[0]} run")
-    lines = [INTRODUCTION, "| run | seed | way | validation loss | test | trials | CPU seconds |", "| --- " * 7 + "|"]
+    lines = ["| run | seed | way | validation loss | test | trials | CPU seconds |", "| --- " * 7 + "|"]
     for key in sorted(results, key=lambda key: (*key.split("/")[:-2], key.split("/")[-1], key)):
         made, (*run_, way, seed) = results[key], key.split("/")
         row = f"| {'/'.join(run_)} | {seed} | {way} |"
@@ -199,16 +199,19 @@ def write() -> None:
         )
         trials = "" if made.get("trials") is None else made["trials"]
         lines.append(f"{row} {valid} | {test} | {trials} | {made['seconds']:.1f} |")
-    lines += ["", *verdicts(results)]
-    missing = [key for key in keys() if key not in results]
-    told = "\nNot run yet: " + "; ".join(missing) + ".\n" if missing else ""
-    PAGE.write_text("\n".join(lines) + "\n" + told + AGAIN)
+    tables = {"Runs": lines, "bilevel and Optuna": compared(results)}
+    if missing := [key for key in keys() if key not in results]:
+        tables["Not run"] = ["| run |", "| --- |", *(f"| {key} |" for key in missing)]
     SUMMARY.write_text(json.dumps(results, indent=1) + "\n")
+    write_tables(RESULTS.with_suffix(".md"), tables)
 
 
-def verdicts(results: dict[str, Any]) -> list[str]:
-    """For each run and way of Optuna: on how many seeds bilevel did better, of those that both have."""
-    said = []
+def compared(results: dict[str, Any]) -> list[str]:
+    """Count, for each run and way of Optuna, the common seeds on which bilevel is better."""
+    lines = [
+        "| run | way of Optuna | better with bilevel | seconds of bilevel | seconds of Optuna |",
+        "| --- " * 5 + "|",
+    ]
     for key in sorted({"/".join(key.split("/")[:-2]) for key in results}):
         column, sign = ("test_accuracy", -1) if key == "network" else ("valid_loss", 1)
         for way in WAYS[key.split("/")[0]][1:]:
@@ -221,13 +224,9 @@ def verdicts(results: dict[str, Any]) -> list[str]:
             ]
             if pairs:
                 won = sum(sign * (ours[column] - theirs[column]) < 0 for ours, theirs in pairs)
-                ours_took, took = (_range([pair[i]["seconds"] for pair in pairs]) for i in (0, 1))
-                better = "higher test accuracy" if sign < 0 else "lower validation loss"
-                said.append(
-                    f"- {key}, beside {way}: the {better} is bilevel's on {won} of {len(pairs)} "
-                    f"seed{'s' * (len(pairs) > 1)}, in {ours_took} CPU seconds; Optuna's took {took}."
-                )
-    return said
+                took = " | ".join(_range([pair[i]["seconds"] for pair in pairs]) for i in (0, 1))
+                lines.append(f"| {key} | {way} | {column}: {won} of {len(pairs)} seeds | {took} |")
+    return lines
 
 
 def _range(values: list[float]) -> str:
@@ -235,30 +234,13 @@ def _range(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-INTRODUCTION = f"""# Tuning: bilevel and Optuna
-
-Written by `python studies/benchmarks/tuning_vs_optuna.py --write`. Optuna {OPTUNA} with TPE, on the same data and
-trainings as [bilevel reproduce tuning](tuning.md), with a budget of CPU seconds for linear models, which the last
-evaluation of either may overrun; on the network it has {TRIALS} trials, each a training,
-whatever these take. Per feature it is left out above {MOST_FEATURES} features.
-bilevel tunes one penalty for each feature, without caution. It starts at one value of each knob, of
-features at the single penalty that it tunes first; Optuna draws its first trials from the whole ranges, and is told no
-start.
-"""
-AGAIN = """
-To run it again: `python studies/benchmarks/tuning_vs_optuna.py setup`, then `BILEVEL_DATA=folder` and the same
-with `run`, then with `--write`. All numbers are in
-[tuning-vs-optuna.json](../../studies/results/tuning-vs-optuna.json).
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="make no run; write the page")
+    parser.add_argument("--write", action="store_true", help="write the tables of the results so far")
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("setup", help="make build/optuna-env")
     verb = verbs.add_parser("run")
-    verb.add_argument("--source", type=Path, default=ROOT / "src", help="where our package is: src, or a copy of it")
+    verb.add_argument("--source", type=Path, default=ROOT / "src", help="folder of our package: src, or a copy of it")
     verb.add_argument("--only", nargs="+", help="runs whose name (part/data/way/seed) begins like this")
     given = parser.parse_args()
     if given.write:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bilevel_studies.poisoning import deep_victim, deep_victim_tables
+from bilevel_studies.poisoning import deep_victim
 from bilevel_studies.poisoning.deep_victim import METHODS
 from common import needs
 
@@ -47,7 +47,7 @@ def test_every_target_is_a_cell_of_its_own():
 
 
 def test_known_and_other_first_weights_are_counted_apart(tmp_path):
-    report = deep_victim_tables.report(kept([True, False, True]), tmp_path)
+    report = deep_victim.report(kept([True, False, True]), tmp_path)
     assert report.summary["methods"]["penalty"] == {
         "targets": 4,
         "known": 4,
@@ -67,7 +67,7 @@ def test_known_and_other_first_weights_are_counted_apart(tmp_path):
     ("flip", "targets", "row"), [(1, 4, "| 4 | 0 | 0.12 |"), (1, 20, "| 20 | 0 | 1.9e-06 |"), (0, 20, "| 0 | 0 | 1 |")]
 )
 def test_methods_are_compared_by_the_sign_test_over_targets(flip, targets, row):
-    text = deep_victim_tables.pair_table(kept([bool(flip), False, False], targets))
+    text = deep_victim.pair_table(kept([bool(flip), False, False], targets))
     assert f"| Penalty | feature collision {row}" in text
 
 
@@ -76,15 +76,13 @@ def test_margins_are_compared_by_targets():
     for k, (_, found) in enumerate(cells):
         for run, margin in zip(found["runs"], (2.0 + 0.1 * k, 1.0, 0.5), strict=True):
             run["margins"] = [margin, margin, margin - 1.5]
-    text = deep_victim_tables.pair_table(cells)
+    text = deep_victim.pair_table(cells)
     assert "| Penalty | the bases as they are | 0 | 0 | 1 | +1.65 (+1.44 to +1.86) |" in text
     assert "| Penalty | feature collision | 0 | 0 | 1 | +1.15 (+0.94 to +1.36) |" in text
 
 
 def test_seconds_of_attacks_that_shared_the_machine_are_not_shown(tmp_path):
-    report = deep_victim_tables.report(
-        [(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)], tmp_path
-    )
+    report = deep_victim.report([(settings, one | {"beside": 2}) for settings, one in kept([True] * 3)], tmp_path)
     assert report.summary["methods"]["penalty"]["seconds"] is None
     assert "| 8 of 8 (100%; 63% to 100%) | 45.0% |  |" in report.tables["Flipped targets"]
 
@@ -103,7 +101,7 @@ def test_tether_is_the_one_with_the_largest_margins_on_targets_that_are_not_in_t
     assert deep_victim.best(stale, deep_victim.ROWS) == deep_victim.TETHER, "they are of other settings"
     assert deep_victim.best(found, 1000) == deep_victim.TETHER, "they are of another size"
     table, other = kept([True, False, True], tether=0.003), kept([True] * 3)
-    report = deep_victim_tables.report([*found, *table, *other], tmp_path)
+    report = deep_victim.report([*found, *table, *other], tmp_path)
     assert report.summary["methods"]["penalty"]["targets"] == 4, "neither the choice nor another tether is in the table"
     assert report.summary["methods"]["penalty"]["known"] == 4
     text = report.tables["Settings of Penalty"]

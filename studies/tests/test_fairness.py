@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bilevel_studies.fairness import data as fairness_data
 from bilevel_studies.fairness import study as fairness
 from bilevel_studies.fairness.parity import People, measured, projected, soft_gap, train_fairly
 from bilevel_studies.fairness.simplex_layer import (
@@ -90,7 +89,7 @@ def test_last_layer_stays_on_the_simplex_and_still_classifies():
 
 @needs("tabular")
 def test_reproduce_fairness_writes_a_page_of_both_parts_and_keeps_its_cells(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fairness_data, "SIZES", (400, 300))
+    monkeypatch.setattr(fairness, "SIZES", (400, 300))
     arguments = ["reproduce", "fairness", "--quick", "--out", str(tmp_path), "--json"]
     assert main(arguments) == 0
     first = json.loads(capsys.readouterr().out)

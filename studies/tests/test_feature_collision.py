@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bilevel_studies.poisoning.feature_collision import collide
+from bilevel_studies.poisoning.clean_label_batch import collide
 from test_poisoning import Map, digits  # noqa: F401
 
 from bilevel.applications.poisoning.bounds import Bound

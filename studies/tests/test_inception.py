@@ -1,11 +1,11 @@
-"""Inception-V3 in plain layers beside the stored ones: small layers of the same kinds, and the file where it is."""
+"""Inception-V3 in plain layers next to the stored ones: small layers of the same kinds, and the file if it is there."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from bilevel_studies.poisoning import clean_label_features
-from bilevel_studies.poisoning.inception import plain
+from bilevel_studies.poisoning.clean_label_features import plain
 from torch import nn
 from torch.nn.functional import batch_norm, conv2d
 
@@ -106,7 +106,7 @@ def test_plain_layers_are_the_stored_ones_in_value_and_slope():
 
 
 def test_layer_that_inception_does_not_have_is_refused():
-    with pytest.raises(DataError, match="must be those of Inception-V3; got a layer 'Linear'"):
+    with pytest.raises(DataError, match="must belong to Inception-V3; got a layer 'Linear'"):
         plain(nn.Sequential(nn.Linear(2, 2)))
 
 

@@ -1,4 +1,4 @@
-"""The paper's studies: their settings, how cells are kept, what is counted, and pages whose claims come from data."""
+"""The paper's studies: their settings, how cells are kept and counted, and pages whose claims come from data."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch
 from bilevel_studies import complexity
 from bilevel_studies.cost import cost
 from bilevel_studies.study import FiledStore
-from bilevel_studies.synthetic import sizes, tables, wall_clock
+from bilevel_studies.synthetic import sizes, tables
 from bilevel_studies.synthetic import study as synthetic
 from bilevel_studies.synthetic.results import GOAL, Results
 from bilevel_studies.synthetic.runs import general, run
@@ -225,7 +225,7 @@ def test_sizes_are_counted_and_agree_with_table_7():
 def test_the_papers_wall_clock_is_complete_and_faster_for_penalty_from_five_steps_on():
     for problem in synthetic.PROBLEMS:
         for T in synthetic.LOWER_STEPS:
-            _, rmd, approx, penalty = wall_clock.PAPER[problem][T]
+            _, rmd, approx, penalty = tables.PAPER_SECONDS[problem][T]
             assert T == 1 or penalty < min(rmd, approx)
 
 
@@ -244,7 +244,7 @@ def test_claims_follow_the_data(study):
     bad = {(p, n, T): 1.0 for p in synthetic.PROBLEMS for n, T in synthetic.RUNS if n in ("GD", "RMD")}
     bad |= {(p, "ApproxGrad", T): 1.0 for p in synthetic.PAIRS["singular"] for T in (1, 5, 10)}
     bad |= {("difference", "ApproxGrad", T): 1.0 for T in (1, 5)}
-    paper = {c.says: c.holds for c in tables.claims(Made(study[0], bad))}
+    paper = {c["says"]: c["holds"] for c in tables.claims(Made(study[0], bad))}
     as_said = [
         "GD converges to non-solution points.",
         "RMD converges to non-solution points with T = 1, 5, 10.",
@@ -254,12 +254,12 @@ def test_claims_follow_the_data(study):
         "With a singular g_vv only Penalty converges to the true solution.",
     ]
     assert all(paper[says] for says in as_said)
-    assert not paper["A large T (100) makes RMD converge, too."]
+    assert not paper["A large T (100) makes RMD converge as well."]
     turned = {key: 1.0 if value == 0.001 else 0.001 for key, value in bad.items()}
     turned |= {(p, "Penalty", T): 1.0 for p in synthetic.PROBLEMS for T in (1, 5, 10)}
-    other = {c.says: c.holds for c in tables.claims(Made(study[0], turned))}
+    other = {c["says"]: c["holds"] for c in tables.claims(Made(study[0], turned))}
     assert not any(other[says] for says in as_said)
-    assert other["A large T (100) makes RMD converge, too."]
+    assert other["A large T (100) makes RMD converge as well."]
     assert not other["The solutions of Example 3 are u = v = 1/2 + p for any p with Ap = 0."]
 
 
@@ -397,5 +397,5 @@ def test_ctrl_c_keeps_finished_cells_and_a_rerun_goes_on(tmp_path):
 )
 def test_count_of_weights_is_that_of_the_paper_to_its_two_digits(data, name):
     stated = {row.data: row.paper_u if row.experiment == "Few-shot learning" else row.paper_v for row in sizes.table()}
-    # The paper cuts digits off where it does not round: 36.5M is its 36M, 111,936 its 111K.
+    # The paper cuts digits off if it does not round: 36.5M is its 36M, 111,936 its 111K.
     assert NETWORKS[name][3] == pytest.approx(sizes.thousands(stated[data]), rel=0.05)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bilevel_studies.poisoning import clean_label, clean_label_features, clean_label_tables, photographs
+from bilevel_studies.poisoning import clean_label, clean_label_features
 from bilevel_studies.poisoning import clean_label_batch as batch
-from bilevel_studies.poisoning.feature_collision import collide
+from bilevel_studies.poisoning.clean_label_batch import collide
 from common import needs
 from test_sync import HostReadError, NoHostReadErrors, gpu, watched
 
@@ -35,12 +35,12 @@ def kept(pairs):
 
 
 def test_comparison_is_by_pairs_with_a_confidence_interval():
-    found = clean_label_tables.compared(kept([(2, 4), (3, 5), (1, 4), (4, 6)]))
+    found = clean_label.compared(kept([(2, 4), (3, 5), (1, 4), (4, 6)]))
     assert found["targets"] == 4
     assert found["mean_difference"] == pytest.approx(2.25)
     low, high = found["interval"]  # 2.25 -+ t(3) * 0.5 / 2, t(3) = 3.182
     assert (low, high) == (pytest.approx(2.25 - 0.7956, abs=1e-3), pytest.approx(2.25 + 0.7956, abs=1e-3))
-    never = clean_label_tables.compared(kept([(None, 4), (16, 3)]))
+    never = clean_label.compared(kept([(None, 4), (16, 3)]))
     assert never["mean_difference"] == pytest.approx(((4 - 17) + (3 - 16)) / 2)
 
 
@@ -48,8 +48,8 @@ def test_targets_that_were_skipped_do_not_count(tmp_path):
     cells = kept([(2, 4), (3, 5)])
     for _, found in cells:
         found["targets"].append({"target": 9, "skipped": True})
-    assert clean_label_tables.compared(cells)["targets"] == 2
-    text = clean_label_tables.report(cells, tmp_path).tables["inception: distortion"]
+    assert clean_label.compared(cells)["targets"] == 2
+    text = clean_label.report(cells, tmp_path).tables["inception: distortion"]
     assert "| Penalty | 2 of 2 | 2.5 | 50% | 100% | 100% | 100% | 1.5 |" in text
     assert (tmp_path / "clean-label-inception.png").is_file()
 
@@ -90,7 +90,7 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
     assert control == clean_label.cells("inception", [0])[-1].settings, "what it is compared with has no such settings"
     moved = clean_label.cells("inception", [0], clean_label.STEEPEST)[-1].settings
     assert moved["options"] == {"rate": 1.0, "points": "steepest"}, "but the same optimizer"
-    report = clean_label_tables.report([*cells, *others, *choice], tmp_path)
+    report = clean_label.report([*cells, *others, *choice], tmp_path)
     assert report.summary["inception"]["medians"]["penalty"] == 1
     text = report.text()
     assert "| Penalty with the paper's settings | 2 of 2 | 2.5 |" in text, "what was run before is shown too"
@@ -100,18 +100,18 @@ def test_table_is_of_the_settings_that_were_taken(tmp_path):
         (s | {"targets": [8, 9]}, f | {"targets": [t | {"target": t["target"] + 8} for t in f["targets"]]})
         for s, f in [*cells[1:], *others]
     ]
-    text = clean_label_tables.report([*cells, *others, *choice, *later], tmp_path).text()
+    text = clean_label.report([*cells, *others, *choice, *later], tmp_path).text()
     assert "| Penalty, new targets | Algorithm 1 of Shafahi et al. | 3.50 | -2.85 to 9.85 | 2 | 2 | 0 |" in text
-    text = clean_label_tables.report([*cells, *others, *choice, later[-1]], tmp_path).text()
+    text = clean_label.report([*cells, *others, *choice, later[-1]], tmp_path).text()
     assert "| Penalty | 2 of 2 | 1 |" in text, "on the targets that the others have too"
 
 
 def test_the_control_without_a_lower_level_is_compared_too():
     same = [(2, 6), (3, 8), (2, 6), (3, 7)]
     cells = [*kept(same), *((s | {"method": "collision-adam"}, f) for s, f in kept(same) if s["method"] == "penalty")]
-    text = clean_label_tables.difference_table(cells, [])
+    text = clean_label.difference_table(cells, [])
     assert "| only the collision term | Algorithm 1 of Shafahi et al. | 4.25 | 3.45 to 5.05 | 4 | 4 | 0 |" in text
-    assert "collision term" not in clean_label_tables.difference_table(kept(same), []), "the control was not run"
+    assert "collision term" not in clean_label.difference_table(kept(same), []), "the control was not run"
 
 
 # -- many targets in one tensor ----------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_missing_inception_is_refused_with_what_to_install():
 
 
 def test_missing_photographs_are_refused_with_a_sentence(tmp_path, monkeypatch, capsys):
-    photographs.photos.cache_clear()
+    clean_label_features.photos.cache_clear()
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
     assert main(["reproduce", "clean-label", "--features", "small", "--out", str(tmp_path / "o")]) == 1
     assert "put photos256.zip into $BILEVEL_DATA/photos" in capsys.readouterr().err
@@ -321,7 +321,7 @@ def test_missing_photographs_are_refused_with_a_sentence(tmp_path, monkeypatch, 
 def test_small_version_runs_all_methods_within_the_bound(monkeypatch, features, steps):
     if features == "efficientnet":
         pytest.importorskip("efficientnet_lite_pytorch")
-    photographs.photos.cache_clear()
+    clean_label_features.photos.cache_clear()
     clean_label.scene_of.cache_clear()
     monkeypatch.setattr(clean_label, "EPSILONS", (4, 8))
     rows = clean_label.order(169)[:2]

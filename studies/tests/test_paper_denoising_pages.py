@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bilevel_studies.denoising import speed_tables, tables
+from bilevel_studies.denoising import speed, tables
 from bilevel_studies.denoising import study as denoising
 from bilevel_studies.denoising import wide as denoising_wide
 from bilevel_studies.denoising.speed import METHODS
@@ -182,7 +182,7 @@ def test_the_table_of_speed_has_the_seconds_until_each_accuracy(tmp_path):
         curve("speed", "Penalty, the paper's", 20, [0.0, 3.0], [0.9, 0.91], 5.0),
         curve("speed", "ApproxGrad", 20, [0.0, 7.0], [0.85, 0.92], 9.0),
     ]
-    report = speed_tables.report("speed", kept, tmp_path)
+    report = speed.report("speed", kept, tmp_path)
     text = report.tables["mlp: seconds until a test accuracy"]
     assert "| method | 90% | 92% | 94% | 96% | 98% |" in text
     assert "| Penalty, ours | 1.0 | 1.0 | 2.0 |  |  |" in text
@@ -198,9 +198,9 @@ def test_the_tables_show_no_runs_of_the_former_solver_next_to_new_ones(tmp_path)
     old = [curve("steps", "ApproxGrad", T, [0.0, 1.0], [0.5, 0.72], 3.0) for T in (1, 10)]
     old = [({key: value for key, value in settings.items() if key != "solver"}, found) for settings, found in old]
     old[1][1]["status"] = "diverged"
-    text = speed_tables.report("steps", old, tmp_path).text()
+    text = speed.report("steps", old, tmp_path).text()
     assert "| ApproxGrad | 10 | 72.00 (diverged) |" in text
-    text = speed_tables.report("steps", [*old, new], tmp_path).text()
+    text = speed.report("steps", [*old, new], tmp_path).text()
     assert "| ApproxGrad | 1 | 81.00 |" in text
     assert "72.00" not in text
 
@@ -211,7 +211,7 @@ def test_the_table_of_steps_has_accuracy_and_time_for_each_t(tmp_path):
         for name, base in zip(METHODS, (1.0, 1.0, 2.0), strict=True)
         for T in (1, 20)
     ]
-    text = speed_tables.report("steps", kept, tmp_path).text()
+    text = speed.report("steps", kept, tmp_path).text()
     assert "| Penalty, ours | 1 | 80.50 | 1.0 |" in text
     assert "| ApproxGrad | 20 | 90.00 | 40.0 |" in text
     assert (tmp_path / "denoising-steps-mlp.png").stat().st_size > 1000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bilevel_studies.few_shot import runs as few_shot_runs
-from bilevel_studies.few_shot import selection, study, tables
+from bilevel_studies.few_shot import study, tables
 from common import needs
 from PIL import Image
 
@@ -156,8 +156,8 @@ def test_of_cells_with_other_settings_those_of_now_are_shown_alone():
     before = [{**settings, "proximity": 2.0} for settings in now]
     partial = {"accuracy": 0.5, "partial": True}
     kept = [(before[0], {"accuracy": 0.7}), (before[1], {"accuracy": 0.8}), (now[0], partial)]
-    assert selection.longest(kept) == [(now[0], partial)], "unfinished as it is"
-    assert [f["accuracy"] for _, f in selection.longest(kept[:2])] == [0.7, 0.8], "where there is nothing else"
+    assert tables.longest(kept) == [(now[0], partial)], "unfinished as it is"
+    assert [f["accuracy"] for _, f in tables.longest(kept[:2])] == [0.7, 0.8], "if there is nothing else"
 
 
 def test_changes_that_are_listed_no_more_are_left_out(tmp_path):
@@ -289,7 +289,7 @@ def test_a_test_with_one_shot_is_shown_of_the_training_that_it_is_of():
     one = study.table_settings("cifar-fs", "conv4", 5, 1, "penalty", 0)
     kept = [(one, {"accuracy": 0.5}), (five, {"accuracy": 0.7, "also": {"accuracy": 0.63}})]
     for cells in (kept, kept[::-1]):
-        found = {s["shots"]: f["accuracy"] for s, f in selection.longest(selection.apart(cells))}
+        found = {s["shots"]: f["accuracy"] for s, f in tables.longest(tables.apart(cells))}
         assert found == {5: 0.7, 1: 0.63}
 
 
@@ -297,12 +297,12 @@ def test_of_other_meta_batches_those_of_now_are_shown_alone():
     now = study.table_settings("cifar-fs", "conv4", 5, 5, "penalty", 0)
     kept = [({**now, "train_ways": 40, "tasks": 2}, {"accuracy": 0.9}), (now, {"accuracy": 0.7})]
     for cells in (kept, kept[::-1]):
-        assert [f["accuracy"] for _, f in selection.longest(cells)] == [0.7]
+        assert [f["accuracy"] for _, f in tables.longest(cells)] == [0.7]
     both = [
         ({**now, "train_ways": ways, "steps": steps}, {"accuracy": a})
         for ways, steps, a in ((40, 9, 0.8), (30, 8, 0.9))
     ]
-    assert [f["accuracy"] for _, f in selection.longest(both)] == [0.8], "one of a place and a seed"
+    assert [f["accuracy"] for _, f in tables.longest(both)] == [0.8], "one of a place and a seed"
 
 
 def test_choices_of_other_settings_are_no_seeds_of_those_that_are_listed(tmp_path):
@@ -407,7 +407,7 @@ def test_omniglot_is_trained_once_and_tried_with_both_ways(tmp_path, folder, mon
         "train_accuracy": 1.0,
         "right": [1],
     }
-    shown = selection.apart([(ours[0], one)])
+    shown = tables.apart([(ours[0], one)])
     assert set(shown[1][1]) == {"accuracy", "interval", "steps"}, "the rest is of 20 ways"
     assert [(s["ways"], f["accuracy"], "also" in {**s, **f}) for s, f in shown] == [(20, 0.99, False), (5, 0.9, False)]
 
@@ -475,7 +475,7 @@ def test_a_run_that_shared_the_gpu_has_the_time_of_a_short_run_by_itself_and_no_
     alone = study.table_settings("omniglot", "conv4", 5, 1, "penalty", 0)
     own = {key: value for key, value in found.items() if key != "beside"}
     time = (shared | {"part": study.TIME, "ways": 20, "steps": study.TIME_STEPS}, {"steps": 100, "ms_per_step": 5.0})
-    cells = selection.timed([(shared, found), (untimed, found), (alone, own)], [time])
+    cells = tables.timed([(shared, found), (untimed, found), (alone, own)], [time])
     assert [one["ms_per_step"] for _, one in cells] == [5.0, None, 30.0]
     assert [[row["seconds"] for row in one["curve"]] for _, one in cells] == [[1.5, 3.0], [], [9.0, 18.0]]
     text = tables.report([(shared, found), (untimed, found), (alone, own), time], tmp_path).text()
@@ -487,9 +487,9 @@ def test_of_runs_of_several_lengths_the_longest_finished_one_is_shown():
     short, long = (study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 0) | {"steps": n} for n in (100, 300))
     other = study.table_settings("cifar-fs", "resnet", 5, 1, "penalty", 1)
     kept = [(short, {"accuracy": 0.5}), (long, {"accuracy": 0.6}), (other, {"accuracy": 0.7})]
-    assert [f["accuracy"] for _, f in selection.longest(kept)] == [0.6, 0.7]
+    assert [f["accuracy"] for _, f in tables.longest(kept)] == [0.6, 0.7]
     kept[1] = (long, {"accuracy": 0.6, "partial": True})
-    assert [f["accuracy"] for _, f in selection.longest(kept)] == [0.5, 0.7]
+    assert [f["accuracy"] for _, f in tables.longest(kept)] == [0.5, 0.7]
 
 
 def test_times_are_of_every_kind_of_step_once_and_never_taken_side_by_side(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The tuning study: its cells run, its tables show what they found, a stopped study goes on."""
+"""The tuning study: its cells run, its tables show what they found, a stopped study continues."""
 
 from __future__ import annotations
 

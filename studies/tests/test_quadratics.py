@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from bilevel_studies.quadratics import quadratic
 
 from bilevel import Penalty, solve
 from bilevel.applications.comparison.synthetic_problems import examples
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from quadratics import quadratic
 
 SEEDS = range(11, 16)
 """Not used for choosing constants."""

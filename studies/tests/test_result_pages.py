@@ -1,4 +1,4 @@
-"""The tables of the studies, made from studies/results, are those of the pages in docs/results."""
+"""The tables of the studies, made from studies/results, equal the tables of the pages in docs/results."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from bilevel_studies.classical import study as classical
-from bilevel_studies.denoising import speed_tables
+from bilevel_studies.denoising import speed
 from bilevel_studies.denoising import tables as denoising
 from bilevel_studies.fairness import study as fairness
 from bilevel_studies.few_shot import tables as few_shot
-from bilevel_studies.poisoning import clean_label_tables, deep_victim_tables
+from bilevel_studies.poisoning import clean_label, deep_victim
 from bilevel_studies.poisoning import tables as poisoning
 from bilevel_studies.render import fixed, interval, render, signed
 from bilevel_studies.statistics import Numbers
@@ -25,10 +25,10 @@ PAGES, RESULTS = ROOT / "docs" / "results", ROOT / "studies" / "results"
 REPORTS = {
     "classical": classical.report,
     "denoising": denoising.report,
-    "denoising-speed": partial(speed_tables.report, "speed"),
-    "denoising-steps": partial(speed_tables.report, "steps"),
-    "clean-label": clean_label_tables.report,
-    "deep-victim": deep_victim_tables.report,
+    "denoising-speed": partial(speed.report, "speed"),
+    "denoising-steps": partial(speed.report, "steps"),
+    "clean-label": clean_label.report,
+    "deep-victim": deep_victim.report,
     "tuning": tuning.report,
     "fairness": fairness.report,
     "few-shot": few_shot.report,

@@ -1,4 +1,4 @@
-"""Steepest descent in the Euclidean norm: each row by itself, by a length that is the rate's alone."""
+"""Steepest descent in the Euclidean norm: each row separately, by a length that depends only on the rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from bilevel_studies.steepest_descent import Steepest
+from bilevel_studies.poisoning.clean_label_batch import Steepest
 
 from bilevel import Box, Callback, Penalty, Problem, solve
 from bilevel.optim.variable_optimizer import Descent

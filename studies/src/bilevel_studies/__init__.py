@@ -1,1 +1,1 @@
-"""The paper's tables and figures: settings as data, and the paper's numbers beside ours."""
+"""The paper's tables and figures: settings as data, and the paper's numbers next to ours."""

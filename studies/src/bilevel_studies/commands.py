@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bilevel import OptionError
 from bilevel._util.checks import one_of
-from bilevel.errors import OptionError
 from bilevel_studies.study import Kept, Report, Study, side_by_side
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ NoRun = Annotated[bool, typer.Option("--no-run", help="Run nothing; write the ta
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that takes a minute.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that run cells at the same time.")]
 Ray = Annotated[str | None, typer.Option("--ray", help="Address of a Ray cluster that runs the cells instead.")]
-Minutes = Annotated[float | None, typer.Option(min=0, help="Begin no cell after this time.")]
+Minutes = Annotated[float | None, typer.Option(min=0, help="Begin no cell after this many minutes.")]
 Sitting = Annotated[
     float | None,
-    typer.Option("--minutes", min=0, help="Save the running cell after this time; the same command continues it."),
+    typer.Option(
+        "--minutes", min=0, help="Save the running cell after this time in minutes; run again to continue it."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
@@ -162,10 +164,10 @@ def denoising_steps(
 def _figure(
     part: str, device: str, seeds: int, minutes: float | None, out: Path, results: Path | None, no_run: bool, json: bool
 ) -> None:
-    from bilevel_studies.denoising import cells, speed, speed_tables
+    from bilevel_studies.denoising import cells, speed
 
     where = device_of(device)
-    report = partial(speed_tables.report, part)
+    report = partial(speed.report, part)
     run = Study(f"denoising-{part}", out, report, results, no_run, json, minutes, possible=_with_data)
     function = partial(cells.run, device=where, checkpoints=run.states, deadline=run.deadline)
     run.run(speed.cells(part, "cnn" if where.type == "cuda" else "mlp", seeds), function)
@@ -218,14 +220,12 @@ def clean_label(
 ) -> None:
     """One clean-label poison point for a target: the smallest distortion that flips it (Section 3.4, Figure 3)."""
     from bilevel_studies.poisoning import clean_label as study
-    from bilevel_studies.poisoning import clean_label_tables
-    from bilevel_studies.poisoning.clean_label_features import FEATURES
-    from bilevel_studies.poisoning.photographs import photos
+    from bilevel_studies.poisoning.clean_label_features import FEATURES, photos
 
     one_of("--features", features, tuple(FEATURES))
     where = device_of(device)
     gpus = float(where.type == "cuda")
-    run = Study("clean-label", out, clean_label_tables.report, results, no_run, json, minutes, 1, ray, gpus)
+    run = Study("clean-label", out, study.report, results, no_run, json, minutes, 1, ray, gpus)
     rows = [] if no_run else study.order(len(photos("test", 32)[1]))
     first, last = rows[: max(0, len(rows) - choose)], rows[max(0, len(rows) - choose) :]
     run.run(
@@ -252,9 +252,8 @@ def deep_victim(
 ) -> None:
     """Clean-label poison against a network that is trained from scratch: beyond the paper."""
     from bilevel_studies.poisoning import deep_victim as study
-    from bilevel_studies.poisoning.deep_victim_tables import report
 
-    run = Study("deep-victim", out, report, results, no_run, json, minutes, workers)
+    run = Study("deep-victim", out, study.report, results, no_run, json, minutes, workers)
     run.run(
         study.choice_cells(choose, rows=rows),
         side_by_side(partial(study.run, device=device_of(device)), workers),
@@ -276,13 +275,12 @@ def tuning(
     json: Json = False,
 ) -> None:
     """Tuning: penalties of linear models next to other ways, a network, a million hyper-parameters (Eq. 2)."""
-    from bilevel_studies.tuning import study, tables
-    from bilevel_studies.tuning.data import DATASETS
+    from bilevel_studies.tuning import data, study, tables
 
-    cells = study.cells(words("--parts", parts, study.PARTS), words("--dataset", dataset, DATASETS), seeds)
+    cells = study.cells(words("--parts", parts, study.PARTS), words("--dataset", dataset, data.DATASETS), seeds)
 
     def report(kept: Sequence[Kept], folder: Path) -> Report:
-        """Make the tables of these seeds, of all parts."""
+        """Make the tables of all parts, from these seeds only."""
         found = {frozenset(settings.items()): result for settings, result in kept}
         shown = [cell.settings for cell in study.cells(seeds=seeds)]
         return tables.report([(s, found[key]) for s in shown if (key := frozenset(s.items())) in found], folder)
@@ -333,10 +331,9 @@ def fewshot(
     """
     from bilevel_studies.few_shot import runs, study, tables
 
-    sources = {
-        name: context.get_parameter_source(name) for name in ("parts", "dataset", "methods", "backbones", "seeds")
-    }
-    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    own = ("parts", "dataset", "methods", "backbones", "seeds")
+    sources = zip(own, map(context.get_parameter_source, own), strict=True)
+    given = [f"--{name}" for name, source in sources if source is not None and source.name != "DEFAULT"]
     if quick and given:
         raise OptionError(f"{' and '.join(given)} must be left out with --quick, which has its own cells.")
     usual = ",".join((study.TABLE, study.EFFECT) + ((study.TIME,) if workers == 1 else ()))
@@ -356,7 +353,7 @@ def fewshot(
 
 
 def words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a list with commas, each of which must be allowed; all allowed words if there is no list."""
+    """Return the words of a list with commas, after a check that they are allowed. None stands for all of them."""
     found = list(allowed) if text is None else [word.strip() for word in text.split(",")]
     for word in found:
         one_of(option, word, tuple(allowed))

@@ -3,14 +3,15 @@
     g = sum_i e^u_i log cosh(x_i v - y_i) + |v|^2 / 2       (one weight an example: u has U numbers, v has V)
     f = |Z v - t|^2 / 2
 
-All work of g is in products with X, so that the operations of an upper step over those of one gradient of g are the
-number of gradients it is worth, c in the table. Seconds are shown, but do not decide. Memory is the most bytes that the
-tensors of a step took at one time.
+All work of g is in products with X. So the operations of an upper step, divided by the operations of one gradient of g,
+are its cost in gradients, c in the table. Seconds are shown but do not decide. Memory is the peak of the bytes of a
+step's tensors.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,28 +21,23 @@ import matplotlib
 import torch
 from torch import Tensor
 
-from bilevel.methods.approx_grad import ApproxGrad
+from bilevel import ApproxGrad, ForwardMode, Penalty, Problem, ReverseMode
 from bilevel.methods.base import Method
-from bilevel.methods.forward_mode import ForwardMode
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.problem.problem import Problem
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies import plots
 from bilevel_studies.cost import cost
-from bilevel_studies.study import Kept, Report
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings
 from bilevel_studies.study import table as markdown
 
 VALID = 4
 """Rows of Z."""
 RATE = 1e-3
 TOLERANCE = 0.2
-"""How far a fitted exponent may be from that of the table's formula at the same sizes."""
+"""The largest difference between a fitted exponent and the exponent of the table's formula at the same sizes."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Where each of T, U and V is varied, and what they are while another one is."""
+    """The values of each of T, U and V, and `base`, their values while another one varies."""
 
     T: Sequence[int]
     U: Sequence[int]
@@ -82,7 +78,7 @@ TABLE = {
 
 
 def method(name: str, T: int) -> Method:
-    """As in the table: gradient descent below, T products for the linear system of ApproxGrad."""
+    """Return a method as in the table: lower gradient descent, and T products for the linear system of ApproxGrad."""
     match name:
         case "FMD":
             return ForwardMode(lower_steps=T, lower_rate=RATE, warm_up=0.0)
@@ -96,7 +92,7 @@ def method(name: str, T: int) -> Method:
 
 
 def regression(U: int, V: int) -> tuple[Problem, Tensor, Tensor]:
-    """The problem of these sizes, u and v."""
+    """Return the problem with U upper and V lower variables, u and v."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -117,7 +113,7 @@ def regression(U: int, V: int) -> tuple[Problem, Tensor, Tensor]:
 
 
 def cells(sizes: Sizes) -> list[RunItem]:
-    """Every method at every size."""
+    """Return a cell for every method and size."""
     points = [{**sizes.base, name: value} for name in "TUV" for value in sizes.of(name)]
     unique = list(dict.fromkeys((p["T"], p["U"], p["V"]) for p in points))
     return [RunItem({"method": m, "T": T, "U": U, "V": V}, weight=T * U * V) for m in TABLE for T, U, V in unique]
@@ -138,18 +134,18 @@ class Exponent:
     variable: str
     found: float
     table: float
-    """That of the table's formula at the same sizes."""
+    """The exponent of the table's formula at the same sizes."""
     values: Sequence[tuple[int, float]]
     """(size, measured)"""
 
     @property
     def holds(self) -> bool:
-        """Whether it is within TOLERANCE of the table's, above or below."""
+        """True if it differs from the table's by at most TOLERANCE."""
         return abs(self.found - self.table) <= TOLERANCE
 
 
 def exponents(sizes: Sizes, results: Sequence[tuple[Settings, Found]]) -> list[Exponent]:
-    """The fitted exponents beside those of Table 1, for every method and quantity."""
+    """Return the fitted exponents together with the exponents of Table 1, for every method and quantity."""
     known = {(s["method"], s["T"], s["U"], s["V"]): found for s, found in results}
     out = []
     for name, row in TABLE.items():
@@ -158,7 +154,7 @@ def exponents(sizes: Sizes, results: Sequence[tuple[Settings, Found]]) -> list[E
                 points = [{**sizes.base, variable: value} for value in sizes.of(variable)]
                 keys = [(p["T"], p["U"], p["V"]) for p in points]
                 measured = [float(known[(name, *key)][quantity]) for key in keys]
-                # The time of one gradient, c, is that of X's size: seconds are set against c times the count.
+                # The time of one gradient, c, grows with the size of X: seconds are compared with c times the count.
                 work = [formula(*key) * (key[1] * key[2] if quantity == "seconds" else 1) for key in keys]
                 at = sizes.of(variable)
                 out.append(
@@ -175,11 +171,10 @@ def exponents(sizes: Sizes, results: Sequence[tuple[Settings, Found]]) -> list[E
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The exponent k of y ~ x^k over the upper half of the sizes, by least squares of the logarithms."""
+    """Fit the exponent k of y ~ x^k to the upper half of the sizes, by least squares of the logarithms."""
     first = len(x) // 2
     a, b = ([math.log(value) for value in values[first:]] for values in (x, y))
-    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
-    return sum((p - mean_a) * (q - mean_b) for p, q in zip(a, b, strict=True)) / sum((p - mean_a) ** 2 for p in a)
+    return statistics.linear_regression(a, b).slope
 
 
 def report(sizes: Sizes, kept: Sequence[Kept], folder: Path) -> Report:
@@ -196,16 +191,16 @@ def report(sizes: Sizes, kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def exponent_table(found: Sequence[Exponent]) -> str:
-    rows = []
-    for name, row in TABLE.items():
-        shown = [f"{e.found:.2f} / {e.table:.2f}".replace("-0.00", "0.00") for e in found if e.method == name]
-        rows.append([name, row.time, row.space, *shown])
+    shown = [(e.method, f"{e.found:.2f} / {e.table:.2f}".replace("-0.00", "0.00")) for e in found]
+    rows = [
+        [name, row.time, row.space, *(text for method, text in shown if method == name)] for name, row in TABLE.items()
+    ]
     heads = [f"{what} in {variable}" for what in ("time", "memory", "seconds") for variable in "TUV"]
     return markdown(["method", "time, Table 1", "space, Table 1", *heads], rows)
 
 
 def cost_table(found: Sequence[Exponent]) -> str:
-    """Gradients, and memory in brackets, at each size."""
+    """Return the table of gradients, and memory in brackets, at each size."""
     held = {(e.method, e.variable): e.values for e in found if e.quantity == "bytes"}
     rows = []
     for e in (e for e in found if e.quantity == "gradients"):
@@ -232,5 +227,4 @@ def draw(found: Sequence[Exponent], path: Path) -> None:
         row[0].set_ylabel(label)
     for cell, variable in zip(axes[-1], "TUV", strict=True):
         cell.set_xlabel(variable)
-    plots.legend_above(figure, axes[0][0])
-    plots.save_figure(figure, path)
+    plots.save_figure(figure, path, legend_of=axes[0][0])

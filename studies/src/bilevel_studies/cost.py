@@ -1,7 +1,7 @@
 """Count the cost of one upper step: arithmetic of matrix products, and bytes that are alive at the same time.
 
-If all work of g is in products with a matrix, the floating-point operations of a step over those of one gradient of g
-say how many gradients the step is worth. No count depends on the machine.
+If all work of g is in products with a matrix, the floating-point operations of a step divided by the operations of one
+gradient of g are the cost of the step in gradients. No count depends on the machine.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from bilevel import Problem
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
-from bilevel.methods.base import Method, MethodState, RunContext
-from bilevel.problem.problem import Problem
+from bilevel.methods.base import Method, RunContext
 
 HORIZON = 10**6
-"""Upper steps of the run that a counted step is of: many, so that the share of the warm-up is seen exactly."""
+"""Upper steps of the run that the counted step belongs to: many, so that the warm-up does not distort the count."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an upper step that moves u, except the first, which makes the state of the optimizers."""
+    """The cost of an upper step that moves u; not of the first step, which makes the state of the optimizers."""
 
     gradients: float
-    """Its operations, in gradients of g in v."""
+    """Its operations, as a number of gradients of g in v."""
     bytes: int
-    """The most that its tensors took at one time, on top of what was there before it."""
+    """The peak of the bytes of its tensors, without the tensors that existed before."""
     evaluations: int
-    """Of the lower objective."""
+    """Evaluations of the lower objective."""
     seconds: float
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that were alive at one time among the tensors made under the mode, graphs included."""
+    """Measures the peak of the bytes of the tensors that are made under this mode, graphs included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for tensor in tree_leaves((args, kwargs)):  # what is not known by now was there before
+        for tensor in tree_leaves((args, kwargs)):  # an unknown tensor existed before
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage(), new=False)
         out = function(*args, **(kwargs or {}))
@@ -76,9 +76,24 @@ class Peak(TorchDispatchMode):
 
 def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) -> Cost:
     """Take a few eager steps and count. u and v are moved."""
-    state = _state(problem, method, u, v)
+    upper, lower = variables(problem, u, v)
+    setting = RunContext(
+        problem,
+        upper,
+        lower,
+        Sources(None, 0, lower.device),
+        max_steps=HORIZON,
+        tolerance=None,
+        accumulate=1,
+        generator=torch.Generator().manual_seed(0),
+        engine="eager",
+    )
+    state = method.init(setting)
     state.step(0)
-    first = _moving(state)
+    first: int = getattr(state, "warm_up", 0)
+    if first:  # step 0 did not move u
+        state.step(first)
+    first += 1
     began = state.derivatives.lower_evaluations
     with FlopCounterMode(display=False) as operations:
         state.step(first)
@@ -93,28 +108,3 @@ def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) 
     with FlopCounterMode(display=False) as one:
         state.derivatives.slope([(None, None)])
     return Cost(operations.get_total_flops() / one.get_total_flops(), memory.most, evaluations, min(times, default=0.0))
-
-
-def _moving(state: MethodState) -> int:
-    """Take the first step that moves u, where step 0 did not; returns the number of the next."""
-    first: int = getattr(state, "warm_up", 0)
-    if first:
-        state.step(first)
-    return first + 1
-
-
-def _state(problem: Problem, method: Method, u: Any, v: Any, data: object = None) -> MethodState:
-    upper, lower = variables(problem, u, v)
-    sources = Sources(data, 0, lower.device)
-    setting = RunContext(
-        problem,
-        upper,
-        lower,
-        sources,
-        max_steps=HORIZON,
-        tolerance=None,
-        accumulate=1,
-        generator=torch.Generator().manual_seed(0),
-        engine="eager",
-    )
-    return method.init(setting)

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bilevel import Penalty
 from bilevel._util.atomic_files import whole, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
-from bilevel.methods.penalty import Penalty
 from bilevel.report.figures import ACCENT, INK, Html, drawn
 from bilevel.report.page import Card, Report, render
 from bilevel.report.page import Table as ReportTable
@@ -106,10 +106,11 @@ def _solve(method: Penalty, seed: int, starts: int, results: Results) -> bool:
 def _result(results: Results, complete: bool, seed: int, starts: int, seconds: float) -> dict[str, Any]:
     problems = [_summary(name, attempts) for name, attempts in results.items()]
     done, solved = (sum(problem[key] for problem in problems) for key in ("starts", "solved"))
-    asked = starts * len(examples(DIMENSION))
     if not complete:
         status = "stopped"
-        message = f"Stopped by Ctrl-C: {done} of {asked} runs were finished, and they are kept."
+        message = (
+            f"Stopped by Ctrl-C: {done} of {starts * len(examples(DIMENSION))} runs were finished, and they are kept."
+        )
     elif solved < done:
         status = "unsolved"
         message = f"{done - solved} of {done} runs ended further than {GOAL_TEXT} from a solution."

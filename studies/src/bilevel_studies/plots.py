@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bilevel._util.atomic_files import whole
@@ -29,25 +28,24 @@ COLUMNS = 4
 
 
 def new_figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def legend_above(figure: Figure, axes: Any, columns: int = 5) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(labels)), frameon=False)
+def save_figure(figure: Figure, path: Path, legend_of: Any = None) -> None:
+    """Write a PNG, because an SVG with the thin lines of all trials would be large.
 
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG: with the thin lines of all trials, an SVG would be large."""
+    `legend_of` are axes whose legend is put above the figure.
+    """
+    if legend_of is not None:
+        handles, labels = legend_of.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
 def line(axes: Any, x: Sequence[float], found: Sequence[Numbers], color: str, label: str) -> None:
-    """Draw means with their deviations, where there are values."""
+    """Draw means with their deviations, if there are values."""
     points = [(at, one.mean, one.deviation) for at, one in zip(x, found, strict=True) if one]
     if points:
         at, mean, spread = zip(*points, strict=True)
@@ -72,8 +70,7 @@ def against_lower_steps(
         axes.set(xlabel="T", ylabel=label, xscale="log" if log else "linear")
         axes.set_xticks(counts, [str(T) for T in counts])
         axes.minorticks_off()
-    legend_above(figure, cells[0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=cells[0])
 
 
 @matplotlib.rc_context(STYLE)
@@ -142,6 +139,4 @@ def curves(panels: Mapping[str, Sequence[tuple[str, Sequence[float], Sequence[fl
     for axes in cells[len(panels) :]:
         axes.set_axis_off()
     cells[0].set_ylabel("accuracy, percent")
-    most = max(cells, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-    legend_above(figure, most)
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=max(cells, key=lambda axes: len(axes.get_legend_handles_labels()[1])))

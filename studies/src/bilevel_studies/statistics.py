@@ -10,8 +10,7 @@ from typing import Any
 
 from scipy import stats
 
-from bilevel.running.run_many import Settings
-from bilevel_studies.study import Kept
+from bilevel_studies.study import Kept, Settings
 
 NOT_RUN = "not run"
 SEEDS = 5
@@ -36,7 +35,7 @@ class Numbers:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the mean (Student's t); None where there are less than two values."""
+        """The 95% interval of the mean (Student's t); None for fewer than two values."""
         count = len(self.values)
         if count < 2:
             return None
@@ -44,7 +43,7 @@ class Numbers:
         return self.mean - half, self.mean + half
 
     def show(self, digits: int = 2, usual: int = SEEDS) -> str:
-        """Mean and deviation; the number of seeds where it is not the usual one."""
+        """Return the mean and deviation as text, with the number of seeds if it is not the usual one."""
         if not self.values:
             return NOT_RUN
         text = f"{self.mean:.{digits}f}"
@@ -60,7 +59,7 @@ def seeds(count: int) -> str:
 
 
 def chosen(kept: Iterable[Kept], **settings: object) -> list[Kept]:
-    """The cells that have these settings, among others."""
+    """Return the cells that have these settings, among others."""
     return [pair for pair in kept if all(pair[0].get(key) == value for key, value in settings.items())]
 
 
@@ -73,18 +72,20 @@ def percent(kept: Sequence[Kept], key: str = "accuracy") -> Numbers:
 
 
 def alone(kept: Iterable[Kept]) -> list[Kept]:
-    """The cells that had the machine to themselves: those whose seconds are of the run."""
+    """Return the cells that did not share the machine, so that their seconds are valid."""
     return [pair for pair in kept if "beside" not in pair[1]]
 
 
 def values(kept: Iterable[Kept], key: str) -> list[Any]:
-    """The different values of a setting, as they come."""
+    """Return the different values of a setting, in order of appearance."""
     return list(dict.fromkeys(settings[key] for settings, _ in kept))
 
 
 def current(kept: Sequence[Kept]) -> list[Kept]:
-    """The cells but for those of ApproxGrad's former linear solver, which lack `solver`, where others have taken their
-    place."""
+    """Return the cells without results of ApproxGrad's former linear solver that newer results replace.
+
+    The former ones have no setting `solver`.
+    """
     replaced = {_place(settings) for settings, found in kept if "solver" in settings and not found.get("partial")}
     return [pair for pair in kept if "solver" in pair[0] or _place(pair[0]) not in replaced]
 
@@ -94,11 +95,11 @@ def _place(settings: Settings) -> str:
 
 
 def finite(kept: Iterable[Kept]) -> list[Kept]:
-    """The cells that did not diverge."""
+    """Return the cells that did not diverge."""
     return [pair for pair in kept if pair[1].get("status") != "diverged"]
 
 
 def mark(kept: Sequence[Kept]) -> str:
-    """What is said after a number of these cells where some of them diverged."""
+    """Return the remark after a number of cells: how many diverged."""
     bad = len(kept) - len(finite(kept))
     return "" if not bad else " (diverged)" if bad == len(kept) else f" ({bad} of {len(kept)} diverged)"

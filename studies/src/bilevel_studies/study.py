@@ -22,14 +22,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from bilevel import Callback, OptionError, Run, Solution
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.parallel_map import Where
-from bilevel.errors import OptionError
-from bilevel.results import Solution
-from bilevel.running.callbacks import Callback, Run
 from bilevel.running.checkpoints import BEFORE, FILE
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
+__all__ = ["FiledStore", "Found", "Kept", "Report", "RunItem", "Settings", "Sitting", "Study"]
 Kept = tuple[Settings, Found]
 Function = Callable[[Settings], Found | None]
 INTERRUPTED = 130
@@ -39,9 +38,9 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 class FiledStore(ResultFolder):
-    """Cells in a folder, and those of `file` that the folder lacks.
+    """Keeps cells in a folder, and reads cells from `file` that the folder lacks.
 
-    A cell that ended before its time has a `partial` result: it is shown, and continued by the next run.
+    A cell that stopped early has a `partial` result: it is shown, and the next run continues it.
     """
 
     def __init__(self, folder: Path, file: Path) -> None:
@@ -85,7 +84,7 @@ class FiledStore(ResultFolder):
 
 
 def read(file: Path) -> list[Kept]:
-    """Return the cells of a result file; none if there is no such file."""
+    """Return the cells of a result file, or an empty list if the file is missing."""
     return [(settings, found) for settings, found in _load(file).get("cells", ())]
 
 
@@ -108,8 +107,8 @@ class OutOfTimeError(Exception):
 class Sitting:
     """The part of a cell that runs until a deadline (of `time.monotonic`).
 
-    `place` is the folder of the cell's state; None: nothing is saved, and there is no deadline. `done` of `of` steps
-    are taken, over all sittings.
+    `place` is the folder of the cell's state; with None nothing is saved and the deadline is ignored. `done` of `of`
+    steps are taken so far, over all sittings.
     """
 
     def __init__(self, place: Path | None = None, deadline: float | None = None) -> None:
@@ -121,7 +120,7 @@ class Sitting:
             if (place / SECONDS).is_file():
                 self.before = float(json.loads((place / SECONDS).read_text(encoding="utf-8")))
 
-    def go_on(self) -> None:
+    def start_clock(self) -> None:
         """Count the seconds from here."""
         self.began = time.perf_counter()
 
@@ -139,7 +138,7 @@ class Sitting:
             raise OutOfTimeError
 
     def seconds(self) -> float:
-        """Return the seconds of all sittings, except those that were killed."""
+        """Return the seconds of all sittings that were not killed."""
         return self.before + time.perf_counter() - self.began
 
     def pause(self, seconds: float) -> None:
@@ -180,7 +179,7 @@ class Leave(Deadline):
 
 @dataclass
 class Report:
-    """What a study found: plain numbers, and tables in Markdown by their titles."""
+    """The outcome of a study: plain numbers, and tables in Markdown by their titles."""
 
     summary: dict[str, Any]
     tables: dict[str, str] = field(default_factory=dict)
@@ -223,10 +222,10 @@ class Study:
     no_run: bool = False
     json: bool = False
     minutes: float | None = None
-    """No cell begins after these."""
+    """No cell begins after this time."""
     workers: int = 1
     address: str | None = None
-    """Of a Ray cluster."""
+    """The address of a Ray cluster."""
     gpus: float = 0.0
     possible: Callable[[list[RunItem]], list[RunItem]] = list
     """Leaves out the cells that cannot run here."""
@@ -296,7 +295,7 @@ class Study:
 
 
 def side_by_side(function: Function, workers: int) -> Function:
-    """Return `function`, marking results of cells that share the machine: their seconds are not those of a run."""
+    """Return `function`, which marks results of cells that share the machine: their seconds are not comparable."""
     return function if workers == 1 else partial(_marked, function, workers)
 
 

@@ -1,7 +1,7 @@
 """A classical case: a small problem with constraints, its best known value, and the judgement of an answer.
 
-An answer is solved where it is feasible at both levels, where v solves the lower problem (by solving it again, apart
-from the run, with SLSQP of SciPy from several points), and where f is no worse than the best known value by 1%.
+An answer solves a case if it is feasible at both levels, v solves the lower problem, and f exceeds the best known value
+by at most 1%. For the second condition, SLSQP of SciPy solves the lower problem again from several points.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from bilevel.errors import OptionError
+from bilevel import Box, OptionError, Problem, Solution, solve
 from bilevel.methods.base import Method
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Box
-from bilevel.results import Solution
-from bilevel.running.solve import solve
 
 Function = Callable[[Tensor, Tensor], Tensor]
 Many = Callable[[Tensor, Tensor], Sequence[Tensor]]
@@ -29,9 +25,9 @@ Many = Callable[[Tensor, Tensor], Sequence[Tensor]]
 FEASIBLE = 1e-5
 """The largest violation of a constraint, relative to 1 + the size of u and v."""
 OPTIMAL = 1e-4
-"""How far g may lie above the re-solved lower value, relative to 1 + |g|."""
+"""The largest excess of g over the re-solved lower value, relative to 1 + |g|."""
 WITHIN = 0.01
-"""How far f may lie above the best known value, relative to its size; absolute below 1."""
+"""The largest excess of f over the best known value, relative to its size; absolute below 1."""
 RESOLVES = 20
 
 
@@ -61,11 +57,11 @@ class Case:
     best: float
     """The best known value of f."""
     at: tuple[Sequence[float], Sequence[float]] | None = None
-    """A point (u, v) where it is reached, to the digits of the literature."""
+    """A point (u, v) with this value, to the digits of the literature."""
     note: str = ""
 
     def problem(self) -> Problem:
-        """The case as a `Problem` without data."""
+        """Return the case as a `Problem` without data."""
         box = None
         if self.low is not None or self.high is not None:
             box = Box(*(None if x is None else torch.as_tensor(x, dtype=torch.float64) for x in (self.low, self.high)))
@@ -91,30 +87,31 @@ def _stacked(many: Many | None) -> list[Callable[[Any, Any, Any], Tensor]]:
 
 
 def cases() -> list[Case]:
-    """All classical cases."""
+    """Return all classical cases."""
     from bilevel_studies.classical import linear, nonconvex, quadratic, quadratic_more, smd
 
     return [*linear.CASES, *quadratic.CASES, *quadratic_more.CASES, *nonconvex.CASES, *smd.CASES]
 
 
 def named(name: str) -> Case:
-    found = [case for case in cases() if case.name == name]
-    if not found:
-        raise OptionError(f"name must be that of a classical case; got {name!r}.")
-    return found[0]
+    """Return the case with this name."""
+    found = {case.name: case for case in cases()}
+    if name not in found:
+        raise OptionError(f"name must name a classical case; got {name!r}.")
+    return found[name]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an answer to a case is judged."""
+    """The judgement of an answer to a case."""
 
     f: float
     violation: float
     """The largest violation at either level, relative."""
     gap: float
-    """g less the re-solved lower value, relative; 0 where it is below."""
+    """g minus the re-solved lower value, relative; at least 0."""
     excess: float
-    """f less the best known value, relative; negative where f is better."""
+    """f minus the best known value, relative; negative if f is better."""
 
     @property
     def feasible(self) -> bool:
@@ -122,7 +119,7 @@ class Verdict:
 
     @property
     def optimal(self) -> bool:
-        """Whether v solves the lower problem."""
+        """True if v solves the lower problem."""
         return self.gap <= OPTIMAL
 
     @property
@@ -131,7 +128,7 @@ class Verdict:
 
 
 def judge(case: Case, u: Tensor, v: Tensor) -> Verdict:
-    """Judge an answer by the case alone: nothing of the run is used."""
+    """Judge an answer from the case only: nothing of the run is used."""
     u, v = u.detach(), v.detach()
     outside = [0.0]
     for many, equal in ((case.h, False), (case.c, False), (case.d, True)):
@@ -143,20 +140,15 @@ def judge(case: Case, u: Tensor, v: Tensor) -> Verdict:
             outside.append((sign * (u - torch.as_tensor(bound, dtype=u.dtype))).max().item())
     size = 1 + torch.cat([u, v]).norm().item()
     g = case.g(u, v).item()
-    lowest = lower_value(case, u, v)
+    lowest, _ = resolved(case, u, v)
     f = case.f(u, v).item()
     return Verdict(
         f, max(outside) / size, max(0.0, g - lowest) / (1 + abs(g)), (f - case.best) / max(1.0, abs(case.best))
     )
 
 
-def lower_value(case: Case, u: Tensor, v: Tensor, seed: int = 0) -> float:
-    """The least g at this u that SLSQP finds under the lower constraints, from v and from points around it."""
-    return resolved(case, u, v, seed)[0]
-
-
 def resolved(case: Case, u: Tensor, v: Tensor, seed: int = 0) -> tuple[float, np.ndarray[Any, Any]]:
-    """The least g at this u that was found, and where; v itself where nothing was."""
+    """Return the least g at this u that SLSQP finds from v and from points around it, and its point; at worst v."""
     draws = np.random.default_rng(seed)
 
     def value(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -193,23 +185,16 @@ def resolved(case: Case, u: Tensor, v: Tensor, seed: int = 0) -> tuple[float, np
             end = minimize(value(case.g), x0, jac=True, constraints=constraints, method="SLSQP", tol=1e-12)
         except (ValueError, FloatingPointError):
             continue
-        outside = max(
-            [
-                0.0,
-                *(
-                    float(np.max(-item["fun"](end.x) if item["type"] == "ineq" else np.abs(item["fun"](end.x))))
-                    for item in constraints
-                ),
-            ]
-        )
-        # A point outside by a hair is lower by the hair's worth.
+        apart = [np.abs(one["fun"](end.x)) if one["type"] == "eq" else -one["fun"](end.x) for one in constraints]
+        outside = max((float(np.max(one)) for one in apart), default=0.0)
+        # A tiny violation makes g a little lower, so the tolerance is small.
         if np.isfinite(end.fun) and outside <= 1e-8 * size and end.fun < best:
             best, where = float(end.fun), end.x
     return best, where
 
 
 def run(case: Case, method: Method, *, starts: int = 8, max_steps: int = 2000, seed: int = 0) -> tuple[Solution, float]:
-    """(solution, seconds of processor time) of a case from its starting point."""
+    """Solve a case from its starting point; return the solution and the seconds of processor time."""
     u, v = case.start()
     began = time.process_time()
     solution = solve(case.problem(), method, u, v, max_steps=max_steps, starts=starts, seed=seed)

@@ -209,7 +209,7 @@ CASES = [
         v=[0.5],
         best=1.0018,
         at=([1.0], [0.95753]),
-        note="Two lower minimisers tie at u = 1. What the first-order conditions alone give, f = 0.002, is none.",
+        note="Two lower minimisers tie at u = 1. The first-order conditions give f = 0.002, which is not a solution.",
     ),
     Case(
         name="ye-zhu-2010-4.2",
@@ -288,6 +288,6 @@ CASES = [
         v=[1.0],
         best=0.0,
         at=([1.0], [0.0]),
-        note="The lower set is the point 0, where no multiplier exists unless u = 0.",
+        note="The lower set is the point 0, which has no multiplier unless u = 0.",
     ),
 ]

@@ -122,7 +122,7 @@ CASES = [
         v=[1.0],
         best=1.5,
         at=([0.25], [0.0]),
-        note="The lower solution jumps at u = 1/4, where it is an interval.",
+        note="The lower solution jumps at u = 1/4; there it is an interval.",
     ),
     Case(
         name="yezza-1996-4.1",
@@ -148,7 +148,7 @@ CASES = [
         v=[0.5],
         best=28.25,
         at=([0.0], [0.0]),
-        note="The lower set shrinks to a point at u = 0, where no multiplier exists; (1, 1) has 31.25.",
+        note="The lower set shrinks to a point without a multiplier at u = 0; (1, 1) has 31.25.",
     ),
     Case(
         name="dempe-franke-2011-4.1",

@@ -1,7 +1,7 @@
 """SMD1 to SMD6, the scalable problems of Sinha, Malo and Deb, with u = (x1, x2) and v = (y1, y2).
 
-x2 and y2 are one number each, x1 one, y1 two; SMD6 has two further ones in y1, on whose sum of squares f, but not g,
-depends. The bounds of v are lower inequalities. All have f = g = 0 at the solution, but for SMD4's kink in |x2|.
+x1, x2 and y2 have one number each and y1 has two; SMD6 has two more in y1, whose sum of squares is in f but not in g.
+The bounds of v are lower inequalities. At the solution f = g = 0, except for the kink of SMD4 in |x2|.
 """
 
 from __future__ import annotations
@@ -12,15 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bilevel_studies.classical.case import Case, Function, Many
-
-
-def _bounds(low: Sequence[float], high: Sequence[float]) -> Many:
-    def inside(u: Tensor, v: Tensor) -> list[Tensor]:
-        lower, upper = (torch.as_tensor(x, dtype=v.dtype) for x in (low, high))
-        return [*(lower - v), *(v - upper)]
-
-    return inside
+from bilevel_studies.classical.case import Case, Function
 
 
 def _smd(
@@ -34,14 +26,14 @@ def _smd(
     at: Sequence[float],
     bottom: float = -5.0,
 ) -> Case:
-    """`top` and `bottom` are the bounds of x2, `low` and `high` those of v."""
+    """Return a case. `top` and `bottom` are the bounds of x2; `low` and `high` are the bounds of v."""
     return Case(
         name=f"smd{number}",
         paper="sinha14",
         kind="smd",
         f=f,
         g=g,
-        c=_bounds(low, high),
+        c=lambda u, v: [*(torch.as_tensor(low) - v), *(v - torch.as_tensor(high))],
         low=[-5.0, bottom],
         high=[10.0, top],
         u=[1.0, 0.5],
@@ -66,7 +58,7 @@ def _valley(v: Tensor) -> Tensor:
 
 
 _TURN = 1.5
-"""Just short of pi/2, where tan ends."""
+"""A little less than pi/2, the pole of tan."""
 _WIDE = ([-5.0, -5.0], [10.0, 10.0])
 
 CASES = [

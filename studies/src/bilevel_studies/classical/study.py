@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bilevel.methods.penalty import Penalty
-from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel import Penalty
 from bilevel_studies.classical.case import Case, cases, judge, named, run
-from bilevel_studies.study import Kept, Report, table
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, table
 
 STARTS = 8
 MAX_STEPS = 2000
@@ -18,16 +17,16 @@ QUICK = ("clark-westerberg-1990-a", "bard-1984-b", "mirrlees-1999")
 
 
 def cells(*, quick: bool = False, seed: int = 0) -> list[RunItem]:
-    """One cell a case."""
-    chosen = [case for case in cases() if not quick or case.name in QUICK]
+    """Return one cell per case."""
     return [
         RunItem({"case": case.name, "starts": STARTS, "max_steps": MAX_STEPS, "seed": seed}, weight=len(case.v))
-        for case in chosen
+        for case in cases()
+        if not quick or case.name in QUICK
     ]
 
 
 def run_cell(settings: Settings) -> Found | None:
-    """Solve a case and judge the answer; None where Ctrl-C came."""
+    """Solve a case and judge the answer; return None after Ctrl-C."""
     case = named(settings["case"])
     solution, seconds = run(
         case, Penalty(), starts=settings["starts"], max_steps=settings["max_steps"], seed=settings["seed"]

@@ -1,4 +1,4 @@
-"""Which cells the denoising study has, and what runs each of them."""
+"""The cells of all parts of the denoising study, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from pathlib import Path
 
 import torch
 
-from bilevel.errors import DataError
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.denoising import runs as denoising_runs
-from bilevel_studies.denoising import small as denoising_small
-from bilevel_studies.denoising import speed as denoising_speed
-from bilevel_studies.denoising import study as denoising
-from bilevel_studies.denoising import wide as denoising_wide
+from bilevel import DataError
+from bilevel_studies.denoising import runs, small, speed, study, wide
+from bilevel_studies.study import Found, RunItem, Settings
 
-DATASETS = (*denoising.STUDIES, denoising_wide.NAME)
+DATASETS = (*study.STUDIES, wide.NAME)
 
 
 def cells(
@@ -26,36 +22,36 @@ def cells(
     seeds: int,
     passes: int | None = None,
 ) -> list[RunItem]:
-    """The cells that were asked for. No noises: those of the study. No kind: both, of the noises that are given."""
-    kinds = (denoising.SYMMETRIC, denoising.ASYMMETRIC) if kind is None else (kind,)
+    """Return the requested cells. `noises=None` takes the noises of the study, `kind=None` both kinds of noise."""
+    kinds = (study.SYMMETRIC, study.ASYMMETRIC) if kind is None else (kind,)
     if noises is None:
-        pairs = [(noise, k) for noise, k in denoising.NOISES if k in kinds]
+        pairs = [(noise, k) for noise, k in study.NOISES if k in kinds]
     else:
         pairs = [(noise, k) for k in kinds for noise in noises]
-    found = denoising.cells([name for name in datasets if name in denoising.STUDIES], pairs, columns, seeds)
-    if denoising_wide.NAME in datasets:
-        found += denoising_wide.cells(tuple(columns), seeds, passes)
+    found = study.cells([name for name in datasets if name in study.STUDIES], pairs, columns, seeds)
+    if wide.NAME in datasets:
+        found += wide.cells(tuple(columns), seeds, passes)
     return found
 
 
 def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None) -> Found | None:
-    """Run a cell of any part of the study, those of the table until the deadline; None where Ctrl-C came."""
+    """Run a cell of any part of the study; return None after Ctrl-C. Cells of the table stop at the deadline."""
     match settings.get("part"):
-        case denoising_small.HYPER_CLEANING | denoising_small.HOW_FEW:
-            return denoising_small.run(settings, device)
-        case denoising_speed.SPEED | denoising_speed.STEPS:
-            return denoising_speed.run(settings, device)
-    if settings["dataset"] == denoising_wide.NAME:
-        return denoising_wide.run(settings, device, checkpoints, deadline)
-    return denoising_runs.run(settings, device, checkpoints / RunItem(settings, 0).name, deadline)
+        case small.HYPER_CLEANING | small.HOW_FEW:
+            return small.run(settings, device)
+        case speed.SPEED | speed.STEPS:
+            return speed.run(settings, device)
+    if settings["dataset"] == wide.NAME:
+        return wide.run(settings, device, checkpoints, deadline)
+    return runs.run(settings, device, checkpoints / RunItem(settings, 0).name, deadline)
 
 
 def missing(datasets: Sequence[str]) -> dict[str, str]:
-    """The data sets that cannot be loaded, each with the sentence that says why."""
+    """Return the data sets that cannot be loaded, each with the reason."""
     found = {}
     for name in dict.fromkeys(datasets):
         try:
-            denoising_runs.loaded("cifar10" if name == denoising_wide.NAME else name)
+            runs.loaded("cifar10" if name == wide.NAME else name)
         except DataError as error:
             found[name] = str(error)
     return found

@@ -1,13 +1,14 @@
-"""One cell of the denoising study: the data as the paper splits it, one way of training, and its scores.
+"""One cell of the denoising study: the data as the paper splits it, one way of training and its scores.
 
-A cell that has no time left ends with its state saved, and goes on from there, to the same bits on a CPU.
+A cell without time left saves its state and continues from there, with the same bits on a CPU.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor, nn
 
+from bilevel import Rows, Status, solve
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
@@ -23,23 +25,18 @@ from bilevel.applications.training import Watch, accuracy, fit, probabilities
 from bilevel.data import corrupt, load, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.methods.base import Method
-from bilevel.problem.rows import Rows
-from bilevel.results import Status
-from bilevel.running.run_many import Found, Settings
-from bilevel.running.solve import solve
-from bilevel_studies.denoising import methods as denoising_methods
-from bilevel_studies.denoising.methods import PAPER_T
-from bilevel_studies.denoising.study import ONE_SEED, STUDIES, Study
-from bilevel_studies.study import Deadline, Leave, OutOfTimeError, Sitting, device_name
+from bilevel_studies.denoising import study as denoising_study
+from bilevel_studies.denoising.study import ONE_SEED, PAPER_T, STUDIES, Study
+from bilevel_studies.study import Deadline, Found, Leave, OutOfTimeError, Settings, Sitting, device_name
 
 loaded = cache(load)
-"""A data set, read once."""
+"""Reads each data set once."""
 HELD_OUT = 5
 """One in this many trusted examples is held out for early stopping."""
 
 
 class Task:
-    """The data of a cell, on the device, and the network at its start."""
+    """The data of a cell and its network, untrained and on the device."""
 
     def __init__(self, settings: Settings, device: torch.device, sitting: Sitting | None = None) -> None:
         self.study: Study = STUDIES[settings["dataset"]]
@@ -75,7 +72,7 @@ class Task:
         watch: Watch | None = None,
         before: int | None = None,
     ) -> None:
-        """Train the model. Where the training comes before a run of so many steps, its own are not counted."""
+        """Train the model. If the training comes `before` a run with this many steps, its own steps do not count."""
 
         def heard(done: int) -> None:
             if watch is not None:
@@ -97,7 +94,7 @@ class Task:
         )
 
     def found(self, importance: Tensor, suspect: Tensor) -> Found:
-        """How well the wrong labels were found."""
+        """Return how well the wrong labels were found."""
         wrong = (self.y != self.truth).numpy()
         return {
             "auc": float(roc_auc_score(~wrong, importance.numpy())),
@@ -109,15 +106,15 @@ class Task:
 def run(
     settings: Settings, device: torch.device | None = None, place: Path | None = None, deadline: float | None = None
 ) -> Found | None:
-    """Run a cell, on a GPU where there is one, or go on with it, until the deadline; None where Ctrl-C came.
+    """Run or continue a cell until the deadline, by default on a GPU if there is one. Return None after Ctrl-C.
 
-    `place` is the folder of its state. What is begun with no deadline and takes seconds leaves none there: to save it
-    would count among them.
+    `place` is the folder of its state. A cell that takes seconds and has no deadline saves no state: saving would count
+    in its time.
     """
     long = settings["column"] in ONE_SEED or deadline is not None or (place is not None and place.exists())
     sitting = Sitting(place if long else None, deadline)
     task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), sitting)
-    sitting.go_on()
+    sitting.start_clock()
     try:
         result = COLUMN_RUNS[settings["column"]](task)
     except OutOfTimeError:
@@ -161,32 +158,23 @@ def ours(task: Task) -> Found | None:
     }
 
 
-def oracle(task: Task) -> Found:
-    right = task.y == task.truth
-    return _plainly(task, torch.cat([task.x[right], task.trusted[0]]), torch.cat([task.y[right], task.trusted[1]]))
+def plainly(column: str, task: Task) -> Found:
+    """Train on the examples of a column, with as many steps as one round of ours.
 
-
-def trusted(task: Task) -> Found:
-    return _plainly(task, *task.trusted)
-
-
-def plain(task: Task) -> Found:
-    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.y, task.trusted[1]]))
-
-
-def clean(task: Task) -> Found:
-    """The whole training set with its own labels."""
-    return _plainly(task, torch.cat([task.x, task.trusted[0]]), torch.cat([task.truth, task.trusted[1]]))
-
-
-def _plainly(task: Task, x: Tensor, y: Tensor) -> Found:
-    """As many steps as one round of ours has, whatever the number of examples."""
+    `oracle` has the examples with right labels, `plain` all with their labels, `clean` all with the right labels, each
+    with the trusted examples; `trusted` has only these.
+    """
+    x, y = task.trusted
+    if column != "trusted":
+        rows = task.y == task.truth if column == "oracle" else slice(None)
+        labels = task.truth if column == "clean" else task.y
+        x, y = torch.cat([task.x[rows], x]), torch.cat([labels[rows], y])
     task.fit(task.model, x, y, steps=task.steps(task.final_passes, len(task.y) + task.study.trusted))
     return {"accuracy": task.accuracy(task.model)}
 
 
 def stopped(task: Task) -> Found:
-    """Train+Val, kept at its best pass by the accuracy on a fifth of the trusted set that it is not trained on."""
+    """Train+Val at its best pass, chosen by the accuracy on a held-out fifth of the trusted set."""
     x, y = task.trusted
     held = torch.arange(len(y)) % HELD_OUT == 0
     inputs, labels = torch.cat([task.x, x[~held]]), torch.cat([task.y, y[~held]])
@@ -195,7 +183,7 @@ def stopped(task: Task) -> Found:
     best: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else []
 
     def watch(done: int) -> None:
-        while best and best[-1]["epoch"] * each >= done:  # measured after the state that the training goes on from
+        while best and best[-1]["epoch"] * each >= done:  # measured after the saved state
             best.pop()
         if done % each == 0:
             score = float((probabilities(task.model, x[held]).argmax(1) == y[held]).double().mean())
@@ -209,23 +197,23 @@ def stopped(task: Task) -> Found:
 
 
 def approx_grad(task: Task) -> Found | None:
-    return _bilevel(task, denoising_methods.approx_grad(PAPER_T, task.study.rate))
+    return _bilevel(task, denoising_study.approx_grad(PAPER_T, task.study.rate))
 
 
 def algorithm_2(task: Task) -> Found | None:
-    return _bilevel(task, denoising_methods.algorithm_2(PAPER_T, task.study.paper_nu))
+    return _bilevel(task, denoising_study.algorithm_2(PAPER_T, task.study.paper_nu))
 
 
 def _bilevel(task: Task, method: Method) -> Found | None:
-    """The paper's way: v pretrained on the trusted set, importances started at its probabilities of the labels."""
+    """Run a method as the paper does: v is pretrained on the trusted set, which gives the first importances."""
     model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
     task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]
-    u = Rows(len(task.y), init=denoising_methods.start(p), device=task.device)
+    u = Rows(len(task.y), init=denoising_study.start(p), device=task.device)
     data = loaders(task.x, task.y, *task.trusted, task.study.batch)
     model.train()
     solution = solve(
-        importance_problem(task.study.augment, denoising_methods.importance),
+        importance_problem(task.study.augment, denoising_study.importance),
         method,
         u,
         model,
@@ -240,7 +228,7 @@ def _bilevel(task: Task, method: Method) -> Found | None:
     )
     if solution.interrupted:
         return None
-    importance = denoising_methods.importance(u.values.cpu())
+    importance = denoising_study.importance(u.values.cpu())
     so_far = {"partial": True, "of": steps} if solution.status is Status.STOPPED else {}
     return {
         "accuracy": task.accuracy(model),
@@ -252,13 +240,10 @@ def _bilevel(task: Task, method: Method) -> Found | None:
     }
 
 
-COLUMN_RUNS = {
+COLUMN_RUNS: dict[str, Callable[[Task], Found | None]] = {
     "ours": ours,
     "stopped": stopped,
-    "oracle": oracle,
-    "trusted": trusted,
-    "plain": plain,
+    **{column: partial(plainly, column) for column in ("oracle", "trusted", "plain", "clean")},
     "approx-grad": approx_grad,
     "algorithm-2": algorithm_2,
-    "clean": clean,
 }

@@ -1,7 +1,7 @@
-"""The parts of the denoising study that a CPU runs: hyper-cleaning (Appendix D.1.1), and how few trusted are enough.
+"""Denoising on a CPU: hyper-cleaning (Appendix D.1.1), and how few trusted examples are enough.
 
-Both take 5,000 MNIST images with wrong labels, a linear model or an MLP, and `denoise` as it is. They differ in the
-noise and in the number of trusted examples.
+Both take 5,000 MNIST images with wrong labels, a linear model or an MLP, and `denoise` with its defaults. They
+differ in the noise and in the number of trusted examples.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from bilevel.applications import networks as models
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.training import accuracy, fit
 from bilevel.data import Labelled, corrupt, split_trusted
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.denoising.runs import loaded
-from bilevel_studies.study import device_name
+from bilevel_studies.study import Found, RunItem, Settings, device_name
 
 HYPER_CLEANING, HOW_FEW = "hyper-cleaning", "how-few"
 NETWORKS = ("linear", "mlp")
@@ -31,14 +30,14 @@ FEW = (50, 100, 250, 500, 1000, 5000)
 """Numbers of trusted examples."""
 FEW_NOISE = 0.4
 CLEANING_STEPS = 4000
-"""Of hyper-cleaning: 80 passes (the paper: 100). Better than the default, 1,200, on seeds 100 to 102."""
+"""Steps of hyper-cleaning: 80 passes (the paper: 100). Better than the default, 1,200, on seeds 100 to 102."""
 HIDDEN = 300
 SURE = 0.9
-"""The paper's rule: train on the examples of greater importance, and on the trusted ones."""
+"""The paper's rule: train on the examples of greater importance and the trusted ones."""
 
 
 def cells(dataset: str = "mnist", rows: int = ROWS) -> list[RunItem]:
-    """Hyper-cleaning, then how few are enough; of each the first seeds first."""
+    """Return the cells of hyper-cleaning, then of how few are enough, the first seeds first."""
     cleaning = [
         {
             "part": HYPER_CLEANING,
@@ -70,7 +69,7 @@ def cells(dataset: str = "mnist", rows: int = ROWS) -> list[RunItem]:
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """Run a cell; None where Ctrl-C came. `steps` among the settings are in place of the default."""
+    """Run a cell; return None after Ctrl-C. The setting `steps` replaces the default."""
     device = device or torch.device("cpu")
     whole, seed, rows = loaded(settings["dataset"]), int(settings["seed"]), int(settings["rows"])
     order = np.random.default_rng(seed).permutation(whole.count)
@@ -88,7 +87,7 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     seconds = time.perf_counter() - began
 
     def after(kept: Tensor) -> float:
-        """The accuracy of training on these rows and the trusted ones, in as many steps as a round of `denoise`."""
+        """Return the accuracy after training on these rows and the trusted ones, with the steps of one round."""
         rival, used = copy.deepcopy(first), found.settings
         fit(
             rival,

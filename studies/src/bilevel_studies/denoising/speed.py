@@ -2,37 +2,36 @@
 
 1,000 trusted examples. On a GPU the network is the paper's and all other examples are used; on a CPU it is an MLP
 784-300-10 on 5,000 of them. The paper's way (its Penalty, and ApproxGrad) starts from a network trained on the trusted
-set, with importances at its probabilities of the labels; the seconds of that count. The accuracy is that of the lower
-variable as the run goes, without training after it.
+set, with importances at its probabilities of the labels; these seconds count. The accuracy is measured on the lower
+variable during the run, without training after it.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bilevel import Callback, Penalty, Rows, Run, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.denoising.denoise import importance_problem, loaders
 from bilevel.applications.training import accuracy, fit, probabilities
 from bilevel.data import Pair, corrupt, split_trusted
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.rows import Rows
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel.running.solve import solve
-from bilevel_studies.denoising import methods as denoising_methods
-from bilevel_studies.denoising.methods import PAPER_T, SOLVER
+from bilevel_studies import plots
+from bilevel_studies.denoising import study as denoising_study
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.small import network
-from bilevel_studies.denoising.study import STUDIES
-from bilevel_studies.study import device_name
+from bilevel_studies.denoising.study import PAPER_T, SOLVER, STUDIES
+from bilevel_studies.statistics import chosen, current, mark, numbers, percent, values
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device_name, table
 
 SPEED, STEPS = "speed", "steps"
 METHODS = ("Penalty, ours", "Penalty, the paper's", "ApproxGrad")
@@ -43,7 +42,7 @@ ROWS = {"mlp": 5000, "cnn": 59_000}
 PASSES: dict[str, dict[str, float]] = {"speed": {"mlp": 10, "cnn": 2}, "steps": {"mlp": 4, "cnn": 0.5}}
 """Over the training set; an upper step sees one batch of it."""
 OURS_PASSES = {"mlp": 48, "cnn": 12}
-"""Of our Penalty in the first study, as `denoise` has them: its upper step has no lower steps before it."""
+"""Passes of our Penalty in the first study, as in `denoise`: its upper steps have no lower steps before them."""
 PRETRAINING = 300
 """Steps on the trusted set."""
 POINTS = {"speed": 20, "steps": 4}
@@ -51,7 +50,7 @@ POINTS = {"speed": 20, "steps": 4}
 
 
 def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[RunItem]:
-    """The runs of one figure with a network (`mlp` or `cnn`), the seeds one after another."""
+    """Return the runs of one figure with a network (`mlp` or `cnn`), seed by seed."""
     found: list[dict[str, Any]] = [
         {
             "part": part,
@@ -81,12 +80,12 @@ def method(name: str, T: int) -> Method:
     if name == METHODS[0]:
         return Penalty(lower_steps=T)
     if name == METHODS[1]:
-        return denoising_methods.algorithm_2(T, STUDIES["mnist"].paper_nu)
-    return denoising_methods.approx_grad(T, RATE)
+        return denoising_study.algorithm_2(T, STUDIES["mnist"].paper_nu)
+    return denoising_study.approx_grad(T, RATE)
 
 
 class Curves(Callback):
-    """Accuracies on the test set, the trusted and the noisy labels, and the seconds of the run without measuring."""
+    """Measures accuracies on test, trusted and noisy examples, and the seconds of the run without measurements."""
 
     def __init__(self, model: nn.Module, test: Pair, trusted: Pair, train: Pair, offset: float) -> None:
         self.model, self.offset, self.spent = model, offset, 0.0
@@ -105,7 +104,7 @@ class Curves(Callback):
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """Run a cell; None where Ctrl-C came. `steps` among the settings cuts the run short."""
+    """Run a cell; return None after Ctrl-C. The setting `steps` shortens the run."""
     device = device or torch.device("cpu")
     seed, rows, name = int(settings["seed"]), int(settings["rows"]), settings["method"]
     data = split_trusted(loaded(settings["dataset"]), settings["trusted"], seed)
@@ -119,13 +118,13 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
     init: float | Tensor = 0.0
     if not ours:
         fit(model, *trusted, steps=min(PRETRAINING, steps), batch=BATCH, rate=RATE, seed=seed)
-        init = denoising_methods.start(probabilities(model, data.x)[torch.arange(len(y)), y])
+        init = denoising_study.start(probabilities(model, data.x)[torch.arange(len(y)), y])
     curves = Curves(model, test, trusted, (data.x, y), time.perf_counter() - began)
     curves.measure(0.0)
     curves.spent = 0.0
     u = Rows(len(y), init=init, device=device)
     model.train()
-    importance = torch.sigmoid if ours else denoising_methods.importance
+    importance = torch.sigmoid if ours else denoising_study.importance
     solution = solve(
         importance_problem(None, importance),
         method(name, settings["T"]),
@@ -150,12 +149,12 @@ def run(settings: Settings, device: torch.device | None = None) -> Found | None:
 
 
 def load() -> float | None:
-    """How many programs wanted to run for each core in the last minute: above 1, times are too long."""
+    """Return the runnable programs per core in the last minute. Above 1, times are too long."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
 
 
 def _summary(curves: Curves, seconds: Any, engine: str) -> Found:
-    """The curves and their ends. A step's time is the median of the last half, which no measuring is part of."""
+    """Return the curves and their ends. The time of a step is the median of the second half, without measurements."""
     differences = np.diff(np.array(seconds))[len(seconds) // 2 :]
     return {
         "curves": curves.found,
@@ -164,3 +163,69 @@ def _summary(curves: Curves, seconds: Any, engine: str) -> Found:
         "ms_per_step": round(1000 * float(np.median(differences)), 3) if len(differences) else None,
         "engine": engine,
     }
+
+
+LEVELS = (0.90, 0.92, 0.94, 0.96, 0.98)
+"""Test accuracies; the table says when they were reached."""
+CURVES = {"test": "test", "validation": "validation (trusted)", "train": "train (wrong labels among them)"}
+FIRST = 0.05
+"""Seconds: the time of a logarithmic axis at which curves begin."""
+
+
+def report(part: str, kept: Sequence[Kept], folder: Path) -> Report:
+    """Draw the figure of each network and return its tables. `load` is the number of programs per core."""
+    mine = current(chosen(kept, part=part))
+    tables = {}
+    for kind in values(mine, "network"):
+        some, image = chosen(mine, network=kind), folder / f"denoising-{part}-{kind}.png"
+        if part == SPEED:
+            plots.curves({title: _curves(some, key) for key, title in CURVES.items()}, image, "seconds")
+            tables[f"{kind}: seconds until a test accuracy"] = level_table(some)
+            tables[f"{kind}: at the end"] = speed_table(some)
+        else:
+            plots.against_lower_steps(some, "method", dict(zip(METHODS, METHODS, strict=True)), image, log=True)
+            tables[f"{kind}: effect of T"] = step_table(some)
+    loads = [found["load"] for _, found in mine if found.get("load") is not None]
+    return Report({"cells": len(mine), "most_load": max(loads, default=None)}, tables)
+
+
+def _curves(cells: Sequence[Kept], key: str) -> list[tuple[str, list[float], list[float]]]:
+    found = [(name, one["curves"]) for name in METHODS for _, one in chosen(cells, method=name)]
+    return [(name, [max(t, FIRST) for t in one["seconds"]], [100 * value for value in one[key]]) for name, one in found]
+
+
+def reached(found: dict[str, Any], level: float) -> float | None:
+    """Return the seconds after which the test accuracy first had a level; None: never."""
+    pairs = zip(found["curves"]["seconds"], found["curves"]["test"], strict=True)
+    return next((float(at) for at, value in pairs if value >= level), None)
+
+
+def level_table(cells: Sequence[Kept]) -> str:
+    """The mean over seeds; empty if a seed did not reach the level."""
+    rows = []
+    for name in METHODS:
+        found = [one for _, one in chosen(cells, method=name)]
+        times = [[reached(one, level) for one in found] for level in LEVELS]
+        shown = [f"{sum(map(float, some)) / len(some):.1f}" if some and None not in some else "" for some in times]  # type: ignore[arg-type]
+        rows.append([name, *shown])
+    return table(["method", *(f"{level:.0%}" for level in LEVELS)], rows)
+
+
+def speed_table(cells: Sequence[Kept]) -> str:
+    rows = []
+    for settings, found in sorted(cells, key=lambda pair: (METHODS.index(pair[0]["method"]), pair[0]["seed"])):
+        method = settings["method"] + mark([(settings, found)])
+        time = [f"{found['steps']:,}", f"{found['ms_per_step']:.1f}", f"{found['seconds']:.1f}"]
+        ends = [f"{100 * found['curves'][key][-1]:.2f}" for key in CURVES]
+        rows.append([method, str(settings["seed"]), *time, *ends])
+    return table(["method", "seed", "upper steps", "ms a step", "seconds", "test", "validation", "train"], rows)
+
+
+def step_table(cells: Sequence[Kept]) -> str:
+    rows, usual = [], len(values(cells, "seed"))
+    for name in METHODS:
+        for T in sorted(values(cells, "T")):
+            mine = chosen(cells, method=name, T=T)
+            time = numbers(mine, "ms_per_step")
+            rows.append([name, str(T), percent(mine).show(usual=usual) + mark(mine), time.show(1, usual)])
+    return table(["method", "T", "test accuracy", "ms per upper iteration"], rows)

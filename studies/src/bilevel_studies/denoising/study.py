@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from bilevel import ApproxGrad, Penalty
 from bilevel.applications import networks as models
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.training import Augment
-from bilevel.running.run_many import RunItem
-from bilevel_studies.denoising.methods import SOLVER
+from bilevel_studies.study import RunItem
 
 COLUMNS = {
     "ours": "Penalty, ours",
@@ -28,11 +30,11 @@ COLUMNS = {
     "algorithm-2": "Penalty, the paper's",
     "clean": "Clean labels",
 }
-"""The columns by their names in cells, those of most worth first. `clean` has no wrong label, and no other data."""
+"""The columns by their names in cells, the most important first. `clean` has the same data without wrong labels."""
 SHOWN = ("oracle", "trusted", "plain", "stopped", "approx-grad", "algorithm-2", "ours")
 """The columns of the table, from left to right."""
 RANKS = {"ours": 0, "approx-grad": 2, "algorithm-2": 3}
-"""What is run first, and last; the columns between them take seconds."""
+"""The order in which columns run; the columns that are not listed have rank 1 and take seconds."""
 SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
 
 
@@ -43,15 +45,15 @@ class Study:
     network: Callable[[], nn.Module]
     trusted: int
     passes: int
-    """Of the bilevel run."""
+    """Passes of the bilevel run."""
     final_passes: int
-    """Of each round of training after it, and of the columns without a bilevel run."""
+    """Passes of each round of training after it, and of the columns without a bilevel run."""
     rate: float
     augment: Augment | None
     paper: Mapping[float, Mapping[str, float]]
     """Table 2, by noise and column, in percent."""
     paper_passes: int = 100
-    """Epochs, of all its columns."""
+    """Epochs of all columns in the paper."""
     paper_nu: float = 0.0
     paper_clean: float | None = None
     """The paper's accuracy with clean labels."""
@@ -60,9 +62,9 @@ class Study:
     tests: int = 10_000
     """Examples of the test set."""
     implicit_passes: int = 1
-    """Of ApproxGrad."""
+    """Passes of ApproxGrad."""
     cheap: bool = False
-    """Whether all columns have all seeds."""
+    """True if all columns have all seeds."""
 
 
 STUDIES = {
@@ -128,18 +130,19 @@ STUDIES = {
 }
 NOISES = ((0.25, SYMMETRIC), (0.5, SYMMETRIC), (0.4, ASYMMETRIC))
 ONE_SEED = ("approx-grad", "algorithm-2")
-"""Columns that have one seed: a run takes too long."""
+"""Columns with one seed, because a run takes long."""
 
 
 def cells(
     datasets: Sequence[str], noises: Iterable[tuple[float, str]], columns: Sequence[str], seeds: int
 ) -> list[RunItem]:
-    """The cells of these parts of the table, the most worth first."""
+    """Return the cells of some parts of the table, the most important first."""
     order = list(COLUMNS)
     found = []
     for dataset in datasets:
         for column in columns:
             study = STUDIES[dataset]
+            passes = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
             count = 1 if column in ONE_SEED and not study.cheap else seeds
             for noise, kind in _seen(column, tuple(noises)):
                 for seed in range(count):
@@ -149,7 +152,7 @@ def cells(
                         "kind": kind,
                         "column": column,
                         "seed": seed,
-                        "passes": [bilevel_passes(study, column), study.final_passes],
+                        "passes": [passes.get(column, study.passes), study.final_passes],
                     }
                     if column == "approx-grad":
                         settings["solver"] = SOLVER
@@ -159,13 +162,40 @@ def cells(
 
 
 def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[float, str], ...]:
-    """The noises that make a difference to a column."""
+    """Return the noises that affect a column."""
     if column == "clean":
         return ((0.0, SYMMETRIC),)
     return noises[:1] if column == "trusted" else noises
 
 
-def bilevel_passes(study: Study, column: str) -> int:
-    """Of the bilevel run."""
-    own = {"approx-grad": study.implicit_passes, "algorithm-2": study.paper_passes}
-    return own.get(column, study.passes)
+PAPER_T = 20
+"""Lower steps in each upper step, and steps of the linear system of ApproxGrad."""
+SOLVER: Final = "adam"
+"""The solver of ApproxGrad's linear system, as the paper has it: conjugate gradients assume that g_vv is positive
+definite, but the g_vv of a network is not."""
+DAMPING = 0.1
+LOWER_RATE, UPPER_RATE = 1e-5, 3.0
+"""rho and sigma in the paper."""
+NEAREST = 1e-3
+"""The least distance of the first importances from 0 and 1."""
+
+
+def approx_grad(T: int, rate: float) -> ApproxGrad:
+    adam = partial(torch.optim.Adam, lr=rate)
+    return ApproxGrad(lower_steps=T, linear_steps=T, linear_solver=SOLVER, damping=DAMPING, lower_optimizer=adam)
+
+
+def algorithm_2(T: int, nu: float) -> Penalty:
+    return Penalty.algorithm_2(
+        lower_steps=T, gamma=0.01, epsilon=0.01, lam=0.01, nu=nu, upper_rate=UPPER_RATE, lower_rate=LOWER_RATE
+    )
+
+
+def importance(u: Tensor) -> Tensor:
+    """Return the importances of the paper, (tanh u + 1) / 2."""
+    return (torch.tanh(u) + 1) / 2
+
+
+def start(probability: Tensor) -> Tensor:
+    """Return the u whose importance is this probability."""
+    return torch.logit(probability.clamp(NEAREST, 1 - NEAREST)) / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from bilevel_studies.denoising.study import (
     SHOWN,
     STUDIES,
     SYMMETRIC,
-    Study,
 )
 from bilevel_studies.statistics import Numbers, alone, chosen, current, finite, mark, numbers, percent, values
 from bilevel_studies.study import Kept, Report, table
@@ -31,11 +30,11 @@ TITLES = {
 }
 NAMES = {"linear": "linear", "mlp": "MLP 784-300-10"}
 TARGETS = {"linear": (90.1, 0.918), "mlp": (92.4, 0.921)}
-"""Accuracy in percent and F1 that hyper-cleaning aims at."""
+"""The target of hyper-cleaning: accuracy in percent and F1."""
 RULE = {"trusted": 90.54, "plain": 86.25, "RMD": 90.09, "rule": 90.77, "oracle": 91.06}
 """Appendix D.1.1, in percent."""
 SURE = 1.96
-"""Standard errors by which two networks of one seed have to differ."""
+"""Standard errors by which two networks of one seed must differ."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:
@@ -61,7 +60,7 @@ def report(kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str, list[Kept]]:
-    """Return the finished cells of a row of the table, by column. `trusted` sees no noise: cells of any row do."""
+    """Return the finished cells of a row of the table, by column. `trusted` sees no noise: any row counts."""
     final = STUDIES[dataset].final_passes
     finished = [
         pair
@@ -75,7 +74,7 @@ def row(kept: Sequence[Kept], dataset: str, noise: float, kind: str) -> dict[str
 
 
 def places(kept: Sequence[Kept]) -> list[tuple[str, float, str]]:
-    """Return the rows of the table as (data set, noise, kind): those of the study, and all others that have cells."""
+    """Return the rows of the table as (data set, noise, kind): the study's rows and all others that have cells."""
     found = []
     for dataset in STUDIES:
         mine = [s for s, _ in chosen(kept, dataset=dataset) if "part" not in s and s["column"] != "clean"]
@@ -94,18 +93,13 @@ def accuracy_table(kept: Sequence[Kept]) -> str:
     for dataset, noise, kind in places(kept):
         cells = row(kept, dataset, noise, kind)
         rows.append([title_of(dataset, noise, kind), *(percent(cells[c]).show() + mark(cells[c]) for c in SHOWN)])
-        if paper := _papers(STUDIES[dataset], noise, kind):
+        if paper := STUDIES[dataset].paper.get(noise, {}) if kind == SYMMETRIC else {}:
             rows.append(["the paper", *(f"{paper[name]:g}" if name in paper else "" for name in SHOWN)])
     return table(["data, noise", *(COLUMNS[name] for name in SHOWN)], rows)
 
 
-def _papers(study: Study, noise: float, kind: str) -> Mapping[str, float]:
-    """The paper's noise is symmetric."""
-    return study.paper.get(noise, {}) if kind == SYMMETRIC else {}
-
-
 def gap_table(kept: Sequence[Kept]) -> str:
-    """Ours minus each other column, and where ours is: above, below or level."""
+    """Return the table of ours minus each other column, and whether ours is above, below or level."""
     rows = []
     for place in places(kept):
         cells = row(kept, *place)
@@ -117,9 +111,9 @@ def gap_table(kept: Sequence[Kept]) -> str:
 
 
 def compared(ours: Sequence[Kept], other: Sequence[Kept], tests: int) -> tuple[str, Numbers] | None:
-    """Return where ours is and by how much, on common seeds without divergence; None if there are none.
+    """Return `above`, `below` or `level` for ours and the differences, on common seeds without divergence, or None.
 
-    It is `level` within the deviation of the differences or, with one seed, within 1.96 binomial standard errors.
+    `level` means within the deviation of the differences or, with one seed, within 1.96 binomial standard errors.
     """
     mine, theirs = ({s["seed"]: f["accuracy"] for s, f in finite(cells)} for cells in (ours, other))
     common = sorted(set(mine) & set(theirs))
@@ -160,10 +154,11 @@ def detection_table(kept: Sequence[Kept]) -> str:
 
 
 def clean_table(kept: Sequence[Kept]) -> str:
-    rows = []
-    for name, study in STUDIES.items():
-        paper = "" if study.paper_clean is None else f"{study.paper_clean:g}"
-        rows.append([TITLES[name], percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show(), paper])
+    papers = {name: "" if study.paper_clean is None else f"{study.paper_clean:g}" for name, study in STUDIES.items()}
+    rows = [
+        [TITLES[name], percent(row(kept, name, 0.0, SYMMETRIC)["clean"]).show(), paper]
+        for name, paper in papers.items()
+    ]
     return table(["data", "found", "the paper"], rows)
 
 
@@ -216,7 +211,7 @@ def wide_table(kept: Sequence[Kept]) -> str:
 
 
 def aims_reached(kept: Sequence[Kept]) -> dict[str, bool]:
-    """Return whether ours reaches the accuracy that it aims at."""
+    """Return whether ours reaches its target accuracy."""
     found = {}
     for dataset, study in STUDIES.items():
         for noise, wanted in (study.target or {}).items():
@@ -236,7 +231,7 @@ def not_run(kept: Sequence[Kept]) -> list[dict[str, Any]]:
 
 
 def begun_table(kept: Sequence[Kept]) -> str:
-    """The cells of the table that a limit of time ended, and how far they are."""
+    """Return the cells of the table that a time limit ended, and their progress."""
     rows = []
     for settings, cell in kept:
         if cell.get("partial") and settings.get("dataset") in STUDIES:

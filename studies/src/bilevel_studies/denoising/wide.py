@@ -1,10 +1,9 @@
 """Denoising with a network of 36 million weights (Appendix D.1.2): WRN-28-10 on CIFAR-10, 36% of the labels wrong.
 
 44,000 examples to clean, 1,000 trusted, batches of 75, T = 1, crops and flips, bfloat16 on a GPU. Importances are
-normalised within the batch. `algorithm-2` has the paper's constants, 200 passes, and u itself as the importance where
-it is positive, 1 at the start; `ours` is `Penalty` with one lower step and no other option, with sigmoid(u). The
-accuracy is that of the lower variable: there is no training after the run. A run that has no time left is kept as far
-as it got, and goes on from its checkpoint.
+normalised within the batch. `algorithm-2` has the paper's constants, 200 passes, and max(u, 0) as the importance, 1 at
+the start; `ours` is `Penalty` with one lower step and no other option, and sigmoid(u). The accuracy is measured on the
+lower variable, without training after the run. A run without time left is kept and continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,31 +16,27 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn.functional import relu
 
+from bilevel import Penalty, Rows, Status, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.denoising.denoise import importance_problem, loaders
 from bilevel.applications.training import accuracy
 from bilevel.data import corrupt, split_trusted
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.rows import Rows
-from bilevel.results import Status
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel.running.solve import solve
 from bilevel_studies.denoising.runs import loaded
 from bilevel_studies.denoising.study import ONE_SEED
 from bilevel_studies.image_models import wide_resnet
-from bilevel_studies.study import Deadline, Sitting, device_name
+from bilevel_studies.study import Deadline, Found, RunItem, Settings, Sitting, device_name
 
 NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75
 PASSES = {"ours": 3, "algorithm-2": 200}
 PAPER, PAPER_DEVIATION = 87.41, 0.26
 FLOOR = 1e-6
-"""Added to importances, so that those of a batch never add up to zero."""
+"""Added to importances, so that their sum in a batch is never zero."""
 
 
 def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> list[RunItem]:
-    """Ours first. `passes` is the length of a run, over which its rates fall."""
+    """Return the cells, ours first. `passes` is the length of a run, over which its rates fall."""
     found = [
         {
             "dataset": NAME,
@@ -72,7 +67,7 @@ def method(column: str) -> Penalty:
 
 
 def run(settings: Settings, device: torch.device, checkpoints: Path, deadline: float | None = None) -> Found | None:
-    """Run a cell, or go on with it, until the deadline; None where Ctrl-C came. `steps` cuts the run short."""
+    """Run or continue a cell until the deadline; return None after Ctrl-C. The setting `steps` shortens the run."""
     seed, rows = int(settings["seed"]), int(settings["rows"])
     data = split_trusted(loaded("cifar10"), settings["trusted"], seed)
     data = data.select(np.sort(np.random.default_rng(seed).permutation(data.count)[:rows]))

@@ -1,11 +1,11 @@
-"""Training under a bound on the demographic-parity gap, with one weight a group as the upper variable.
+"""Training under a bound on the demographic-parity gap, with weights of groups as the upper variable.
 
     min_u  f = validation loss   subject to   |rate(group 1) - rate(group 0)| <= bound,   v minimises the training loss,
     g = sum_i exp(u_k(i)) loss_i / sum_i exp(u_k(i)) + ridge/2 |v|^2,   k(i): the group and the label of row i
 
 The rate of a group is the share of its rows that the classifier calls positive; in the constraint, the mean of
-sigmoid(score / WIDTH), which has a derivative. u moves v only through the training loss: what comes out is a classifier
-that was trained as any other, on weighted rows.
+sigmoid(score / WIDTH), which has a derivative. u moves v only through the training loss: the result is an ordinary
+classifier, trained on weighted rows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bilevel.errors import OptionError
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.results import Solution
-from bilevel.running.solve import solve
+from bilevel import OptionError, Penalty, Problem, Solution, solve
 
 WIDTH = 0.2
-"""How wide the step between a negative and a positive answer is, in the unit of the score."""
+"""The width of the step between a negative and a positive answer, in the unit of the score."""
 RIDGE = 1e-3
 PROJECTIONS = 200
 
@@ -45,40 +41,37 @@ class People:
 
 @dataclass(frozen=True)
 class Measures:
-    """What a classifier does on rows."""
+    """The scores of a classifier on some rows."""
 
     accuracy: float
     gap: float
-    """|share called positive in group 1 - that in group 0|"""
+    """|share called positive in group 1 - share in group 0|"""
     error: float
-    """The standard error of the gap, by the sizes of the groups."""
+    """The standard error of the gap, from the sizes of the groups."""
 
 
 def measured(scores: Tensor, people: People) -> Measures:
-    """The accuracy and the gap of answers score > 0."""
+    """Return the accuracy and the gap of the answers `score > 0`."""
     answers = (scores > 0).double()
-    rates, variances = [], []
-    for group in (0, 1):
-        own = answers[people.group == group]
+    groups = [answers[people.group == group] for group in (0, 1)]
+    for group, own in enumerate(groups):
         if not len(own):
             raise OptionError(f"people must have rows of both groups; group {group} has none.")
-        rate = own.mean().item()
-        rates.append(rate)
-        variances.append(rate * (1 - rate) / len(own))
-    right = (answers == people.y).double().mean().item()
-    return Measures(right, abs(rates[1] - rates[0]), sum(variances) ** 0.5)
+    rates = [own.mean().item() for own in groups]
+    error = sum(rate * (1 - rate) / len(own) for rate, own in zip(rates, groups, strict=True)) ** 0.5
+    return Measures((answers == people.y).double().mean().item(), abs(rates[1] - rates[0]), error)
 
 
 def soft_gap(v: Tensor, people: People) -> Tensor:
-    """The difference of the groups' rates, each the mean of sigmoid(score / WIDTH)."""
+    """Return the difference of the groups' rates, each the mean of sigmoid(score / WIDTH)."""
     soft = torch.sigmoid(people.x @ v / WIDTH)
     one = people.group.to(soft.dtype)
     return (soft * one).sum() / one.sum() - (soft * (1 - one)).sum() / (1 - one).sum()
 
 
 def fair_problem(train: People, valid: People, bound: float | None) -> Problem:
-    """The problem above; without the constraint where `bound` is None."""
-    kind = train.kind
+    """Return the problem above; without the constraint if `bound` is None."""
+    kind, limit = train.kind, bound or 0.0
 
     def upper(u: Tensor, v: Tensor, _: object) -> Tensor:
         return binary_cross_entropy_with_logits(valid.x @ v, valid.y)
@@ -92,14 +85,13 @@ def fair_problem(train: People, valid: People, bound: float | None) -> Problem:
         gap = soft_gap(v, valid)
         return torch.stack([gap - limit, -gap - limit])
 
-    limit = 0.0 if bound is None else bound
     return Problem(upper, lower, inequalities=[] if bound is None else [excess])
 
 
 def train_fairly(
     train: People, valid: People, bound: float | None = 0.02, *, max_steps: int = 600, seed: int = 0
 ) -> tuple[Tensor, Tensor, Solution]:
-    """(u, v, solution): the log weights of the four kinds of rows and the classifier trained with them."""
+    """Return (u, v, solution): the log weights of the four kinds of rows, the classifier trained with them, the run."""
     if bound is not None and not bound > 0:
         raise OptionError(f"bound must be positive, or None for no constraint; got {bound}.")
     u = torch.zeros(4, dtype=torch.float64, requires_grad=True)
@@ -110,9 +102,9 @@ def train_fairly(
 
 
 def projected(v: Tensor, valid: People, bound: float) -> Tensor:
-    """The nearest classifier to v, in its parameters, whose soft gap on `valid` is at most `bound`.
+    """Return the classifier nearest to v, in its parameters, whose soft gap on `valid` is at most `bound`.
 
-    The constraint is replaced by its tangent at the present point, the nearest point taken there, and so on.
+    Each step replaces the constraint by its tangent at the present point and moves towards the nearest point there.
     """
     origin, x = v.detach(), v.detach().clone()
     for _ in range(PROJECTIONS):
@@ -124,8 +116,7 @@ def projected(v: Tensor, valid: People, bound: float) -> Tensor:
             return x
         # sign gap + sign <slope, new - x> = bound on the line through the origin along the slope.
         needed = (bound - sign * value) / sign - torch.dot(slope, origin - x).item()
-        new = origin + needed / torch.dot(slope, slope).item() * slope
-        step = new - x
+        step = origin + needed / torch.dot(slope, slope).item() * slope - x
         x = x + 0.5 * step
         if step.norm().item() <= 1e-9 * (1 + x.norm().item()):
             break

@@ -1,10 +1,10 @@
-"""A network whose last layer lives on the simplex, trained on rows that are weighted by kind.
+"""A network whose last layer lives on the simplex, trained on rows that are weighted by group and label.
 
     min_u  f = validation loss,   v minimises the weighted training loss over networks whose last layer has rows that
     are not negative and sum to one: each score is a mixture of the hidden units.
 
-The set is `project_lower`: what is penalised is v - P(v - grad_v g), for the last layer's weight, and the slope itself
-for the other tensors.
+The set is `project_lower`. The method penalises v - P(v - grad_v g) for the last layer's weight, and grad_v g for the
+other tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Simplex
-from bilevel.results import Solution
-from bilevel.running.solve import solve
+from bilevel import Penalty, Problem, Simplex, Solution, solve
 from bilevel_studies.fairness.parity import People
 
 HIDDEN = 32
@@ -29,7 +25,7 @@ LAST = "2.weight"
 
 
 class Batches:
-    """Endless passes over rows in batches, each pass in another order."""
+    """One pass over rows in batches, in the order that the seed draws."""
 
     def __init__(self, people: People, seed: int) -> None:
         self.people, self.seed = people, seed
@@ -41,22 +37,18 @@ class Batches:
 
 
 def network(columns: int, seed: int) -> nn.Sequential:
-    """Two layers; the last one's rows start in the middle of the simplex."""
+    """Return two layers; the rows of the last one start on the simplex."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(columns, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2, bias=True))
-    with torch.no_grad():
-        last: Tensor = model.get_parameter(LAST)
-        last.copy_(Simplex()(last))
-    return model
+    return put_on_simplex(model)
 
 
 def layer_problem(simplex: bool) -> Problem:
-    """The problem above; without the set where `simplex` is False."""
+    """Return the problem above; without the set if `simplex` is False."""
 
     def upper(u: Tensor, v: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, y, _ = batch
-        return cross_entropy(v(x), y)
+        return cross_entropy(v(batch[0]), batch[1])
 
     def lower(u: Tensor, v: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, kind = batch
@@ -69,7 +61,7 @@ def layer_problem(simplex: bool) -> Problem:
 def train_layer(
     train: People, valid: People, *, simplex: bool = True, steps: int = 1500, seed: int = 0
 ) -> tuple[nn.Sequential, Solution]:
-    """The network at the end of a run on minibatches."""
+    """Train on minibatches and return the network and the run."""
     v, u = network(train.x.shape[1], seed), torch.zeros(4, requires_grad=True)
     solution = solve(
         layer_problem(simplex),
@@ -86,7 +78,7 @@ def train_layer(
 
 @torch.no_grad()
 def put_on_simplex(model: nn.Sequential) -> nn.Sequential:
-    """The network with its last layer projected, in place."""
+    """Project the last layer of the network, in place."""
     last: Tensor = model.get_parameter(LAST)
     last.copy_(Simplex()(last))
     return model
@@ -94,12 +86,12 @@ def put_on_simplex(model: nn.Sequential) -> nn.Sequential:
 
 @torch.no_grad()
 def scores(model: nn.Module, people: People) -> Tensor:
-    """Positive where the network answers 1."""
+    """Return the score of each row: positive if the network answers 1."""
     found: Tensor = model(people.x.float())
     return (found[:, 1] - found[:, 0]).double()
 
 
 def off_simplex(model: nn.Sequential) -> float:
-    """How far the last layer's weight is from its projection, at most in one number."""
+    """Return the largest entry of the difference between the last layer's weight and its projection."""
     last = model.get_parameter(LAST).detach()
     return (last - Simplex()(last)).abs().max().item()

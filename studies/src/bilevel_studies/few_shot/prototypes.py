@@ -1,8 +1,8 @@
 """Prototypical networks (Snell, Swersky and Zemel 2017): the baseline that is not bilevel.
 
-The class of a query is that of the nearest class mean of the support; the representation is trained by the
-cross-entropy of minus the squared distances. Nothing is learnt for a task. With cosines in their place it is what is
-left of our few-shot learning without its lower problem: `CosineClassifier` at the class means, where it starts.
+A query belongs to the class with the nearest mean of the support. The representation is trained by the cross-entropy of
+minus the squared distances; nothing is trained for a task. With cosines instead of distances this is our few-shot
+learning without its lower problem: `CosineClassifier` stays at the class means, its start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bilevel.applications.training import Augment, Watch, fit
 from bilevel.derivatives.mixed_precision import Precision
 
 RATE = 2e-3
-
-
 Similarity = Literal["distance", "cosine"]
 
 
 def scores(features: Tensor, shots: int, similarity: Similarity = "distance") -> Tensor:
-    """Minus the squared distances (tasks, queries, ways) of features (tasks, ways, shots + queries, size) from the
-    class means, or the cosines with the mean directions."""
+    """Return minus the squared distances (tasks, queries, ways) from the class means, or cosines with mean directions.
+
+    `features` has the shape (tasks, ways, shots + queries, size).
+    """
     support, queries = features[:, :, :shots], features[:, :, shots:].flatten(1, 2)
     if similarity == "cosine":
         return cosine_logits(queries, normalize(support, dim=-1).mean(2).transpose(1, 2))
@@ -54,16 +54,16 @@ def train_prototypes(
     watch: Watch | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the representation in place, by Adam (with a `decay` AdamW) whose rate falls linearly to zero.
+    """Train the representation in place by Adam (AdamW if `decay` is positive); the rate falls linearly to zero.
 
-    `scale` is what the distances, or with `similarity="cosine"` the cosines, are multiplied by before the softmax:
-    distances of many normalised features are long, and cosines short.
+    `scale` multiplies the distances, or the cosines with `similarity="cosine"`, before the softmax: distances of many
+    normalised features are long, and cosines are short.
     """
     in_range("scale", scale, above=0)
     one_of("similarity", similarity, ("distance", "cosine"))
     device = next(representation.parameters()).device
     generator = torch.Generator().manual_seed(derived(seed, "episodes"))
-    # A step is a meta-batch: the numbers of its images are one example of `fit`.
+    # A step takes one meta-batch: its image numbers are one example of `fit`.
     episodes = torch.stack([sampler.draw(sampler.tasks, generator) for _ in range(steps)]).to(torch.int32)
     images, labels = sampler.classes.images.to(device), sampler.labels(device)[1].repeat(sampler.tasks)
 
@@ -100,9 +100,9 @@ def evaluate_prototypes(
     seed: int = 0,
     similarity: Similarity = "distance",
 ) -> Evaluation:
-    """The accuracy of nearest class means on the tasks that `adapt_and_evaluate` draws with this seed."""
+    """Return the accuracy of nearest class means on the tasks that `adapt_and_evaluate` draws with this seed."""
     index, z, place = embedded_tasks(representation, sampler, tasks, seed)
     labels = sampler.labels(z.device)[1]
-    said = [scores(z[part], sampler.shots, similarity).argmax(-1) for part in torch.split(place, 100)]
-    predictions = torch.cat(said)
+    parts = torch.split(place, 100)
+    predictions = torch.cat([scores(z[part], sampler.shots, similarity).argmax(-1) for part in parts])
     return Evaluation((predictions == labels).double().mean(1).cpu(), index, predictions.cpu())

@@ -1,4 +1,4 @@
-"""One cell of the few-shot study: the representation learnt by a method, and its accuracy on classes never seen."""
+"""Run a cell of the few-shot study: a method trains the representation, which is tested on unseen classes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bilevel import ApproxGrad, DataError, Penalty, ReverseMode, Run, Status
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
@@ -22,38 +23,31 @@ from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.networks import mini_imagenet_resnet
 from bilevel.applications.training import SAVES, Augment
 from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes
-from bilevel.errors import DataError
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.results import Status
-from bilevel.running.callbacks import Run
-from bilevel.running.run_many import Found, RunItem, Settings
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
 from bilevel_studies.image_models import move_slightly
-from bilevel_studies.study import device_name
+from bilevel_studies.study import Found, RunItem, Settings, device_name
 
 POINTS = 6
-"""How often the accuracy is measured in a run."""
+"""How many times the accuracy is measured in a run."""
 LOG_EVERY = 25
-"""Upper steps: reading a record waits for the GPU, and is to weigh as much in a short run as in a long one."""
+"""Upper steps, at most. Reading a record waits for the GPU, and must cost the same share of a short and a long run."""
 VALIDATION = 100
-"""Characters of the 1,200 on which choices are tried."""
+"""Characters, among the 1,200 for training, on which settings are compared."""
 APPROX_RATE = 0.05
-"""Of gradient descent on the classifiers in ApproxGrad, which descend g alone."""
+"""The rate of gradient descent on the classifiers in ApproxGrad, which minimise g only."""
 PAPER_TEST_RATE = 1e-2
-"""Of Adam on the classifiers of the paper's setting at the test; the paper has none."""
+"""The rate of Adam on the classifiers of the paper's setting at the test; the paper gives none."""
 SIMILARITY: dict[str, Similarity] = {"prototypes": "distance", "cosines": "cosine"}
-"""Of the methods that learn nothing for a task."""
+"""The similarity of the methods that train nothing for a task."""
 DAMPING = 0.1
-"""Of the linear system of ApproxGrad."""
+"""The damping of the linear system of ApproxGrad."""
 
 
 @cache
 def loaded(dataset: str, part: str) -> ClassSplits:
-    """The classes; of Omniglot, the part `choices` has meta-validation classes."""
+    """Return the classes. On Omniglot, the part `choices` has meta-validation classes."""
     splits = load_classes(dataset, validation=VALIDATION if part == CHOICES else 0)
     return splits.rotated() if dataset == OMNIGLOT else splits
 
@@ -65,7 +59,7 @@ def validation(splits: ClassSplits) -> ImageClasses:
 
 
 def method(settings: Settings) -> Method:
-    """The method of a cell that is bilevel."""
+    """Return the bilevel method of a cell."""
     lower_steps = int(settings["T"])
     upper_rate, decay = settings.get("upper_rate", UPPER_RATE), settings.get("decay", 0.0)
     adam = upper_adam(upper_rate, decay)
@@ -101,7 +95,7 @@ def augmentation(settings: Settings) -> Augment | None:
 
 
 def classifiers(settings: Settings) -> dict[str, Any]:
-    """Scale, start and regulariser of the classifiers."""
+    """Return the scale, start and regulariser of the classifiers."""
     ours = settings["method"] != "paper"
     start: Start = settings.get("start", "means" if ours else "random")
     found = {"scale": settings.get("scale", SCALE if ours else 1.0), "start": start}
@@ -109,13 +103,13 @@ def classifiers(settings: Settings) -> dict[str, Any]:
 
 
 def tested(settings: Settings) -> dict[str, Any]:
-    """The same at the test: the paper's classifiers, which start at random, are trained by Adam."""
+    """Return the options of the classifiers at the test: the paper's start at random and are trained by Adam."""
     adam = {"optimizer": partial(torch.optim.Adam, lr=PAPER_TEST_RATE)} if settings["method"] == "paper" else {}
     return classifiers(settings) | adam
 
 
 def run(settings: Settings, device: torch.device, folder: Path, deadline: float | None = None) -> Found | None:
-    """Run a cell, or go on with it, until the deadline; None where Ctrl-C came."""
+    """Run or continue a cell until the deadline. Return None after Ctrl-C."""
     part = CHOICES if settings["part"] == CHOICES else TABLE
     splits, seed = loaded(settings["dataset"], part), int(settings["seed"])
     known, unseen = splits.train, validation(splits) if part == CHOICES else splits.test
@@ -137,7 +131,7 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
         return None
     if settings["part"] == TIME:
         return found | {"device": device_name(device)}
-    tasks = _test_tasks(settings)
+    tasks = int(settings.get("test_tasks", TEST_TASKS))
     found |= _accuracies(settings, network, test, tasks, seed) | {
         "tasks": tasks,
         "device": device_name(device),
@@ -154,22 +148,14 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     return found
 
 
-def _test_tasks(settings: Settings) -> int:
-    return int(settings.get("test_tasks", TEST_TASKS))
-
-
 def _accuracies(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Found:
-    """What is measured on some tasks; of bilevel methods that of class means, too, which take no training."""
+    """Return the accuracy on some tasks. Bilevel methods are also measured with class means, without training."""
     found = _evaluate(settings, network, sampler, tasks, seed)
-    kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": _right(found)}
+    right = (found.accuracies * found.predictions.shape[1]).round().int().tolist()
+    kept: Found = {"accuracy": found.accuracy, "interval": found.interval, "right": right}
     if settings["method"] not in SIMILARITY:
         kept["accuracy_of_means"] = adapt_and_evaluate(network, sampler, tasks=tasks, steps=0, seed=seed).accuracy
     return kept
-
-
-def _right(found: Evaluation) -> list[int]:
-    """How many queries of each task were given their class."""
-    return (found.accuracies * found.predictions.shape[1]).round().int().tolist()
 
 
 def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, tasks: int, seed: int) -> Evaluation:
@@ -179,11 +165,48 @@ def _evaluate(settings: Settings, network: nn.Module, sampler: TaskSampler, task
 
 
 def _points(settings: Settings) -> tuple[int, int]:
-    """How often the accuracy is measured in the run, and on how many tasks."""
+    """Return how many times the accuracy is measured in the run, and on how many tasks."""
     if settings["part"] == TIME:
         return 2, 1
     points = int(settings.get("points", POINTS if settings["part"] == TABLE else 1))
     return points, min(CURVE_TASKS, int(settings.get("test_tasks", CURVE_TASKS)))
+
+
+def _watches(
+    settings: Settings,
+    network: nn.Module,
+    others: tuple[TaskSampler, TaskSampler | None],
+    place: Path,
+    deadline: float | None,
+) -> tuple[Validation, _Chooser | None]:
+    """Return what measures a bilevel run: the accuracy on test tasks and, if a step is selected, on other classes."""
+    test, chosen_on = others
+    steps, seed = int(settings["steps"]), int(settings["seed"])
+    points, tasks = _points(settings)
+    watch = Validation(
+        network,
+        test,
+        every=max(1, steps // points),
+        tasks=tasks,
+        file=place / "accuracy.json",
+        deadline=deadline,
+        seed=seed + 1,
+        **tested(settings),
+    )
+    if chosen_on is None:
+        return watch, None
+    chooser = _Chooser(
+        network,
+        chosen_on,
+        every=max(1, steps // int(settings["selected"])),
+        tasks=int(settings.get("test_tasks", TEST_TASKS)),
+        file=place / "chosen.json",
+        keep=True,
+        seed=seed + 2,
+        **tested(settings),
+    )
+    chooser.watch = watch
+    return watch, chooser
 
 
 def _bilevel(
@@ -196,30 +219,7 @@ def _bilevel(
     deadline: float | None,
 ) -> Found | None:
     steps, seed = int(settings["steps"]), int(settings["seed"])
-    points, tasks = _points(settings)
-    watch = Validation(
-        network,
-        others[0],
-        every=max(1, steps // points),
-        tasks=tasks,
-        file=place / "accuracy.json",
-        deadline=deadline,
-        seed=seed + 1,
-        **tested(settings),
-    )
-    chooser = None
-    if others[1] is not None:
-        chooser = _Chooser(
-            network,
-            others[1],
-            every=max(1, steps // int(settings["selected"])),
-            tasks=_test_tasks(settings),
-            file=place / "chosen.json",
-            keep=True,
-            seed=seed + 2,
-            **tested(settings),
-        )
-        chooser.watch = watch
+    watch, chooser = _watches(settings, network, others, place, deadline)
     solution = meta_train(
         network,
         train,
@@ -256,11 +256,11 @@ def _bilevel(
 
 
 class _Chooser(Validation):
-    """Keeps the best step on meta-validation classes; its seconds are not those of training, which `watch` counts."""
+    """Keeps the best step on meta-validation classes. Its seconds do not count as training, which `watch` times."""
 
     watch: Validation
     owed = 0.0
-    """What the last measurement took: the seconds of the run have it from the next step on."""
+    """Seconds of the last measurement. The run counts them from the next step."""
 
     def log(self, run: Run) -> bool:
         self.watch.spent += self.owed
@@ -271,7 +271,7 @@ class _Chooser(Validation):
 
 
 def _kept(best: Best | None) -> Found:
-    """The representation is that of the best step from here on; which one that is."""
+    """Restore the best step of the representation, and return its number and accuracy."""
     kept = None if best is None else best.restore()
     return {} if kept is None else {"kept_step": kept[0], "chosen_accuracy": kept[1]}
 
@@ -303,8 +303,9 @@ def _prototypes(
                 accuracy = _evaluate(settings, network, test, tasks, seed + 1).accuracy
                 clock.rows.append({"step": step, "seconds": clock.seconds, "accuracy": accuracy})
             if choose and best is not None and chosen_on is not None:
-                best.update(step, _evaluate(settings, network, chosen_on, _test_tasks(settings), seed + 2).accuracy)
-            clock.go_on_from(step)
+                count = int(settings.get("test_tasks", TEST_TASKS))
+                best.update(step, _evaluate(settings, network, chosen_on, count, seed + 2).accuracy)
+            clock.resume(step)
         return late
 
     train_prototypes(
@@ -337,14 +338,16 @@ def _prototypes(
 
 
 def _step_time(marks: Sequence[tuple[float, float]]) -> Found:
-    """Milliseconds of a step after the middle of a run, from steps and the seconds that they took: a GPU captures the
-    first ones."""
+    """Return the milliseconds of a step in the second half of a run, from pairs (step, seconds).
+
+    A GPU captures the first steps.
+    """
     (first, began), (last, ended) = marks[(len(marks) - 1) // 2], marks[-1]
     return {"steps": int(last), "ms_per_step": round(1000 * (ended - began) / max(1, last - first), 3)}
 
 
 class _Clock:
-    """Seconds of a training alone, and accuracies measured in it, in a file: another process may go on with both."""
+    """Times training without measurements and keeps accuracies, both in a file: another process can continue them."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
         kept: dict[str, Any] = {"rows": [], "marks": [[0, 0.0]]}
@@ -353,22 +356,24 @@ class _Clock:
         self.file, self.device = file, device
         self.rows: list[dict[str, float]] = kept["rows"]
         self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]
-        """Steps, and the seconds that they took."""
+        """Pairs (step, seconds so far)."""
         self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
 
     def hear(self, step: int) -> None:
-        """A step is done. The first that is heard of comes after those that the training goes on from."""
+        """Record that a step is done. The first call drops what was measured after the saved state."""
         if not self.heard:
             self.rows = [row for row in self.rows if row["step"] < step]
             self.marks = [mark for mark in self.marks if mark[0] < step]
             self.seconds, self.heard = self.marks[-1][1], True
 
     def stop(self) -> None:
+        """Stop the clock."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a step that is queued is not taken yet
+            torch.cuda.synchronize(self.device)  # a queued step is not done yet
         self.seconds += time.perf_counter() - self.began
 
-    def go_on_from(self, step: int) -> None:
+    def resume(self, step: int) -> None:
+        """Save the measurements up to a step and start the clock again."""
         self.marks.append((step, self.seconds))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.file, json.dumps({"rows": self.rows, "marks": self.marks}) + "\n")

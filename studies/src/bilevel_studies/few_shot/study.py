@@ -1,15 +1,15 @@
 """The few-shot study (Section 3.3, Appendix E.3, Table 3, Figures 4(b) and 5(b)): cells, and the paper's numbers.
 
 Omniglot is split by character, 1,200 to learn from and 423 for the test, in an order drawn by a fixed seed, with
-rotations as classes in both parts. mini-ImageNet's images are not free to hand on: its place is taken by CIFAR-FS.
-Accuracies are those of 600 tasks of classes never seen, with classifiers trained for 100 steps on the support.
+rotations as classes in both parts. CIFAR-FS replaces mini-ImageNet, whose images must not be passed on.
+Accuracies are measured on 600 tasks of unseen classes, with classifiers trained for 100 steps on the support.
 
-`penalty`, `approx-grad`, `rmd`, `prototypes` and `cosines`, which is Penalty without a lower problem, see the same
-tasks: of more ways than those of the test, which is how prototypical networks are trained (Snell et al. 2017), with
-fewer queries; on CIFAR-FS with 5 shots for a test with 1, too (Lee et al. 2019 found more shots in training to be
-better), but for what is `APART`. `paper` is the setting of Appendix E.3: Algorithm 2 with its constants, tasks as in
-the test with 15 queries, 30 a meta-batch (15 with 20 ways, as Section 3.3 says; Appendix E.3 says 30), cosines without
-a scale, classifiers that start at random.
+`penalty`, `approx-grad`, `rmd`, `prototypes` and `cosines` (Penalty without a lower problem) see the same tasks. These
+have more ways than the tests, as in the training of prototypical networks (Snell et al. 2017), and fewer queries. On
+CIFAR-FS a training with 5 shots also serves the test with 1 (Lee et al. 2019 found more shots in training to be
+better), except for `APART`. `paper` is the setting of Appendix E.3: Algorithm 2 with its constants, tasks as in the
+test with 15 queries, 30 per meta-batch (15 with 20 ways, as Section 3.3 says; Appendix E.3 says 30), cosines without a
+scale, classifiers that start at random.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from bilevel.running.run_many import RunItem, Settings
+from bilevel_studies.study import RunItem, Settings
 
 TABLE, EFFECT, TIME, CHOICES = "table", "effect-of-T", "time", "choices"
 PARTS = (TABLE, EFFECT, TIME, CHOICES)
@@ -32,9 +32,9 @@ METHODS = {
     "paper": "Penalty, the paper's setting",
     "rmd": "RMD",
 }
-"""The methods by their names in cells, those of most worth first."""
+"""The methods by their names in cells, the most important first."""
 KIN = {"cosines": "prototypes"}
-"""The method whose step takes as long."""
+"""The method with the same time of a step."""
 TASKS = {OMNIGLOT: ((5, 1), (5, 5), (20, 1), (20, 5)), CIFAR: ((5, 1), (5, 5))}
 """(ways, shots) of the table."""
 PAPER = {
@@ -43,21 +43,21 @@ PAPER = {
     (OMNIGLOT, 20, 1): {"penalty": 94.06, "approx-grad": 94.69, "rmd": 95.5, "prototypes": 96.0},
     (OMNIGLOT, 20, 5): {"penalty": 98.47, "approx-grad": 98.46, "rmd": 98.4, "prototypes": 98.9},
 }
-"""Percent, as Table 3 has them."""
+"""Table 3, in percent."""
 PAPER_MINI = {
     1: {"penalty": 53.17, "approx-grad": 43.74, "rmd": 50.54, "prototypes": 49.42},
     5: {"penalty": 67.74, "approx-grad": 65.56, "rmd": 64.53, "prototypes": 68.20},
 }
 WANTED = {(OMNIGLOT, 5, 1): 98.9, (OMNIGLOT, 5, 5): 99.6, (OMNIGLOT, 20, 1): 96.0, (OMNIGLOT, 20, 5): 98.8}
-"""What our setting is to reach."""
+"""The accuracy that our setting aims at."""
 TRAIN = {OMNIGLOT: {"train_ways": 60, "tasks": 4, "queries": 5}, CIFAR: {"train_ways": 20, "tasks": 4, "queries": 8}}
-"""A meta-batch of all methods but the paper's setting."""
+"""A meta-batch of all methods except the paper's setting."""
 STEPS = {(OMNIGLOT, "conv4"): 3000, (CIFAR, "conv4"): 2500, (CIFAR, "resnet"): 3000}
 """Upper steps of Penalty."""
 SHARE = {"paper": 0.5}
-"""Of the upper steps: what is ranked last has fewer, for want of time."""
+"""The share of the upper steps for methods that are ranked last: a full run takes too long."""
 LONGER = {(CIFAR, "conv4", "prototypes"): 2.0}
-"""Its step is the cheapest, and after as many as Penalty has its accuracy still rises there."""
+"""A multiple of the upper steps: its step is the cheapest, and its accuracy still rises after the steps of Penalty."""
 BACKBONES = {OMNIGLOT: ("conv4",), CIFAR: ("conv4", "resnet")}
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
@@ -85,15 +85,15 @@ VARIED: dict[str, dict[str, Any]] = {
     "5 ways": {"train_ways": 5, "tasks": 30, "queries": 15},
     "moved images": {"moved": True},
 }
-"""What the part `choices` changes, on Omniglot, 20 ways, 1 shot."""
+"""The settings that the part `choices` compares on Omniglot, 20 ways, 1 shot."""
 LOOSE: dict[str, Any] = {"proximity": 1.0, "gamma": 10.0, "lower_rate": 0.03}
-"""Classifiers that go further from the class means, with the price and the rate that go with that."""
+"""Classifiers that move further from the class means, with a matching gamma and rate."""
 LOW: dict[str, Any] = {"gamma": 0.4, "lower_rate": 0.05}
 LOWEST: dict[str, Any] = {"gamma": 0.1, "lower_rate": 0.15}
-"""Low prices: the classifiers then fit the queries, too, and u no longer moves by the hypergradient."""
+"""Low gammas: the classifiers then also fit the queries, and u no longer follows the hypergradient."""
 WIDER = {"train_ways": 40, "tasks": 2}
 WIDEST = {"train_ways": 64, "tasks": 1, "queries": 11}
-"""About as many images, in fewer tasks of more classes."""
+"""About the same number of images, in fewer tasks with more classes."""
 CONV4_VARIED: dict[str, dict[str, Any]] = {
     "scale 10": {"scale": 10.0},
     "scale 5": {"scale": 5.0},
@@ -115,7 +115,7 @@ CONV4_VARIED: dict[str, dict[str, Any]] = {
     "distances / 256, turned": {"distances": 1 / 256, "turned": True},
     "distances / 1024": {"distances": 1 / 1024},
 }
-"""The same on CIFAR-FS. The softmax of ProtoNet is of distances, not of cosines."""
+"""The same on CIFAR-FS. ProtoNet takes the softmax of distances instead of cosines."""
 REGULAR: dict[str, Any] = {"decay": 0.5, "erased": True, "upper_rate": 1e-3}
 RESNET_VARIED: dict[str, dict[str, Any]] = {
     "scale 10": {**REGULAR, "scale": 10.0},
@@ -164,25 +164,25 @@ ONE_SHOT = {
     "conv4": ("scale 10", "scale 5", "distances / 16", "distances / 64", "distances / 256"),
     "resnet": ("scale 10", "distances / 128", "distances / 32"),
 }
-"""What is trained with 1 shot, too, by one seed: whether 5 are better for a test with 1."""
+"""Settings that are also trained with 1 shot, by one seed, to see whether 5 shots are better for a test with 1."""
 OURS: dict[str, Any] = {"proximity": 5.0, "gamma": 4.0, "lower_rate": 0.006}
 """Our setting of the classifiers and of Penalty: the defaults of `meta_train`."""
 OWN = {"penalty": ("scale", "proximity"), "prototypes": ("distances", "plain")}
-"""What is changed for one method alone: the classifiers, what squared distances are multiplied by, and whether the
-residual network ends without normalisation, by which distances are shorter and cosines differ little."""
+"""Settings of one method only: the classifiers; the factor of squared distances; and `plain`, a residual network that
+ends without normalisation, so that distances are shorter and cosines differ little."""
 PENALTYS = ("gamma", "lower_rate")
-"""What the other bilevel methods do not have."""
+"""Settings that the other bilevel methods do not have."""
 NONE_OF: dict[str, tuple[str, ...]] = {"penalty": (), "cosines": ("proximity", *PENALTYS)}
-"""The same by method, where it is another."""
+"""Settings that a method does not have, if these differ from `PENALTYS`."""
 CHOSEN = {
     ("conv4", "penalty"): "proximity 1, gamma 10, lower rate 0.03",
     ("conv4", "prototypes"): "distances / 64",
     ("resnet", "penalty"): "scale 20, decay 4",
     ("resnet", "prototypes"): "distances / 32",
 }
-"""What is taken on CIFAR-FS by (backbone, method): the best in the mean of tests with 5 shots and with 1, but where it
-was tried again at the length of the table (`ALSO_RUN`). The other bilevel methods have Penalty's, the paper's setting
-none."""
+"""The chosen settings on CIFAR-FS by (backbone, method): the best mean of the tests with 5 shots and with 1, unless
+they were compared again with the steps of the table (`ALSO_RUN`). The other bilevel methods have Penalty's settings,
+and the paper's setting has none."""
 ALSO_RUN = {
     ("conv4", "prototypes"): ("distances / 256",),
     ("resnet", "penalty"): ("scale 20, decay 2", "scale 20"),
@@ -194,27 +194,24 @@ ALSO_RUN = {
         "distances / 32, decay 2",
     ),
 }
-"""What else has the length of the table, which that of choices is half of: the best of them on meta-validation classes
-is taken; with four convolutions, where runs have none, what is better for ProtoNet at the test."""
+"""Settings that were also run with the steps of the table, twice as many as in `choices`. The best on meta-validation
+classes is chosen; runs with four convolutions have none, so ProtoNet has the better setting at the test."""
 ALSO_SEEDS = 3
-"""Those by which settings of that length are compared. What the table had before has more."""
+"""The seeds of this comparison. The first settings of the table have more."""
 APART = {("conv4", "prototypes"): "distances / 16"}
-"""What is trained with 1 shot for tests with 1, for this was better than the best that is trained with 5."""
-BETTER_APART = {("conv4", "prototypes"): "distances / 64"}
-"""What is better than that, by a comparison after which no table was run."""
+"""Settings that are trained with 1 shot for tests with 1, because this was better than training with 5."""
 KIND = ("decay", "erased", "turned", "upper_rate", "distances", "plain", "scale", "proximity", *PENALTYS, "selected")
-"""What a cell may have beside the others of its place in the table; a step takes no more time by it."""
+"""Settings in which cells of one place in the table can differ. They do not change the time of a step."""
 MEETS = ("train_ways", "tasks", "queries")
-"""What a meta-batch is, by which it may take more."""
+"""Settings of a meta-batch, which change the time of a step."""
 SELECTED = {(CIFAR, "resnet"): 5}
-"""Where the representation is that of the step with the best accuracy on meta-validation classes, and of how many steps
-that is."""
+"""How many times a run is measured on meta-validation classes. It keeps the representation of the best step."""
 
 
 def cells(
     parts: Sequence[str], datasets: Sequence[str], methods: Sequence[str], seeds: int, backbones: Sequence[str]
 ) -> list[RunItem]:
-    """The cells of these parts, those of most worth first."""
+    """Return the cells of some parts, the most important first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     if TABLE in parts:
         for dataset in datasets:
@@ -222,10 +219,11 @@ def cells(
                 places = product(TASKS[dataset], (name for name in METHODS if name in methods), range(seeds))
                 for (ways, shots), method, seed in places:
                     if trained_for(dataset, backbone, ways, shots, method) == (ways, shots):
+                        others = ALSO_RUN.get((backbone, method), ())
                         more = _also(dataset, backbone, ways, shots, method)
                         settings = table_settings(dataset, backbone, ways, shots, method, seed)
                         found.append((settings | more, (seed, *_rank(dataset, backbone, method))))
-                        for name in also_run(dataset, backbone, shots, method) if seed < ALSO_SEEDS else ():
+                        for name in others if seed < ALSO_SEEDS and (dataset, shots) == (CIFAR, 5) else ():
                             settings = table_settings(dataset, backbone, ways, shots, method, seed, name)
                             found.append((settings | more, (seed, 8.0)))
     effect = [
@@ -252,7 +250,7 @@ def cells(
 
 
 def study_choices(dataset: str) -> list[dict[str, Any]]:
-    """What is compared on meta-validation classes of a data set."""
+    """Return the settings that are compared on meta-validation classes of a data set."""
     if dataset == OMNIGLOT:
         settings = table_settings(OMNIGLOT, "conv4", 20, 1, "penalty", 0) | {"part": CHOICES, "steps": CHOICE_STEPS}
         return [settings | {"varied": varied} | options for varied, options in VARIED.items()]
@@ -270,15 +268,18 @@ def study_choices(dataset: str) -> list[dict[str, Any]]:
 
 
 def trained_for(dataset: str, backbone: str, ways: int, shots: int, method: str) -> tuple[int, int]:
-    """The ways and shots whose training these are tried on: but for the paper's setting and what is `APART`, tasks of 5
-    ways of Omniglot are tried on one for 20, and tasks of 1 shot of CIFAR-FS on one for 5."""
+    """Return the ways and shots of the training that a test uses.
+
+    On Omniglot, tests with 5 ways use a training for 20. On CIFAR-FS, tests with 1 shot use a training for 5. The
+    paper's setting and `APART` have a training for each test.
+    """
     if method == "paper" or (dataset == CIFAR and (backbone, method) in APART):
         return ways, shots
     return (20, shots) if dataset == OMNIGLOT else (ways, 5)
 
 
 def _also(dataset: str, backbone: str, ways: int, shots: int, method: str) -> dict[str, Any]:
-    """The other tasks that a training is tried on."""
+    """Return the other tasks that a training is tested on."""
     for place in TASKS[dataset]:
         if place != (ways, shots) and trained_for(dataset, backbone, *place, method) == (ways, shots):
             return {"also": list(place)}
@@ -286,24 +287,19 @@ def _also(dataset: str, backbone: str, ways: int, shots: int, method: str) -> di
 
 
 def chosen_for(backbone: str, method: str) -> str:
-    """The name of a method's settings on CIFAR-FS."""
+    """Return the name of a method's settings on CIFAR-FS."""
     return CHOSEN.get((backbone, method), CHOSEN[backbone, "penalty"])
 
 
-def also_run(dataset: str, backbone: str, shots: int, method: str) -> tuple[str, ...]:
-    """The names of settings that a place was run with at the length of the table, beside those that are taken."""
-    return ALSO_RUN.get((backbone, method), ()) if (dataset, shots) == (CIFAR, 5) else ()
-
-
 def small_cells() -> list[RunItem]:
-    """Every method for a few steps: whether all of it runs here, and no more."""
+    """Return one short cell per method: they show only that everything runs."""
     few = {"steps": 10, "train_ways": 5, "tasks": 2, "queries": 2, "points": 1, "test_tasks": 5}
     found = [table_settings(OMNIGLOT, "conv4", 5, 1, method, 0) | few for method in METHODS]
     return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 
 
 def timed_as(settings: Settings) -> tuple[Any, ...]:
-    """What the time of an upper step depends on."""
+    """Return the settings that the time of an upper step depends on."""
     kin = KIN.get(settings["method"], settings["method"])
     return kin, *(settings.get(key) for key in ("dataset", "backbone", "shots", "T", "train_ways", "tasks"))
 
@@ -317,7 +313,7 @@ def _rank(dataset: str, backbone: str, method: str) -> tuple[float, ...]:
 def table_settings(
     dataset: str, backbone: str, ways: int, shots: int, method: str, seed: int, name: str | None = None
 ) -> dict[str, Any]:
-    """The settings of a place of the table: on CIFAR-FS with what was chosen for it, or with those of this name."""
+    """Return the settings of a place in the table: on CIFAR-FS the chosen ones, or the ones with this name."""
     settings = _settings(dataset, backbone, ways, shots, method, seed)
     if dataset == CIFAR and method != "paper":
         place = (backbone, method)

@@ -1,14 +1,13 @@
 """A deep victim, beyond the paper: clean-label poison against a network that is trained from scratch.
 
-The paper's CIFAR-10 network without dropout on 5,000 images; 50 further images of one class, rightly labelled, each
-changed by at most 8/255 a pixel, are to have one test image taken for that class. Penalty has all weights of the
-network as the lower variable, tethered (see `bilevel.applications.poisoning.attack`); feature collision draws the
-points to
-the target's features in the network trained on clean data. Both know one set of first weights; what counts is a network
-trained from scratch, from these and from others.
+The victim is the paper's CIFAR-10 network without dropout on 5,000 images. 50 more images of one class, with their
+correct label and changed by at most 8/255 per pixel, should make the victim give one test image that class. Penalty has
+all weights of the network as the lower variable, with a tether (see `bilevel.applications.poisoning.attack`). Feature
+collision moves the points to the target's features in the network trained on clean data. Both know one set of first
+weights; the test trains networks from scratch, from these weights and from others.
 
-A cell is one target with all methods: they share its bases, and the clean networks of the process, which on a GPU are
-not the same bits in another.
+A cell is one target with all methods. They share its bases and the clean networks of the process, whose bits differ
+between processes on a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from bilevel._util.random_state import seeded
@@ -29,46 +32,45 @@ from bilevel.applications.poisoning.goals import Goal, clean_label
 from bilevel.applications.poisoning.victims import Recipe, mapped, trained
 from bilevel.applications.training import probabilities
 from bilevel.data import load
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.poisoning.feature_collision import collide
-from bilevel_studies.repeated_step import let_go
-from bilevel_studies.study import Kept, device_name
+from bilevel_studies.poisoning.clean_label_batch import collide, let_go
+from bilevel_studies.statistics import Numbers, values
+from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device_name, table
 
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
 ROWS, POOL, TEST = 5000, 5000, 2000
-"""Images for training, those that bases are taken from, and those that targets are."""
+"""Images for training, for bases and for targets."""
 POINTS = 50
 EPSILON = 8 / 255
 MEAN, SPREAD = 0.47, 0.25
-"""Of the pixels."""
+"""Mean and spread of the pixels."""
 TARGETS = 20
 STEPS = {PENALTY: 300, "feature-collision": 500}
 BATCH = 500
-"""Training images in a step of Penalty, beside all points."""
+"""Training images in a step of Penalty, together with all points."""
 RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
 KNOWN, OTHERS = 0, (1, 2)
-"""The first weights that the attack knows, by their seed, and those of other victims."""
+"""The seed of the first weights that the attack knows, and the seeds of other victims."""
 COLLISION_RATE = 0.01
 TETHERS = (0.0003, 0.003, 0.03)
-"""Prices of the tether of Penalty's lower variable that are compared."""
+"""The weights of the tether of Penalty's lower variable to compare."""
 CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
-"""They are compared on the targets from the thousandth on, which no table has."""
+"""The choice uses targets from the thousandth, which no table has."""
 
 
 def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[RunItem]:
-    """A cell for each target: Penalty with one tether, and the others."""
+    """Return a cell for each target: Penalty with one tether, and the other methods."""
     return [RunItem(_settings(target, rows, [tether]), float(-target)) for target in range(targets)]
 
 
 def choice_cells(choose: int = CHOICE_TARGETS, *, rows: int = ROWS) -> list[RunItem]:
-    """Penalty alone, with every tether, on targets that no table has."""
+    """Return cells of Penalty only, with every tether, on targets that no table has."""
     some = range(FIRST_CHOICE, FIRST_CHOICE + choose)
     return [RunItem({"part": CHOICE} | _settings(target, rows, list(TETHERS)), float(-target)) for target in some]
 
 
 def current(kept: Sequence[Kept]) -> list[Kept]:
-    """The cells with the settings of now: a file may hold others."""
+    """Return the cells with the current settings: a file can contain others."""
     now = {"steps": dict(STEPS), "batch": BATCH, "training": RECIPE.steps}
     return [pair for pair in kept if now == {key: pair[0].get(key) for key in now}]
 
@@ -86,7 +88,7 @@ def _settings(target: int, rows: int, tethers: list[float]) -> dict[str, Any]:
 
 
 def tried(kept: Sequence[Kept], rows: int) -> dict[float, float]:
-    """How far the wanted class is ahead in retrained victims, in the mean, by the tether."""
+    """Return the mean margin of the wanted class in retrained victims, by the tether."""
     found: dict[float, list[float]] = {}
     for settings, one in current(kept):
         if settings.get("part") == CHOICE and settings["rows"] == rows:
@@ -96,19 +98,19 @@ def tried(kept: Sequence[Kept], rows: int) -> dict[float, float]:
 
 
 def best(kept: Sequence[Kept], rows: int) -> float:
-    """The tether whose points serve the wanted class best; the default of `attack` where nothing was compared."""
+    """Return the tether with the largest mean margin; the default of `attack` if none were compared."""
     means = tried(kept, rows)
     return max(means, key=lambda tether: means[tether]) if means else TETHER
 
 
 def run(settings: Settings, device: torch.device | None = None) -> Found | None:
-    """One target: the class that every retrained victim gives it, by the method; None where Ctrl-C came.
+    """Attack one target and return the class that every retrained victim gives it, by method; None after Ctrl-C.
 
-    `runs` has Penalty with each tether, then, where there is one tether, the other methods.
+    `runs` has Penalty with each tether, then, if there is only one tether, the other methods.
     """
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scene = scene_of(int(settings["rows"]), str(where), int(settings["training"]))
-    began = time.perf_counter()  # the clean victims, trained once for all cells, are not counted
+    scene = scene_of(int(settings["rows"]), where, int(settings["training"]))
+    began = time.perf_counter()  # the clean victims, trained once for all cells, do not count
     row, wanted = scene.target(int(settings["target"]))
     goal = clean_label(
         scene.pool,
@@ -177,17 +179,16 @@ class Scene:
         self.body = nn.Sequential(*list(self.victims[KNOWN].children())[:-1]).requires_grad_(False)
 
     def first(self, seed: int) -> nn.Module:
-        """The network at first weights, which are `channels_last`: convolutions are fastest in this form."""
+        """Return the network at first weights, in the form `channels_last`, in which convolutions are fastest."""
         with seeded(seed):
             network = cifar_cnn(dropout=False).to(self.device)
-        network = nn.Sequential(Standard(), *network)
-        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return nn.Sequential(Standard(), *network).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
     def predicted(self, seed: int) -> Tensor:
         return probabilities(self.victims[seed], mapped(None, self.test[0], self.device)).argmax(1).cpu()
 
     def target(self, k: int) -> tuple[int, int]:
-        """The k-th of the test images in random order, and a wanted class, which is not its own."""
+        """Return the k-th of the test images in random order, and a wanted class, which is not its class."""
         generator = torch.Generator().manual_seed(1)
         row = int(torch.randperm(len(self.test[1]), generator=generator)[k])
         shift = torch.randint(1, 10, (TEST,), generator=generator)[k]
@@ -214,7 +215,7 @@ class Scene:
         return unmoved(goal)
 
     def retrained(self, poison: Poison, row: int, seed: int) -> tuple[Tensor, float]:
-        """What a victim trained from scratch gives the classes of the target, and its accuracy."""
+        """Return the scores of the target under a victim trained from scratch, and the victim's accuracy."""
         found = evaluate(poison, self.train, self.test, self.first(seed), recipe=self.recipe)
         with torch.no_grad():
             scores: Tensor = found.model(self.test[0][row : row + 1].to(self.device))[0]
@@ -222,26 +223,26 @@ class Scene:
 
 
 class Standard(nn.Module):
-    """Pixels in [0, 1] as numbers about 0: with the pixels themselves, decay draws the weights to zero before the
-    network has learnt anything, and it gives all images one class."""
+    """Scales pixels in [0, 1] to numbers around 0.
+
+    Without this, decay moves the weights to zero before the network has learned anything.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - MEAN) / SPREAD
 
 
 def ahead(scores: Tensor, wanted: int) -> float:
-    """How far the wanted class is ahead of all others; negative where it is not the first."""
+    """Return the margin of the wanted class over all others; negative if it is not the first."""
     others = torch.cat([scores[:wanted], scores[wanted + 1 :]])
     return float(scores[wanted] - others.max())
 
 
-@cache
-def scene_of(rows: int, device: str, training: int) -> Scene:
-    return Scene(rows, torch.device(device), training)
+scene_of = cache(Scene)
 
 
 def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """The runs of a method in the table, by (rows, target): of Penalty those with the tether that was taken."""
+    """Return the runs of a method in the table by (rows, target), for Penalty with the chosen tether."""
     pairs = current(list(kept))
     taken = {rows: best(pairs, rows) for rows in {settings["rows"] for settings, _ in pairs}}
     found = {}
@@ -250,3 +251,87 @@ def of(kept: Iterable[Kept], method: str) -> dict[tuple[int, int], dict[str, Any
             runs = [run for run in one["runs"] if run["method"] == method]
             found[settings["rows"], settings["target"]] = runs[0] | ({"beside": 1} if "beside" in one else {})
     return found
+
+
+def report(kept: Sequence[Kept], folder: Path) -> Report:
+    """Return the tables of the cells with the current settings."""
+    kept = current(kept)
+    found = {method: shares(kept, method) for method in METHODS}
+    tables = {
+        "Flipped targets": flip_table({method: one for method, one in found.items() if one["targets"]}),
+        "Pairs of methods, over targets": pair_table(kept),
+        "Settings of Penalty": tether_table(kept),
+    }
+    cells = [one for settings, one in kept if settings.get("part") != CHOICE]
+    clean = [accuracy for one in cells for accuracy in one["clean_accuracies"]]
+    summary = {
+        "cells": len(kept),
+        "methods": found,
+        "clean_accuracy": sum(clean) / len(clean) if clean else None,
+        "wanted_without_poison": [
+            sum(one["clean"][i] == one["wanted"] for one in cells) for i in range(1 + len(OTHERS))
+        ],
+    }
+    return Report(summary, tables)
+
+
+def shares(kept: Sequence[Kept], method: str) -> dict[str, Any]:
+    """Return how many targets are flipped with the first weights that the attack knows, and with others."""
+    mine = list(of(kept, method).values())
+    timed = [found["attack_seconds"] for found in mine if "beside" not in found]
+    accuracies = [accuracy for found in mine for accuracy in found["accuracies"]]
+    return {
+        "accuracy": sum(accuracies) / len(accuracies) if mine else None,
+        "targets": len(mine),
+        "known": sum(found["flips"][0] for found in mine),
+        "others": sum(sum(found["flips"][1:]) for found in mine),
+        "of_others": len(OTHERS) * len(mine),
+        "seconds": sum(timed) / len(timed) if timed else None,
+    }
+
+
+def flip_table(found: dict[str, dict[str, Any]]) -> str:
+    """Flipped targets with 95% intervals (Clopper and Pearson); seconds of attacks that had the GPU to themselves."""
+    rows = []
+    for method, one in found.items():
+        known, others = (_share(one[a], one[b]) for a, b in (("known", "targets"), ("others", "of_others")))
+        seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
+        rows.append([METHODS[method], str(one["targets"]), known, others, f"{one['accuracy']:.1%}", seconds])
+    flipped = ["flipped, known first weights", "flipped, other first weights"]
+    return table(["method", "targets", *flipped, "accuracy of victims", "seconds an attack"], rows)
+
+
+def pair_table(kept: Sequence[Kept]) -> str:
+    """For how many targets a method flips more victims than another (sign test), and the difference of margins.
+
+    The margin is the score of the wanted class minus the best other score, in the mean of a target's victims.
+    """
+    rows = []
+    for one, other in combinations(METHODS, 2):
+        mine, theirs = of(kept, one), of(kept, other)
+        both = mine.keys() & theirs.keys()
+        gaps = Numbers(tuple(fmean(mine[t]["margins"]) - fmean(theirs[t]["margins"]) for t in sorted(both)))
+        if gaps.interval is None:
+            continue
+        more = sum(sum(mine[t]["flips"]) > sum(theirs[t]["flips"]) for t in both)
+        less = sum(sum(mine[t]["flips"]) < sum(theirs[t]["flips"]) for t in both)
+        p = float(stats.binomtest(more, more + less).pvalue) if more + less else 1.0
+        low, high = gaps.interval
+        margin = f"{gaps.mean:+.2f} ({low:+.2f} to {high:+.2f})"
+        rows.append([METHODS[one], METHODS[other], str(more), str(less), f"{p:.2g}", margin])
+    return table(["method", "other", "flips more for", "flips fewer for", "p", "difference of margins (95%)"], rows)
+
+
+def tether_table(kept: Sequence[Kept]) -> str:
+    """The mean margin of the wanted class by tether, on targets that are in no other table."""
+    rows = [
+        [f"{size:,}", f"{tether:g}" + " (taken)" * (tether == best(kept, size)), f"{mean:.2f}"]
+        for size in sorted(values(kept, "rows"))
+        for tether, mean in tried(kept, size).items()
+    ]
+    return table(["images", "tether", "mean margin"], rows)
+
+
+def _share(some: int, of: int) -> str:
+    interval = stats.binomtest(some, of).proportion_ci(0.95)
+    return f"{some} of {of} ({some / of:.0%}; {interval.low:.0%} to {interval.high:.0%})"

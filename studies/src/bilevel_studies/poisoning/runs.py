@@ -1,4 +1,4 @@
-"""One cell of the poisoning study: the split of a seed, the points of a column, and a victim trained anew on both."""
+"""One cell of the poisoning study: the split of a seed, the points of a column, and a victim retrained on both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel import ApproxGrad, Penalty, ReverseMode
 from bilevel.applications.denoising.clean_dataset import as_bytes
 from bilevel.applications.poisoning.attack import Poison, attack, evaluate, unmoved
 from bilevel.applications.poisoning.goals import SHARPER, Goal, failure, raised_loss, shortfall, targeted, untargeted
 from bilevel.applications.poisoning.victims import Recipe
 from bilevel.data import Pair, load
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.running.run_many import Found, Settings
 from bilevel_studies.poisoning.study import CHOICE, CHOICE_SEED, SOURCE, SPLITS, TABLE, TARGETED, UNTARGETED, WANTED
+from bilevel_studies.study import Found, Settings
 
 loaded = cache(load)
 ITERATIONS = 500
-"""Of L-BFGS, at most, on a victim."""
+"""The most iterations of L-BFGS on a victim."""
 
 
 class Task:
@@ -41,7 +39,7 @@ class Task:
         self.recipe = Recipe(optimizer="lbfgs", steps=ITERATIONS, decay=float(settings["weight"]))
 
     def goal(self, settings: Settings) -> Goal:
-        """Our own objective with the factor and the shifts of a cell that has them; else the paper's."""
+        """Return our objective if the cell has a factor and shifts; otherwise the paper's."""
         ours = "factor" in settings
         objective: Callable[[Tensor, Tensor], Tensor]
         if self.attack == TARGETED:
@@ -61,8 +59,10 @@ class Task:
         return shifted(goal) if ours and settings["shifts"] else goal
 
     def flipped(self) -> Pair | Poison:
-        """Points of the validation set with other labels. Targeted: eights with the label three, and no threes; with
-        half of each, as the paper's text can be read, the success is a third of the published one."""
+        """Return points of the validation set with other labels; if targeted, only eights with the label three.
+
+        With half eights and half threes, another reading of the paper, the success is a third of the published one.
+        """
         if self.attack == UNTARGETED:
             return unmoved(untargeted(self.validation, self.validation, self.points, seed=self.seed))
         x, y = self.validation
@@ -81,15 +81,17 @@ def _scaled(objective: Callable[[Tensor, Tensor], Tensor], factor: float, scores
 
 
 def shifted(goal: Goal) -> Goal:
-    """The goal with its images as they are, and moved by one pixel up, down, left and right: the points then fit the
-    few validation images less closely. The border of an MNIST image is empty."""
+    """Return the goal with its images as they are, and moved by one pixel up, down, left and right.
+
+    The points then fit the few validation images less closely. The border of an MNIST image is empty.
+    """
     x = [goal.x.roll(way, (-2, -1)) for way in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))]
     return replace(goal, x=torch.cat(x), y=goal.y.repeat(len(x)))
 
 
 @cache
 def for_the_choice(kind: str) -> Pair:
-    """What candidates are compared on: images of the part of MNIST that the table has no test image from."""
+    """Return the images for comparing candidates, from the part of MNIST without test images of the table."""
     data = loaded("mnist")
     x, y = data.part("test") if kind == UNTARGETED else (data.x, data.y)
     rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -101,15 +103,18 @@ def for_the_choice(kind: str) -> Pair:
 
 @cache
 def split(kind: str, seed: int) -> tuple[Pair, Pair, Pair]:
-    """The examples of a seed. Untargeted: drawn from MNIST's training part. Targeted: every class alike, those for the
-    test from MNIST's test part."""
+    """Return the examples of a seed for training, validation and test.
+
+    Untargeted: all from MNIST's training part. Targeted: the same number of each class, and the test examples from
+    MNIST's test part.
+    """
     data, (first, second, third) = loaded("mnist"), rows_of(kind, seed)
     x, y = data.part("test") if kind == TARGETED else (data.x, data.y)
     return (data.x[first], data.y[first]), (data.x[second], data.y[second]), (x[third], y[third])
 
 
 def rows_of(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which images those are; the last, targeted, of MNIST's test part."""
+    """Return the rows of the three parts; if targeted, the last are rows of MNIST's test part."""
     data, counts, generator = loaded("mnist"), SPLITS[kind], torch.Generator().manual_seed(seed)
     order = torch.randperm(data.count, generator=generator)
     if kind == UNTARGETED:
@@ -123,12 +128,12 @@ def rows_of(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _alike(y: Tensor, order: Tensor, count: int) -> list[Tensor]:
-    """Rows in this order, by class, the same number of each."""
+    """Return rows in this order by class, the same number of each."""
     return [order[y[order] == c][: count // 10] for c in range(10)]
 
 
 def run(settings: Settings) -> Found | None:
-    """Run a cell; None where Ctrl-C came."""
+    """Run a cell; return None after Ctrl-C."""
     task = Task(settings)
     began = time.perf_counter()
     column = settings["column"]
@@ -162,7 +167,7 @@ def run(settings: Settings) -> Found | None:
 
 
 def pictures(kind: str, poison: Poison) -> dict[str, Any]:
-    """Bases and points as bytes, one for each label (untargeted) or five for each of both (targeted)."""
+    """Return bases and points as bytes, one for each label (untargeted) or five for each of both (targeted)."""
     if kind == TARGETED:
         rows = [int(i) for c in (WANTED, SOURCE) for i in torch.nonzero(poison.labels == c)[:5, 0]]
     else:
@@ -175,7 +180,7 @@ def pictures(kind: str, poison: Poison) -> dict[str, Any]:
 
 
 def method(settings: Settings) -> Method | None:
-    """What a column runs; None: the default of `attack`."""
+    """Return the method of a column; None for the default of `attack`."""
     adam = partial(torch.optim.Adam, lr=settings.get("rate", 0.1))
     T = settings.get("T")
     match settings["column"]:

@@ -1,21 +1,21 @@
 """The poisoning study (Appendices D.2 and E.4, Tables 5 and 6, Figures 5(c) and 6): settings, and the paper's numbers.
 
-The victim is a softmax regression without bias on 1,000 MNIST images. The paper gives a weight of 0.05, of |W|^2 / 2 as
-it seems. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005, and
-of the two it is the one with which the accuracy of clean data is near the paper's.
-The table is of 0.005; the part `weight` has 0.05.
+The victim is a softmax regression without bias on 1,000 MNIST images. The paper gives a weight of 0.05, apparently of
+|W|^2 / 2. The authors' published script (github.com/hammlab/bilevel-penalty, data_poisoning) has 0.5 * 0.01 = 0.005,
+and only this weight gives an accuracy of clean data close to the paper's. The table has 0.005, the part `weight` 0.05.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bilevel.running.run_many import Found, RunItem, Settings
+from bilevel_studies.study import Found, RunItem, Settings
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
 MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}
@@ -35,10 +35,10 @@ COLUMNS = {
     "rmd": "RMD",
     "algorithm-2": "Penalty, the paper's",
 }
-"""The columns by their names in cells, those of most worth first."""
+"""The columns by their names in cells, the most important first."""
 SHOWN = ("clean", "flipping", "rmd", "approx-grad", "algorithm-2", "penalty")
 STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 1000, "flipping": 0, "clean": 0}
-"""Upper steps; those of `penalty` are chosen. The paper's K is 5,000."""
+"""Upper steps; the steps of `penalty` are chosen. The paper's K is 5,000."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     UNTARGETED: (
         {"steps": 400, "factor": 1.0, "shifts": 0},
@@ -55,8 +55,8 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
         {"steps": 600, "factor": 1.5, "shifts": 4},
     ),
 }
-"""What was tried for our own Penalty: upper steps, the factor of the scores in the objective, and whether the images
-that the objective is of come shifted by one pixel up, down, left and right, too (4) or not (0)."""
+"""The candidates for our Penalty: upper steps, the factor of the scores in the objective, and the number of shifts by
+one pixel that are added to each image of the objective (4: up, down, left and right)."""
 OTHERS = ("approx-grad", "rmd")
 OTHER_CANDIDATES: tuple[dict[str, Any], ...] = (
     {},
@@ -64,7 +64,7 @@ OTHER_CANDIDATES: tuple[dict[str, Any], ...] = (
     {"factor": 1.5, "shifts": 0},
     {"factor": 1.5, "shifts": 0, "rate": 0.03},
 )
-"""What was tried for these: the paper's objective or ours, and two upper rates (0.1 where none is named)."""
+"""The candidates for these: the paper's objective or ours, and two upper rates (0.1 by default)."""
 Choice = Mapping[tuple[str, str], dict[str, Any]]
 """One candidate for each (attack, column)."""
 BEFORE_THE_CHOICE: Choice = {
@@ -72,7 +72,7 @@ BEFORE_THE_CHOICE: Choice = {
     (TARGETED, "penalty"): CANDIDATES[TARGETED][0],
     **{(attack, column): {} for attack in (UNTARGETED, TARGETED) for column in OTHERS},
 }
-"""What is run where the part `choice` is not finished."""
+"""The settings until the part `choice` is finished."""
 CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
 WEIGHT_PERCENTS = (3, 6)
 CHOICE, TABLE, WEIGHTS, HYPER, EFFECT = "choice", "table", "weight", "table-6", "effect-of-T"
@@ -81,7 +81,7 @@ LOWER_STEPS = (1, 5, 10, 20)
 """T of Figure 5(c); our own setting has 0."""
 EFFECT_STEPS = 200
 EFFECT_OPTIONS = {"factor": 1.5, "shifts": 0, "rate": 0.03}
-"""Of both methods there: the same objective on the same images, at one upper rate."""
+"""The options of both methods there: the same objective on the same images, at one upper rate."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,8 @@ class Published:
         return self.means[PERCENTS.index(percent)]
 
     def known(self, percent: int) -> tuple[float, float]:
-        """Mean and deviation, of a column that has both."""
-        mean = self.at(percent)
-        if mean is None or self.deviations is None:
-            raise LookupError(f"the paper has no mean and deviation of this column at {percent}%.")
-        return mean, self.deviations[PERCENTS.index(percent)]
+        """Return mean and deviation, for a column that has both."""
+        return self.at(percent) or math.nan, (self.deviations or ())[PERCENTS.index(percent)]
 
 
 PAPER: dict[str, dict[str, Published]] = {
@@ -128,11 +125,11 @@ HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
     "nu": (("with", {}, 67.59), ("without", {"multipliers": False}, 68.82)),
     "gamma_0": (("1", {"gamma": 1.0}, 73.38), ("10", {"gamma": 10.0}, 67.59), ("100", {"gamma": 100.0}, 71.96)),
 }
-"""Table 6 at 60 points: what is varied, the value, the options, and the paper's accuracy."""
+"""Table 6 at 60 points: the varied option, then values with their options and the paper's accuracy."""
 
 
 def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
-    """The candidate of each attack that is strongest in the mean over the shares of the part `choice`."""
+    """Return the candidate of each attack with the strongest mean over the shares of the part `choice`."""
     out = dict(BEFORE_THE_CHOICE)
     for attack, column in product(CANDIDATES, ("penalty", *OTHERS)):
         candidates = candidates_of(attack, column)
@@ -150,7 +147,7 @@ def candidates_of(attack: str, column: str) -> tuple[dict[str, Any], ...]:
 def mean_of(
     kept: Sequence[tuple[Settings, Found]], attack: str, column: str, candidate: Mapping[str, Any]
 ) -> float | None:
-    """Of what a candidate came to, over the shares; None where one was not run."""
+    """Return the mean result of a candidate over the shares; None if a share was not run."""
     found = [result[MEASURES[attack]] for _, result in tried(kept, attack, column, candidate)]
     return statistics.fmean(found) if len(found) == len(CHOICE_PERCENTS) else None
 
@@ -158,18 +155,18 @@ def mean_of(
 def tried(
     kept: Sequence[tuple[Settings, Found]], attack: str, column: str, candidate: Mapping[str, Any]
 ) -> list[tuple[Settings, Found]]:
-    """The cells of a candidate."""
+    """Return the cells of a candidate."""
     wanted = [_candidate(attack, column, percent, candidate) for percent in CHOICE_PERCENTS]
     return [pair for pair in kept if dict(pair[0]) in wanted]
 
 
 def _candidate(attack: str, column: str, percent: int, candidate: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"unseen": True} if attack == TARGETED else {}  # measured on images that the attack has not seen, as it ought
+    own = {"unseen": True} if attack == TARGETED else {}  # measured on images that the attack has not seen
     return _settings(CHOICE, attack, column, percent, CHOICE_SEED) | dict(candidate) | own
 
 
 def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *OTHERS)) -> list[RunItem]:
-    """Every candidate, on a seed that is not in the table."""
+    """Return a cell for every candidate, on a seed that is not in the table."""
     found = [
         _candidate(attack, column, percent, candidate)
         for column in ("penalty", *OTHERS)
@@ -183,7 +180,7 @@ def choice_cells(attacks: Sequence[str], columns: Sequence[str] = ("penalty", *O
 def cells(
     parts: Sequence[str], attacks: Sequence[str], columns: Sequence[str], seeds: int, choice: Choice = BEFORE_THE_CHOICE
 ) -> list[RunItem]:
-    """The cells of these parts but `choice`, the most worth first."""
+    """Return the cells of some parts except `choice`, the most important first."""
     found: list[tuple[dict[str, Any], tuple[float, ...]]] = []
     if TABLE in parts:
         found += _table(attacks, columns, seeds, choice)
@@ -206,7 +203,7 @@ def cells(
 
 
 def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Found]]:
-    """Those that are cells of the study as it is, of any seed: a file may hold results of other settings."""
+    """Return the cells of the current study, with any seed: a file can contain results of other settings."""
     all_of_it = choice_cells(tuple(PAPER)) + cells(PARTS, tuple(PAPER), tuple(COLUMNS), 1, best(kept))
     known = {_but_the_seed(cell.settings) for cell in all_of_it}
     return [pair for pair in kept if _but_the_seed(pair[0]) in known]

@@ -1,9 +1,10 @@
-"""The tables and numbers of the poisoning study, next to those of the paper."""
+"""The tables and numbers of the poisoning study, next to the paper's."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,11 @@ def report(kept: Sequence[Kept], folder: Path) -> Report:
     """Draw the figures and return the tables."""
     kept = current(kept)
     for attack in MEASURES:
-        pictures = [found["pictures"] for _, found in chosen(kept, part=TABLE, attack=attack) if "pictures" in found]
-        if pictures:
-            pairs = zip(pictures[0]["poison"], pictures[0]["base"], strict=True)
+        found = [one["pictures"] for _, one in chosen(kept, part=TABLE, attack=attack) if "pictures" in one]
+        for pictures in found[:1]:
+            pairs = zip(pictures["poison"], pictures["base"], strict=True)
             columns = [[np.array(pixels, dtype=np.uint8).reshape(SIDE, SIDE) for pixels in pair] for pair in pairs]
-            plots.images(columns, folder / f"poisoning-{attack}.png", [str(y) for y in pictures[0]["labels"]])
+            plots.images(columns, folder / f"poisoning-{attack}.png", [str(y) for y in pictures["labels"]])
     if effect := chosen(kept, part=EFFECT):
         plots.against_lower_steps(effect, "column", COLUMNS, folder / "poisoning-effect-of-T.png")
     tables = {title: body for title, body in all_tables(kept).items() if body}
@@ -117,10 +118,9 @@ def values(kept: Sequence[Kept], attack: str, column: str, at: int, part: str = 
 def reached(kept: Sequence[Kept]) -> dict[str, dict[str, bool | None]]:
     """Return whether Penalty reaches the paper's at each share, within one deviation over seeds; None: not run."""
     out: dict[str, dict[str, bool | None]] = {attack: {} for attack in MEASURES}
-    for attack, found in out.items():
-        for at in PERCENTS:
-            ours, (goal, _) = values(kept, attack, "penalty", at), PAPER[attack]["penalty"].known(at)
-            found[str(at)] = not behind(ours, goal, attack) if ours else None
+    for attack, at in product(MEASURES, PERCENTS):
+        ours, (goal, _) = values(kept, attack, "penalty", at), PAPER[attack]["penalty"].known(at)
+        out[attack][str(at)] = not behind(ours, goal, attack) if ours else None
     return out
 
 
@@ -195,12 +195,11 @@ def choice_table(kept: Sequence[Kept], attack: str, taken: Choice) -> str:
 def other_choice_table(kept: Sequence[Kept], attack: str, taken: Choice) -> str:
     """The candidates for ApproxGrad and RMD."""
     rows = []
-    for column in OTHERS:
-        for candidate in OTHER_CANDIDATES:
-            objective = "our objective without shifts" if "factor" in candidate else "the paper's objective"
-            mark = " (in the table)" if candidate == taken[attack, column] else ""
-            title = f"{objective}, rate {candidate.get('rate', 0.1):g}{mark}"
-            rows.append([COLUMNS[column], title, *_tried(kept, attack, column, candidate)])
+    for column, candidate in product(OTHERS, OTHER_CANDIDATES):
+        objective = "our objective without shifts" if "factor" in candidate else "the paper's objective"
+        mark = " (in the table)" if candidate == taken[attack, column] else ""
+        title = f"{objective}, rate {candidate.get('rate', 0.1):g}{mark}"
+        rows.append([COLUMNS[column], title, *_tried(kept, attack, column, candidate)])
     return table(["method", "candidate", *(f"{at}%" for at in CHOICE_PERCENTS), "mean"], rows)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from bilevel import Callback, Run, Solution, solve
 from bilevel.applications.comparison.synthetic_problems import Example
 from bilevel.methods.base import Method
-from bilevel.results import Solution
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.solve import solve
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ DESCRIPTIONS = {
         "|A(1 - u - v)|²",
         "u = v = P(1/2)",
         "|(P(u - 1/2), P(v - 1/2))|",
-        "The paper counts 1/2 + p as a solution for every p with Ap = 0; of these, only P(1/2) minimises f. The error "
-        "is the paper's; a start counts as solved by its distance to P(1/2).",
+        "The paper counts 1/2 + p as a solution for every p with Ap = 0; only P(1/2) minimises f among these. The "
+        "error is the paper's; a start counts as solved by its distance to P(1/2).",
     ),
     "difference-singular": Description(
         "Difference, singular", "|v|² - |A(u - v)|²", "|A(u - v)|²", "v = 0, Au = 0", "|(Pu, v)|"
@@ -83,18 +81,12 @@ def attempt(
     return Attempt(solution, [*trace.errors[:-1], example.error(u, v)], example.distance(u, v), seconds)
 
 
-@dataclass
 class _Trace(Callback):
     """Measures the error at the start and after each step."""
 
-    example: Example
-    u: Tensor
-    v: Tensor
-    errors: list[float] = field(default_factory=list)
+    def __init__(self, example: Example, u: Tensor, v: Tensor) -> None:
+        self.example, self.u, self.v = example, u, v
+        self.errors = [example.error(u, v)]
 
-    def __post_init__(self) -> None:
+    def log(self, run: Run) -> None:
         self.errors.append(self.example.error(self.u, self.v))
-
-    def log(self, run: Run) -> bool | None:
-        self.errors.append(self.example.error(self.u, self.v))
-        return None

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from bilevel_studies.plots import STYLE, legend_above, new_figure, save_figure
+from bilevel_studies.plots import STYLE, new_figure, save_figure
 from bilevel_studies.synthetic.results import Array, Results
 from bilevel_studies.synthetic.study import LAMS, LOWER_STEPS, METHODS, NUMBERS, PAIRS, PROBLEMS, SENSITIVITY
 
@@ -27,7 +27,7 @@ FLOOR = 1e-12
 
 @matplotlib.rc_context(STYLE)
 def convergence(results: Results, pair: str, path: Path) -> None:
-    """Figures 1 and 2: for each problem of a pair and each T, the mean of every method over its trials."""
+    """Draw Figures 1 and 2: for each problem of a pair and each T, the mean of every method over its trials."""
     steps = [*LOWER_STEPS, 100]
     figure = new_figure(8.8, 4.6)
     axes = figure.subplots(2, len(steps), sharex="col", sharey="row")
@@ -42,13 +42,12 @@ def convergence(results: Results, pair: str, path: Path) -> None:
         row[0].set_ylabel("error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    legend_above(figure, axes[0][0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 @matplotlib.rc_context(STYLE)
 def ablation(results: Results, path: Path) -> None:
-    """Figure 7: Penalty on Example 1 for each T and first lam, with nu (top) and without."""
+    """Draw Figure 7: Penalty on Example 1 for each T and first lam, with nu (top) and without."""
     figure = new_figure(8.0, 4.4)
     axes = figure.subplots(2, len(LOWER_STEPS), sharex=True, sharey=True)
     shades = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, len(LAMS)))
@@ -62,13 +61,12 @@ def ablation(results: Results, path: Path) -> None:
         row[0].set_ylabel("mean error")
     for cell in axes[-1]:
         cell.set_xlabel("upper steps")
-    legend_above(figure, axes[0][0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 @matplotlib.rc_context(STYLE)
 def sensitivity(results: Results, path: Path) -> None:
-    """Appendix D.4: the last mean error against each of four options."""
+    """Draw Appendix D.4: the last mean error against each of four options."""
     names = {
         "gamma": "first gamma",
         "epsilon": "first epsilon",
@@ -86,13 +84,12 @@ def sensitivity(results: Results, path: Path) -> None:
             cell.set_xscale("log")
         cell.set_xlabel(names[option])
     axes[0].set_ylabel("last mean error")
-    legend_above(figure, axes[0])
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0])
 
 
 @matplotlib.rc_context(STYLE)
 def budget(results: Results, path: Path) -> None:
-    """Every run against the gradients of g that it took, and the number that all of them took."""
+    """Draw the error of every run against its gradients of g, and the number of gradients that all runs took."""
     figure = new_figure(8.0, 5.6)
     axes = figure.subplots(2, 2, sharex=True)
     for cell, problem in zip(axes.flat, PROBLEMS, strict=True):
@@ -109,12 +106,11 @@ def budget(results: Results, path: Path) -> None:
         cell.set_xlabel("gradients of g")
     for cell in axes[:, 0]:
         cell.set_ylabel("mean error")
-    legend_above(figure, axes[0][0], columns=5)
-    save_figure(figure, path)
+    save_figure(figure, path, legend_of=axes[0][0])
 
 
 def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:
-    """The mean error of `Penalty()` over its trials against evaluations; a trial that has ended stays where it is."""
+    """Return the mean error of `Penalty()` against evaluations; a trial that has ended keeps its last error."""
     found = results.default(problem)
     grid = np.unique(np.concatenate([np.array(e, dtype=float) for e in found["evaluations"]]))
     rows = []
@@ -125,7 +121,7 @@ def _default_curve(results: Results, problem: str) -> tuple[Array, Array]:
 
 
 def _trials(cell: Any, x: Array, errors: Array, color: str, label: str) -> None:
-    """Every trial thin, their mean on top."""
+    """Draw every trial as a thin line, and their mean on top."""
     cell.plot(x, np.maximum(errors, FLOOR), color=color, lw=0.4, alpha=0.18)
     cell.plot(x, np.maximum(errors.mean(1), FLOOR), color=color, lw=1.8, label=label)
 

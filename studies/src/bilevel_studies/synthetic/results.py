@@ -1,4 +1,4 @@
-"""The finished cells of the synthetic study, as tables and figures ask for them."""
+"""The results of the synthetic study in the form that its tables and figures need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel_studies.study import Kept
+from bilevel_studies.study import Found, Kept, RunItem, Settings
 from bilevel_studies.synthetic.study import (
     LOWER_STEPS,
     OTHERS,
@@ -33,7 +32,7 @@ GOAL = 0.01
 
 
 class Results:
-    """The study of a scale. All of its cells must be among `kept`."""
+    """The results of the study at one scale. All cells must be among `kept`."""
 
     def __init__(self, scale: Scale, kept: Sequence[Kept]) -> None:
         self.scale, self.kept = scale, kept
@@ -46,38 +45,33 @@ class Results:
         return found
 
     def run(self, problem: str, name: str, T: int, **options: Any) -> Found:
-        """The protocol's run that holds this problem, or that of one of the other methods."""
+        """Return the result of the run that has this problem."""
         if (name, T) in OTHERS:
             return self._get(budgeted(self.scale, pair_of(problem), name, T))
         return self._get(protocol(self.scale, pair_of(problem), name, T, **options))
 
     def curves(self, problem: str, name: str, T: int, **options: Any) -> tuple[Array, Array]:
-        """(steps, errors of shape (points, trials))"""
+        """Return the steps and the errors, of shape (points, trials)."""
         found = self.run(problem, name, T, **options)
         errors = np.array([point[found["problems"].index(problem)] for point in found["errors"]])
         return np.array(found["steps"], dtype=float), errors
 
     def ends(self, problem: str, name: str, T: int, **options: Any) -> Array:
-        """The last error of every trial."""
-        last: Array = self.curves(problem, name, T, **options)[1][-1]
-        return last
+        """Return the last error of every trial."""
+        return np.asarray(self.curves(problem, name, T, **options)[1][-1])
 
     def converged(self, problem: str, name: str, T: int, **options: Any) -> int:
-        """How many trials have converged."""
-        first = self.curves(problem, name, T, **options)[1][0]
-        return int((self.ends(problem, name, T, **options) <= GOAL * first).sum())
-
-    def seconds(self, problem: str, name: str, T: int) -> float:
-        """Of a compiled step of all trials of a pair."""
-        return float(self.run(problem, name, T)["seconds_per_step"])
+        """Return how many trials have converged."""
+        _, errors = self.curves(problem, name, T, **options)
+        return int((self.ends(problem, name, T, **options) <= GOAL * errors[0]).sum())
 
     def ablated(self, T: int, multipliers: bool) -> tuple[Array, Array]:
-        """(steps, mean errors of shape (points, values of lam))"""
+        """Return the steps and the mean errors, of shape (points, values of lam)."""
         found = self._get(ablation(self.scale, T, multipliers))
         return np.array(found["steps"], dtype=float), np.array(found["errors"]).mean(-1)
 
     def varied(self, option: str) -> dict[str, list[tuple[float, float]]]:
-        """For each problem of the plain pair, (value, mean of the last errors)."""
+        """Return pairs (value, mean of the last errors) for each problem of the plain pair."""
         out: dict[str, list[tuple[float, float]]] = {name: [] for name in PAIRS["plain"]}
         for cell in sensitivity(self.scale, option):
             found = self._get(cell)
@@ -88,18 +82,18 @@ class Results:
         return out
 
     def clock(self, problem: str, name: str) -> dict[int, tuple[float, float]]:
-        """For each T, mean and deviation of the seconds of 10,000 eager steps of one run."""
+        """Return the mean and deviation of the seconds of 10,000 eager steps of one run, by T."""
         blocks = self._get(wall_clock(self.scale, problem, name))["seconds_per_step"]
         pairs = zip(LOWER_STEPS, blocks, strict=True)
         return {T: (1e4 * float(np.mean(block)), 1e4 * float(np.std(block))) for T, block in pairs}
 
     def default(self, problem: str) -> Found:
-        """`Penalty()` with no option."""
+        """Return the result of `Penalty()` without options."""
         return self._get(default(self.scale, problem))
 
     @cached_property
     def gradients(self) -> dict[tuple[str, int], float]:
-        """What an upper step is worth in gradients of g, by method and T."""
+        """The cost of an upper step in gradients of g, by method and T."""
         return {
             run: gradients
             for runs in (RUNS, list(OTHERS))
@@ -108,16 +102,15 @@ class Results:
 
     @cached_property
     def budget(self) -> float:
-        """The gradients that the cheapest run of the protocol took: what every run can be asked for."""
+        """The gradients of the cheapest run of the protocol: every run took at least as many."""
         longest = self.run("sum", "RMD", 100)["steps"][-1]
         return min(self.gradients[name, T] * (longest if T == 100 else self.scale.steps) for name, T in RUNS)
 
     def at_budget(self, problem: str, name: str, T: int) -> Array:
-        """The error of every trial when the budget was spent."""
+        """Return the error of every trial when the budget was spent."""
         steps, errors = self.curves(problem, name, T)
         at = np.searchsorted(steps * self.gradients[name, T], self.budget * (1 + 1e-9), "right") - 1
-        found: Array = errors[at]
-        return found
+        return np.asarray(errors[at])
 
 
 def pair_of(problem: str) -> str:

@@ -1,4 +1,4 @@
-"""How a cell of the synthetic study is run. All trials of two problems run in one tensor:
+"""Run a cell of the synthetic study. All trials of two problems run in one tensor:
 
     f = a|u|^2 + |v|^2 - b|A(u - v)|^2      g = |A(c + s u - v)|^2      (A = I in the plain pair)
 
@@ -12,37 +12,27 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor
 
+from bilevel import Callback, Penalty, Problem, Run, solve
 from bilevel.applications.comparison.synthetic_problems import Example, examples, matrices, nth, square, times
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Found, Settings
-from bilevel.running.solve import solve
 from bilevel_studies.cost import cost
+from bilevel_studies.study import Found, Settings
 from bilevel_studies.synthetic.attempts import attempt
 from bilevel_studies.synthetic.study import DIMENSION, PAIRS, method
 
 
 def run(settings: Settings) -> Found | None:
-    """The result of a cell; None where Ctrl-C stopped it."""
-    match settings["part"]:
-        case "default":
-            return _run_default(settings)
-        case "clock":
-            return _run_clock(settings)
-        case "costs":
-            return _run_costs(settings)
-        case _:
-            return _run_trials(settings)
+    """Return the result of a cell; None after Ctrl-C."""
+    parts = {"default": _run_default, "clock": _run_clock, "costs": _run_costs}
+    return parts.get(settings["part"], _run_trials)(settings)
 
 
 def general(problems: Sequence[str], trials: int, seed: int) -> Problem:
-    """All trials of problems that are both plain or both singular, in one: see the module's docstring."""
+    """Return one problem for all trials of problems that are all plain or all singular (see the module's docstring)."""
     kinds = torch.tensor([name.startswith("difference") for name in problems]).repeat_interleave(trials)
     b = kinds.to(torch.float64)
     a, c, s = 1 - b, (1 - b)[:, None], (2 * b - 1)[:, None]
@@ -63,7 +53,7 @@ def _quadratic(a: Tensor, b: Tensor, c: Tensor, s: Tensor, product: Callable[[Te
 
 
 def _run_trials(settings: Settings) -> Found | None:
-    """Errors of every trial of every problem, and of every value that is varied, at intervals of a run."""
+    """Return the errors of every trial for each problem and varied value, measured at intervals of a run."""
     trials, seed, steps = settings["trials"], settings["seed"], settings["steps"]
     names = list(settings.get("problems") or PAIRS[settings["pair"]])
     known = {example.name: example for example in examples(DIMENSION, seed, trials)}
@@ -79,7 +69,7 @@ def _run_trials(settings: Settings) -> Found | None:
         for parts in zip(*(example.starts(trials, seed) for example in groups), strict=True)
     )
     trace = _Trace(groups, trials, u, v)
-    with _compiling():
+    with inductor.patch(compile_threads=1):  # other processes run at the same time
         solution = solve(
             general(spread, trials, seed),
             chosen,
@@ -113,7 +103,7 @@ def _run_trials(settings: Settings) -> Found | None:
 
 
 class _Trace(Callback):
-    """The errors of all trials at the start and at each log: [group][trial] at each of `steps`."""
+    """Records the errors of all trials at the start and at each log: [group][trial] at each of `steps`."""
 
     def __init__(self, groups: Sequence[Example], trials: int, u: Tensor, v: Tensor) -> None:
         self.groups, self.trials, self.u, self.v = groups, trials, u, v
@@ -127,7 +117,7 @@ class _Trace(Callback):
         return None
 
     def seconds_per_step(self) -> float:
-        """The median over the intervals but the first, which compiles: other work on the machine comes in bursts."""
+        """Return the median over the intervals except the first, which compiles. Other programs run in bursts."""
         pairs = itertools.pairwise(self.times[1:])
         rates = [(late[1] - early[1]) / (late[0] - early[0]) for early, late in pairs if late[0] > early[0]]
         return median(rates) if rates else 0.0
@@ -139,23 +129,16 @@ class _Trace(Callback):
         self.times.append((step, seconds))
 
 
-def _compiling() -> Any:
-    """One process compiles by itself: others run beside it."""
-    import torch._inductor.config as inductor
-
-    return inductor.patch(compile_threads=1)
-
-
 def _run_clock(settings: Settings) -> Found | None:
-    """Seconds a step of single runs, eager, in four blocks of steps for each T.
+    """Return the seconds of an eager step of single runs, in four blocks of steps for each T.
 
-    Those of the process: on an idle machine they are the clock's, and on a busy one they are still its own."""
+    They are seconds of the process, so that other programs on the machine do not count.
+    """
     example = next(e for e in examples(DIMENSION, nth(settings["seed"], 0)) if e.name == settings["problem"])
     blocks: list[list[float]] = []
     for T in settings["lower_steps"]:
         u, v = example.start(nth(settings["seed"], 0))
-        watch = _Watch()
-        steps = settings["steps"]
+        watch, steps = _Watch(), settings["steps"]
         solution = solve(
             example.problem,
             method(settings["method"], T, {}),
@@ -170,8 +153,7 @@ def _run_clock(settings: Settings) -> Found | None:
         )
         if solution.interrupted:
             return None
-        marks = watch.marks
-        pairs = itertools.pairwise(marks)  # the first block makes the optimizers' state
+        pairs = itertools.pairwise(watch.marks)  # the first block makes the optimizers' state
         blocks.append([(late[1] - early[1]) / (late[0] - early[0]) for early, late in pairs])
     return {"seconds_per_step": blocks}
 
@@ -186,7 +168,7 @@ class _Watch(Callback):
 
 
 def _run_costs(settings: Settings) -> Found:
-    """Counted on the third problem, whose work is all in g."""
+    """Count the cost of an upper step on the third problem: all its work is in g."""
     example = examples(DIMENSION)[2]
     found = [cost(example.problem, method(name, T, {}), *example.start(0), repeats=0) for name, T in settings["runs"]]
     return {"gradients": [one.gradients for one in found]}
@@ -209,5 +191,5 @@ def _run_default(settings: Settings) -> Found | None:
 
 
 def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Six digits are enough for a figure, and a third of the file."""
+    """Round to six digits: enough for a figure, and a third of the file size."""
     return [[float(f"{x:.6g}") for x in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Table 7: the sizes of u and v in every experiment, as counted from our models, beside the paper's."""
+"""Table 7: the sizes of u and v in every experiment, counted from our models, next to the sizes in the paper."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sizes:
     u: int
     v: int
     how: str
-    """What is counted."""
+    """The things that are counted."""
 
 
 ROWS: list[tuple[str, str, str, str, int | Network, int | Network, str]] = [
@@ -96,7 +96,7 @@ ROWS: list[tuple[str, str, str, str, int | Network, int | Network, str]] = [
         "one image; `linear` on 2,048 features",
     ),
 ]
-"""Upper variables that are one number for each example are counted from the sizes of the data sets."""
+"""The rows of the table. If u has one number per example, it is counted from the size of the data set."""
 
 
 def table() -> list[Sizes]:
@@ -112,5 +112,5 @@ def _count(size: int | Network) -> int:
 
 
 def thousands(text: str) -> float:
-    """The paper's 59K or 1.4M as a number."""
+    """Convert text such as 59K or 1.4M to a number."""
     return float(text[:-1]) * {"K": 1e3, "M": 1e6}[text[-1]]

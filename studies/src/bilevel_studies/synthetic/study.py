@@ -1,7 +1,7 @@
-"""The synthetic study (Section 3.1, Appendices D.4 and E.1): its protocol as data, and the cells it is made of.
+"""The synthetic study (Section 3.1, Appendices D.4 and E.1): its protocol and its cells.
 
 Adam with learning rates of 1e-3 above and 1e-4 below (plain gradient descent below in RMD), gamma 1, lam 10, epsilon 1,
-40,000 upper steps, 20 trials from starts uniform in [-5, 5]^10. `synthetic_runs` runs a cell.
+40,000 upper steps, 20 trials from starts uniform in [-5, 5]^10. `runs.py` runs a cell.
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ from typing import Any
 
 import torch
 
-from bilevel.methods.alternating import Alternating
-from bilevel.methods.approx_grad import ApproxGrad
+from bilevel import Alternating, ApproxGrad, ForwardMode, Penalty, ReverseMode, ValueFunction, ValueGap
 from bilevel.methods.base import Method
-from bilevel.methods.forward_mode import ForwardMode
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.methods.value_function import ValueFunction
-from bilevel.methods.value_gap import ValueGap
-from bilevel.running.run_many import RunItem
+from bilevel_studies.study import RunItem
 
 DIMENSION = 10
 UPPER_RATE, LOWER_RATE = 1e-3, 1e-4
 DAMPING = 1e-3
-"""The paper regularises the linear system of ApproxGrad, and does not say by how much."""
+"""The paper regularises the linear system of ApproxGrad but does not say by how much."""
 PAIRS = {"plain": ("sum", "difference"), "singular": ("sum-singular", "difference-singular")}
 PROBLEMS = [name for pair in PAIRS.values() for name in pair]
 NUMBERS = {name: i + 1 for i, name in enumerate(PROBLEMS)}
@@ -40,8 +34,8 @@ OTHERS: dict[tuple[str, int], int] = {
     ("ValueGap", 10): 2 * (10 + 1),
     ("ValueFunction", 10): 2 * (10 + 1),
 }
-"""The library's other methods with their T, and the gradients of g that an upper step takes. They run for the budget
-that is common to all runs, and no longer."""
+"""The library's other methods with their T, and the gradients of g in one upper step. They stop at the budget that is
+common to all runs."""
 LAMS = (0.0, 1e-4, 1e-2, 1.0)
 """The first lam in Figure 7."""
 SENSITIVITY: dict[str, tuple[float, ...]] = {
@@ -64,9 +58,9 @@ class Scale:
     ablation_trials: int = 5
     """As the caption of Figure 7 says."""
     long_steps: Mapping[str, int] = field(default_factory=lambda: {"plain": 10_000, "singular": 10_000})
-    """Upper steps of RMD with T = 100: 201 evaluations each, which one compiled graph does not hold."""
+    """Upper steps of RMD with T = 100. A step has 201 evaluations, too many for one compiled graph."""
     more_steps: int = 100_000
-    """Upper steps of Penalty with T = 1 where the protocol's are too few for v to get there."""
+    """Upper steps of Penalty with T = 1: the protocol's steps are too few for v to converge."""
     clock_steps: int = 500
     default_steps: int = 500
     points: int = 200
@@ -89,7 +83,7 @@ QUICK = Scale(
 
 
 def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
-    """A method of the paper by its name there, or another one, with the learning rates of the study."""
+    """Return a method by its name in the paper or the library, with the learning rates of the study."""
     lower = partial(torch.optim.Adam, lr=LOWER_RATE)
     shared: dict[str, Any] = {
         "lower_steps": lower_steps,
@@ -123,7 +117,7 @@ def method(name: str, lower_steps: int, options: Mapping[str, Any]) -> Method:
 def protocol(
     scale: Scale, pair: str, name: str, lower_steps: int, *, steps: int | None = None, **options: Any
 ) -> RunItem:
-    """One method with one T on a pair of problems."""
+    """Return the cell of one method with one T on a pair of problems."""
     steps = steps or (scale.long_steps[pair] if lower_steps == 100 else scale.steps)
     settings = {
         "part": "protocol",
@@ -142,9 +136,10 @@ def protocol(
 
 
 def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> RunItem:
-    """One of the other methods on a pair of problems, for the gradients that GD with T = 1 takes, two a step.
+    """Return the cell of one of the other methods, for as many gradients as GD with T = 1 takes: two per step.
 
-    FMD has so few steps that compiling them would take longer."""
+    FMD has so few steps that compiling them would take longer.
+    """
     settings = {
         "part": "budget",
         "pair": pair,
@@ -161,7 +156,7 @@ def budgeted(scale: Scale, pair: str, name: str, lower_steps: int) -> RunItem:
 
 
 def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> RunItem:
-    """Figure 7: all four lam at once on the first problem, with or without nu."""
+    """Return the cell of Figure 7: all four lam at the same time on the first problem, with or without nu."""
     settings = {
         "part": "ablation",
         "pair": "plain",
@@ -180,7 +175,7 @@ def ablation(scale: Scale, lower_steps: int, multipliers: bool) -> RunItem:
 
 
 def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[RunItem]:
-    """Appendix D.4: other values of one option. Prices differ from trial to trial of a run, factors from run to run."""
+    """Return the cells of Appendix D.4 for one option: gamma and epsilon vary within a run, factors between runs."""
     values = SENSITIVITY[option]
     base = {
         "part": "sensitivity",
@@ -199,7 +194,7 @@ def sensitivity(scale: Scale, option: str, pair: str = "plain") -> list[RunItem]
 
 
 def wall_clock(scale: Scale, problem: str, name: str) -> RunItem:
-    """Table 4: one run, as it is written, for each T."""
+    """Return the cell of Table 4: one run for each T."""
     settings = {
         "part": "clock",
         "problem": problem,
@@ -213,7 +208,7 @@ def wall_clock(scale: Scale, problem: str, name: str) -> RunItem:
 
 
 def default(scale: Scale, problem: str) -> RunItem:
-    """`Penalty()` with no option, one start after another."""
+    """Return the cell of `Penalty()` without options, one start after another."""
     settings = {
         "part": "default",
         "problem": problem,
@@ -225,12 +220,12 @@ def default(scale: Scale, problem: str) -> RunItem:
 
 
 def costs(runs: Iterable[tuple[str, int]] = tuple(RUNS)) -> RunItem:
-    """What an upper step of each of these runs is worth, in gradients of g."""
+    """Return the cell that counts the cost of an upper step of each run in gradients of g."""
     return RunItem({"part": "costs", "runs": [list(run) for run in runs]}, weight=5)
 
 
 def cells(scale: Scale) -> list[RunItem]:
-    """All of the study."""
+    """Return all cells of the study."""
     out = [protocol(scale, pair, name, T) for pair in PAIRS for name in METHODS for T in LOWER_STEPS]
     out += [protocol(scale, pair, "RMD", 100) for pair in PAIRS]
     out += [protocol(scale, pair, "Penalty", 1, steps=scale.more_steps) for pair in PAIRS]

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bilevel import DataError
 from bilevel.applications.tuning.folded_linear_model import Rows, from_scipy
-from bilevel.errors import DataError
 
 DATASETS = ("a9a", "digits", "text")
 SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
-"""Training and validation rows; all others are the test's."""
+"""Training and validation rows; all others are for the test."""
 WORDS, TEXTS = 20_000, 4000
 INFORMATIVE, NOISE = 10, 90
 """Features of the regression."""
@@ -23,11 +23,11 @@ REGRESSION_ROWS, REGRESSION_TEST, REGRESSION_FOLDS = 200, 2000, 5
 
 
 def problem(name: str, seed: int) -> tuple[Rows, Rows]:
-    """Training rows (fold -1) with validation rows (fold 0), and test rows."""
+    """Return training rows (fold -1) with validation rows (fold 0), and test rows."""
     x, y, test = _source(name, seed)
     train, valid = SIZES[name]
     order = np.random.default_rng(seed).permutation(len(y) if test is None else test)
-    if name == "text":  # the words' weights are those of the training rows
+    if name == "text":  # the weights of words come from the training rows
         from sklearn.feature_extraction.text import TfidfTransformer
 
         x = TfidfTransformer().fit(x[order[:train]]).transform(x)
@@ -38,7 +38,7 @@ def problem(name: str, seed: int) -> tuple[Rows, Rows]:
 
 
 def sparse_regression(seed: int) -> tuple[Rows, Rows]:
-    """Rows in five folds, and test rows, of a linear target of few of the features and noise of deviation 1."""
+    """Return rows in five folds and test rows. Few features matter in the linear target; its noise has deviation 1."""
     draw = np.random.default_rng(seed)
     w = np.zeros(INFORMATIVE + NOISE)
     w[:INFORMATIVE] = draw.normal(size=INFORMATIVE) + np.sign(draw.normal(size=INFORMATIVE))
@@ -57,7 +57,7 @@ def _rows(x: Any, y: np.ndarray, fold: np.ndarray) -> Rows:
 
 
 def _source(name: str, seed: int) -> tuple[Any, np.ndarray, int | None]:
-    """Inputs, of text the counts of words; labels; and from which row on they are the test's, None: no row is yet."""
+    """Return inputs (for text, counts of words), labels, and the first test row; None if no rows are for the test."""
     if name == "digits":
         from sklearn.datasets import load_digits
 

@@ -1,8 +1,7 @@
-"""The regression of the tuning study, whose answers are known: informative features, and the leave-out curve.
+"""The regression of the tuning study, whose answers are known: the informative features, and the leave-out curve.
 
-Of ridge regression with one penalty, the squared error of rows that are left out has a closed form: by the normal
-equations for a fold, and for single rows by the shortcut e_i / (1 - h_ii), with the residuals and the diagonal of the
-hat matrix of all rows.
+In ridge regression with one penalty, the squared error of left-out rows has a closed form: the normal equations for a
+fold, and e_i / (1 - h_ii) for single rows, with the residuals and the diagonal of the hat matrix of all rows.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import torch
 
 from bilevel.applications.tuning.folded_linear_model import Rows
 from bilevel.applications.tuning.linear_tuning import loss_of, trained, tune_linear
-from bilevel.running.run_many import Found
+from bilevel_studies.study import Found
 from bilevel_studies.tuning.data import INFORMATIVE, sparse_regression
 
 GRID = 25
-"""Single penalties that those of the features are compared with."""
+"""The number of single penalties to compare with."""
 LEFT_OUT = {"folds": "five folds", "rows": "single rows"}
-"""What is left out in turn."""
+"""The rows that are left out in turn."""
 REACH, EXACT = (-5.0, 10.0), 1e-9
-"""The logarithms between which the curve's minimum is looked for, and the tolerance of the tuning."""
+"""The interval of logarithms that is searched for the minimum of the curve, and the tolerance of the tuning."""
 
 
 def features(seed: int) -> Found:
-    """A penalty for each feature where few matter, beside the best single one by the test rows themselves."""
+    """Tune a penalty for each feature, and compare with the single penalty that is best on the test rows."""
     rows, test = sparse_regression(seed)
     found = tune_linear(rows, caution=0.0)
     singles = [loss_of(test, *trained(rows, torch.full_like(found.alpha, alpha))) for alpha in np.logspace(-1, 4, GRID)]
@@ -39,13 +38,13 @@ def features(seed: int) -> Found:
 
 
 def single(left_out: str, seed: int) -> Found:
-    """One penalty tuned by gradient, beside the minimiser of the closed form."""
+    """Tune one penalty by gradient, and compare with the minimiser of the closed form."""
     from scipy.optimize import minimize_scalar
 
     rows, _ = sparse_regression(seed)
+    curve = leave_fold_out
     if left_out == "rows":
-        rows = replace(rows, fold=torch.arange(len(rows.y)))
-    curve = leave_one_out if left_out == "rows" else leave_fold_out
+        rows, curve = replace(rows, fold=torch.arange(len(rows.y))), leave_one_out
     best = minimize_scalar(
         lambda log: curve(rows, float(np.exp(log))), bounds=REACH, method="bounded", options={"xatol": 1e-7}
     )
@@ -59,7 +58,7 @@ def single(left_out: str, seed: int) -> Found:
 
 
 def leave_fold_out(rows: Rows, alpha: float) -> float:
-    """Half of the mean squared error of the folds' rows; the bias is not penalised."""
+    """Return half of the mean squared error of the folds' rows; the bias is not penalised."""
     total = 0.0
     for k in range(rows.folds):
         out = rows.fold == k
@@ -72,7 +71,7 @@ def leave_fold_out(rows: Rows, alpha: float) -> float:
 
 
 def leave_one_out(rows: Rows, alpha: float) -> float:
-    """Half of the mean squared error of rows that are left out one by one; the bias is not penalised."""
+    """Return half of the mean squared error of rows that are left out one by one; the bias is not penalised."""
     x, y, n = rows.x - rows.x.mean(0), rows.y - rows.y.mean(), len(rows.y)
     hat = x @ torch.linalg.solve(x.T @ x + alpha * torch.eye(x.shape[1], dtype=x.dtype), x.T)
     left_out = (y - hat @ y) / (1 - 1 / n - hat.diagonal())

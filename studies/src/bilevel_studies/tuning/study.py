@@ -1,14 +1,14 @@
-"""The tuning study: penalties of linear models beside other ways to choose them, a network, and a million.
+"""The tuning study: penalties of linear models next to other ways to choose them, a network, and a million.
 
-Every way ends with penalties; their validation and test losses are those of the model trained on the training rows with
-them, to the minimum. All ways but the grid stop at the budget of their data set.
+The result of every way is a set of penalties. Their validation and test losses belong to the model that is trained with
+them on the training rows, to the minimum. All ways except the grid stop at the budget of their data set.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bilevel import ApproxGrad, Callback, Problem, ReverseMode, Run, solve
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.training import accuracy
@@ -34,13 +35,8 @@ from bilevel.applications.tuning.linear_tuning import (
 from bilevel.applications.tuning.losses import Batch, TrainingLoss
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import corrupt
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.problem.problem import Problem
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.run_many import Found, RunItem, Settings
-from bilevel.running.solve import solve
+from bilevel_studies.study import Found, RunItem, Settings
 from bilevel_studies.tuning import ridge as tuning_ridge
 from bilevel_studies.tuning.data import DATASETS, problem, to_sklearn
 
@@ -57,14 +53,14 @@ WAYS = {
     "folds, single": "single, 5 folds",
 }
 BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
-"""CPU seconds of one thread: the machine may be shared."""
+"""CPU seconds of one thread, because the machine can be shared."""
 OURS = 0.85
-"""The share of a budget after which `tune_linear` begins no evaluation: its last one and the training come after."""
+"""The share of a budget after which `tune_linear` starts no evaluation; its last one and the training follow."""
 FOLDS = 5
 RIDGE_SEEDS = 20
-"""Seeds of the regression, whatever the others have."""
+"""Seeds of the regression; `--seeds` does not change them."""
 TRIAL_STEPS = 6
-"""Of a first run that tells how many steps a budget has."""
+"""Steps of a first run, which measures how many steps fit a budget."""
 METHODS: dict[str, Method] = {
     "implicit": ApproxGrad(lower_steps=10, linear_steps=10),
     "unrolled": ReverseMode(lower_steps=20),
@@ -72,11 +68,11 @@ METHODS: dict[str, Method] = {
 TRAIN, VALID, NOISE, HIDDEN = 5000, 1000, 0.3, 100
 NETWORK_STEPS, NETWORK_RATE = 2000, 1e-3
 FIXED = {"default": (1e-4, 0.0), "by hand": (1e-3, 0.3)}
-"""The weight decay of all tensors and the label smoothing that `tuned` is compared with."""
+"""The weight decay of all tensors and the label smoothing to compare `tuned` with."""
 MILLION = 1260
 """Hidden units of the network with a million weights."""
 SCALE_STEPS, TURNS = 60, 5
-"""Steps of tuning and of plain training, and how often each is run: one run of either is off by a tenth."""
+"""Steps of tuning and of plain training, and runs of each: the time of one run has an error of a tenth."""
 
 
 def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seeds: int = 3) -> list[RunItem]:
@@ -108,17 +104,17 @@ def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seed
 
 
 def run(settings: Settings) -> Found | None:
-    """Run a cell; None where Ctrl-C came."""
+    """Run a cell; return None after Ctrl-C. The settings are the arguments of the function of their part."""
+    parts: dict[str, Callable[..., Found]] = {
+        "linear": _linear,
+        "ridge": tuning_ridge.features,
+        "curve": tuning_ridge.single,
+        "network": _network,
+        "scale": _scale,
+    }
+    options = {name: value for name, value in settings.items() if name != "part"}
     try:
-        if settings["part"] == "linear":
-            return _linear(settings["dataset"], settings["way"], settings["seed"])
-        if settings["part"] == "ridge":
-            return tuning_ridge.features(settings["seed"])
-        if settings["part"] == "curve":
-            return tuning_ridge.single(settings["left_out"], settings["seed"])
-        if settings["part"] == "network":
-            return _network(settings["way"], settings["steps"], settings["seed"])
-        return _scale(settings["hidden"], settings["steps"], settings["turns"])
+        return parts[settings["part"]](**options)
     except KeyboardInterrupt:
         return None
 
@@ -127,7 +123,7 @@ def run(settings: Settings) -> Found | None:
 
 
 def load_late_modules() -> None:
-    """Load what torch and scikit-learn load at first use, so that it counts for no way."""
+    """Load the modules that torch and scikit-learn load at first use, so that their time does not count."""
     import sklearn.linear_model  # noqa: F401
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
@@ -160,12 +156,12 @@ def _linear(dataset: str, way: str, seed: int) -> Found:
 
 
 def _folded(rows: Rows, test: Rows, way: str, seed: int, budget: float) -> Found:
-    """Tuned on folds of the training and validation rows together, and trained on all of them."""
+    """Tune on folds of the training and validation rows together, and train on all of them."""
     fold = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows.y)) % FOLDS)
     began = time.process_time()
     given, caution = replace(rows, fold=fold), None
     options: dict[str, Any] = {"tolerance": 1e-6, "seconds": OURS * budget, "clock": time.process_time}
-    if way.endswith("auto"):  # two tunings: of a part of the rows, to decide, and of all
+    if way.endswith("auto"):  # two tunings: on a part of the rows, to decide, and on all
         found, caution = tune_cautiously(given, seed=seed, **options | {"seconds": OURS * budget / 2})
     else:
         found = tune_linear(given, penalty="single" if way.endswith("single") else "per-feature", **options)
@@ -179,7 +175,7 @@ def _folded(rows: Rows, test: Rows, way: str, seed: int, budget: float) -> Found
 
 
 def _grid(rows: Rows) -> Tensor:
-    """scikit-learn's grid of twenty penalties, chosen by the log-loss of the validation rows."""
+    """Choose among scikit-learn's grid of twenty penalties by the log-loss of the validation rows."""
     from sklearn.linear_model import LogisticRegressionCV
     from sklearn.model_selection import PredefinedSplit
 
@@ -199,7 +195,7 @@ def _grid(rows: Rows) -> Tensor:
 
 
 class _Until(Callback):
-    """Stops a run at a moment, and notes when its steps ended."""
+    """Stops a run at a given time and records when its steps ended."""
 
     def __init__(self, moment: float) -> None:
         self.moment, self.began = moment, 0.0
@@ -214,7 +210,7 @@ class _Until(Callback):
 
 
 def _stepwise(rows: Rows, method: Method, budget: float, seed: int) -> Tensor:
-    """Another method of this library on the same penalties, with as many steps as the budget lets it take."""
+    """Tune the same penalties by another method of this library, with as many steps as the budget allows."""
     model = FoldedModel(rows)
     unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
     pose = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(unit * every.value(u), v))
@@ -239,7 +235,7 @@ def _stepwise(rows: Rows, method: Method, budget: float, seed: int) -> Tensor:
 
 
 def network_task(seed: int) -> tuple[Any, Any, Any, Any]:
-    """The network at its first weights, training, validation and test examples of MNIST."""
+    """Return the untrained network, and training, validation and test examples of MNIST."""
     from bilevel_studies.denoising.runs import loaded
 
     data = loaded("mnist")
@@ -251,7 +247,7 @@ def network_task(seed: int) -> tuple[Any, Any, Any, Any]:
 
 
 def network_knobs() -> dict[str, Knob]:
-    """The temperature is of the validation loss: probabilities learnt from noisy labels are not those of right ones."""
+    """Return the hyper-parameters. The temperature makes up for noisy training labels."""
     return {
         "decay": WeightDecay(per="tensor", biases=True, low=1e-6, high=1.0, start=1e-3),
         "smoothing": LabelSmoothing(),
@@ -296,16 +292,17 @@ def _network(way: str, steps: int, seed: int) -> Found:
 
 
 def _scale(hidden: int, steps: int, turns: int) -> Found:
-    """CPU seconds of as many steps of tuning and of plain training, in turn; the least of each counts."""
+    """Return the least CPU seconds of the same number of steps of tuning and of plain training, run in turn."""
     _, train, valid, _ = network_task(0)
     with seeded(0):
         network = models.mlp(784, (hidden,), 10)
     knob = WeightDecay(per="weight")
     hyper: dict[str, Knob] = {"decay": knob}
+    decays = {"decay": torch.full((sum(p.numel() for p in network.parameters() if p.ndim > 1),), knob.start)}
     objective, plain, tuned, count = TrainingLoss(hyper, 10), [], [], 0
     for _ in range(turns + 1):
         model, clock = copy.deepcopy(network), time.process_time()
-        train_with(objective, _decays(knob, model), model, train, steps=steps, batch=100, rate=NETWORK_RATE, seed=0)
+        train_with(objective, decays, model, train, steps=steps, batch=100, rate=NETWORK_RATE, seed=0)
         plain.append(time.process_time() - clock)
         watch = _Until(float("inf"))
         found = tune(
@@ -329,8 +326,3 @@ def _scale(hidden: int, steps: int, turns: int) -> Found:
         "ratio": min(tuned) / min(plain),
         "ratios": [t / p for t, p in zip(tuned, plain, strict=True)],
     }
-
-
-def _decays(knob: WeightDecay, model: Any) -> dict[str, Tensor]:
-    count = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    return {"decay": torch.full((count,), knob.start)}

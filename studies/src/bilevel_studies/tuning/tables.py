@@ -14,14 +14,14 @@ from bilevel_studies.tuning.ridge import LEFT_OUT
 from bilevel_studies.tuning.study import FIXED, WAYS
 
 NEAR = 0.01
-"""How far a single penalty may be from the minimiser of the closed form."""
+"""The largest relative difference between a single penalty and the minimiser of the closed form."""
 OURS = {
     "per-feature": "single",
     "per-feature, caution 1": "single",
     "folds": "folds, single",
     "folds, auto": "folds, single",
 }
-"""Our ways, and the single penalty whose test loss each is compared with."""
+"""Our ways, and the single penalty to compare the test loss of each with."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:
@@ -42,7 +42,7 @@ def report(kept: Sequence[Kept], folder: Path) -> Report:
 
 
 def whole(found: Sequence[Kept]) -> list[Kept]:
-    """Return the runs of the seeds that every way has; all runs if there is no such seed."""
+    """Return the runs of the seeds that every way has; all runs if no seed is common."""
     ways = {s["way"] for s, _ in found}
     seeds = {s["seed"] for s, _ in found if ways == {other["way"] for other, _ in found if other["seed"] == s["seed"]}}
     return [pair for pair in found if pair[0]["seed"] in seeds] or list(found)
@@ -58,7 +58,7 @@ def linear_table(found: Sequence[Kept]) -> str:
 
 
 def claims(found: Sequence[Kept]) -> dict[str, Any]:
-    """Return which way has the least validation loss, and each way's test loss minus that of its single penalty."""
+    """Return the way with the least validation loss, and each way's test loss minus its single penalty's."""
     means = {
         way: {key: mean(r[key] for _, r in mine) for key in ("valid_loss", "test_loss")}
         for way in WAYS
@@ -111,7 +111,7 @@ def curve_table(found: Sequence[Kept]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:
-    """Return the mean, and the least and the most if there are several."""
+    """Return the mean as text, with the least and the most if there are several."""
     form = f".{digits}f" if min(values) >= 10**-digits or not min(values) else ".1e"
     text = f"{mean(values):{form}}"
     return text if len(values) == 1 else f"{text} ({min(values):{form}} to {max(values):{form}})"

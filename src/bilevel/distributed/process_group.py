@@ -191,7 +191,21 @@ class ProcessGroup:
             # A collective of ours, of a sharded model, or of the user.
             if not (isinstance(error, dist.DistError) or re.search(r"\bgloo\b|monitoredBarrier", str(error))):
                 raise
+            self._close()
+            atexit.unregister(_leave)
             raise RankError(f"{self._sentence(error)}. {AGAIN}") from error
+
+    def _close(self) -> None:
+        """Close the connections of torch's group and of the hosts' group, because a rank is lost.
+
+        An operation that still waits for another rank would block the end of this process, and the other rank could be
+        waiting for this one. gloo closes all connections of a group when a receive times out: pending operations fail,
+        here and on the other ranks.
+        """
+        for group in (dist.group.WORLD, self._host):
+            for rank in set(range(self.size)) - {self.rank}:
+                with suppress(RuntimeError):
+                    _asked(rank, group).wait(timedelta(milliseconds=1))
 
     def _sentence(self, error: RuntimeError) -> str:
         """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""
@@ -209,16 +223,15 @@ class ProcessGroup:
 
     def _lost(self) -> list[int]:
         """Send a word to rank 0. On rank 0, return the ranks whose process has ended, or else the silent ones."""
-        word = torch.zeros(1)
         if not self.first:
             with suppress(RuntimeError):
-                dist.send(word, 0, self._asking)
+                dist.send(torch.zeros(1), 0, self._asking)
             return []
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for rank in range(1, self.size):
             try:
-                answers[rank] = dist.irecv(word, rank, self._asking)
+                answers[rank] = _asked(rank, self._asking)
             except RuntimeError as error:
                 errors[rank] = str(error)
         for rank, answer in answers.items():
@@ -227,6 +240,11 @@ class ProcessGroup:
             except RuntimeError as error:
                 errors[rank] = str(error)
         return [rank for rank, error in errors.items() if "time" not in error.lower()] or list(errors)
+
+
+def _asked(rank: int, group: Any) -> Any:
+    """Begin to receive a word from a rank."""
+    return dist.irecv(torch.zeros(1), rank, group)
 
 
 def _meeting(store: Any, rank: int, size: int) -> str:

@@ -8,7 +8,6 @@ of gradients.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import warn_user
 from bilevel._util.tensor_lists import dot
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.rank_derivatives import RankDerivatives
-from bilevel.errors import BilevelWarning, OptionError
+from bilevel.errors import OptionError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 
@@ -44,11 +44,9 @@ class ShardedDerivatives(RankDerivatives):
                 "curvature='difference', or ValueGap."
             )
         if curvature == "auto":
-            warnings.warn(
+            warn_user(
                 "v is sharded by fully_shard, which has no double backward: the curvature is approximated by finite "
-                "differences (curvature='difference').",
-                BilevelWarning,
-                stacklevel=2,
+                "differences (curvature='difference')."
             )
         super().__init__(problem, u, v, ranks, "difference", precision)
         self._parameters = {id(leaf): p for leaf, p in zip(self.v.leaves, self.v.shards, strict=True)}

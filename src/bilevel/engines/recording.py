@@ -6,7 +6,6 @@ The runs that recording needs are undone, so that every step of a run, resumed o
 from __future__ import annotations
 
 import random
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state, set_random_state
-from bilevel.errors import BilevelWarning
 from bilevel.problem.variables import Variable
 
 Step = Callable[..., Any]
@@ -121,11 +120,7 @@ class Recorded(Engine):
         self._units.clear()
         if quietly:
             return
-        warnings.warn(
-            f"engine {self.name!r} cannot run these steps: {why} They run as they are written (engine='eager').",
-            BilevelWarning,
-            stacklevel=2,
-        )
+        warn_user(f"engine {self.name!r} cannot run these steps: {why} They run as they are written (engine='eager').")
 
     @abstractmethod
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
@@ -134,11 +129,9 @@ class Recorded(Engine):
     def _say_full(self) -> None:
         if not self._told_full:
             self._told_full = True
-            warnings.warn(
+            warn_user(
                 f"engine {self.name!r} has recorded {MOST_UNITS} steps of different shapes; others run as they are "
-                "written. Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them.",
-                BilevelWarning,
-                stacklevel=2,
+                "written. Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them."
             )
 
     def _try(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> None:

@@ -25,8 +25,9 @@ from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.certificate import BATCHES
 from bilevel.results import Candidate, Solution, Status
-from bilevel.running.run_once import PausedRun, RunRequest, run_once
-from bilevel.running.starting_points import Points, copied, drawn, spread_points, write_tensors
+from bilevel.running.loop import PausedRun
+from bilevel.running.run_once import RunRequest, drawn_seed, run_once
+from bilevel.running.starting_points import Point, copied, drawn, spread_points, write_point
 
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
@@ -54,8 +55,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
 
     def run_start(k: int, most: int, name: str) -> bool:
         """Run a start; return whether others are still worth a run."""
-        for variable, value in zip(both, points[k], strict=True):
-            write_tensors(value, variable)
+        write_point(points[k], *both)
         folder = None if request.folder is None else request.folder / name
         paused = kept.pop(k, PausedRun())
         solution = run(replace(request, max_steps=most, folder=folder, seed=seed + k, start=k), paused)
@@ -84,12 +84,11 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
     if more and (k := best_paused()) is not None:
         run_start(k, request.max_steps, f"start-{k}-to-its-end")
     best = chosen(list(found.values()), ranks)
-    for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
-        write_tensors(value, variable)
+    write_point((best.candidates[0].u, best.candidates[0].v), *both)
     return best
 
 
-def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> Points:
+def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> list[Point]:
     """The tensors of u and v at each start."""
     u, v = request.upper, request.lower
     if request.data is None:
@@ -115,12 +114,6 @@ def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
     return f.item(), g.item()
 
 
-def drawn_seed(ranks: ProcessGroup | None) -> int:
-    """Draw a seed from torch's global generator; all ranks get the seed of the first."""
-    seed = int(torch.randint(2**62, ()).item())
-    return seed if ranks is None else int(ranks.broadcast_object(seed))
-
-
 def agreed(candidates: Sequence[Candidate]) -> bool:
     """Return whether enough candidates are solutions with the same f, and no solution has a smaller one."""
     values = [c.upper for c in candidates if c.status is Status.CONVERGED]
@@ -135,9 +128,9 @@ def candidate(solution: Solution, d: Derivatives, start: int, sources: Sources |
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
+    """Sort candidates: feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
 
-    The f of an end that is not feasible, or no lower solution, says nothing: these are ranked by how far they are off.
+    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by their distance.
     """
 
     def residual(c: Candidate) -> float:
@@ -151,7 +144,8 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     def key(c: Candidate) -> tuple[bool, bool, float, float]:
         feasible = c.certificate.infeasibility <= near
         solved = residual(c) <= low and c.certificate.lower_minimiser is not False
-        off = 0.0 if feasible and solved else _off(c, residual(c)) if feasible else c.certificate.infeasibility
+        off = 0.0 if solved else max(residual(c), (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
+        off = off if feasible else c.certificate.infeasibility
         off, f = (x if math.isfinite(x) else math.inf for x in (off, c.upper))
         return not feasible, not solved, off, f
 
@@ -166,23 +160,14 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [best, *(c for c in order if c is not best)]
 
 
-def _off(c: Candidate, residual: float) -> float:
-    """How far a feasible end is from a lower solution."""
-    return max(residual, (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
-
-
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without those that are where a better one is."""
-    kept: list[Candidate] = []
+    """Leave out candidates whose u and v equal those of a better one."""
+    kept: list[tuple[Candidate, Tensor]] = []
     for c in candidates:
-        z = _flat(c)
-        if all((z - _flat(other)).norm() > SAME * (1 + z.norm()) for other in kept):
-            kept.append(c)
-    return kept
-
-
-def _flat(c: Candidate) -> Tensor:
-    return torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+        z = torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+        if all((z - other).norm() > SAME * (1 + z.norm()) for _, other in kept):
+            kept.append((c, z))
+    return [c for c, _ in kept]
 
 
 def chosen(found: Sequence[tuple[Solution, Candidate]], ranks: ProcessGroup | None) -> Solution:

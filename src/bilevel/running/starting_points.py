@@ -16,8 +16,10 @@ mean square. Points at which f or g is not finite are drawn again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,8 +37,8 @@ from bilevel.problem.variables import Variable
 
 POOL = 4
 """Draws for each start."""
-Points = list[tuple[list[Tensor], list[Tensor]]]
-"""The tensors of u and of v at each point."""
+Point = tuple[list[Tensor], list[Tensor]]
+"""The tensors of u and of v."""
 STRETCH = 1.2
 """How much wider than the bounds the draws are before they are put into them."""
 TINY = 1e-12
@@ -56,6 +58,12 @@ def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
     """Write what `copied` returned back into the variable."""
     for tensor, value in zip(variable.tensors().values(), values, strict=True):
         tensor.copy_(value)
+
+
+def write_point(point: Point, u: Variable, v: Variable) -> None:
+    """Write the tensors of a point into u and v."""
+    write_tensors(point[0], u)
+    write_tensors(point[1], v)
 
 
 class StartSampler:
@@ -120,26 +128,40 @@ class Draw:
     violation: float
 
 
-def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
-    """`count` starting points around the present one, which stays."""
+def _moved(
+    u: Variable, v: Variable, count: int, generator: torch.Generator, near: bool
+) -> Generator[Tensor, None, None]:
+    """Move u and v to one draw after another, and yield the place of u: first where it is; put both back at the end.
+
+    With `near`, each tensor of v moves by its own size.
+    """
     first = copied(u), copied(v)
     around = StartSampler(u, generator), StartSampler(v, generator)
-    places, pool = [around[0].place()], []
+    if near:
+        around[1].scales = _own_sizes([leaf.detach() for leaf, _ in around[1].leaves])
     try:
+        yield around[0].place()
         for _ in range(POOL * count):
-            for variable, value in zip((u, v), first, strict=True):
-                write_tensors(value, variable)
             for sampler in around:
                 sampler.move()
-            if (draw := _solved(problem, u, v, around[0].place())) is not None:
-                pool.append(draw)
+            yield around[0].place()
+            write_point(first, u, v)
     finally:
-        for variable, value in zip((u, v), first, strict=True):
-            write_tensors(value, variable)
-    pool = _ordered(pool)
+        write_point(first, u, v)
+
+
+def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
+    """Return `count` starting points around the present one, which stays."""
+    moves = _moved(u, v, count, generator, near=False)
+    places = [next(moves)]
+    pool = _ordered([draw for place in moves if (draw := _solved(problem, u, v, place)) is not None])
     out: list[Draw] = []
     while pool and len(out) < count:
-        out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
+        out.append(
+            pool[0]
+            if len(out) % 2 == 0
+            else max(pool, key=lambda d: min(float((d.place - other).norm()) for other in places))
+        )
         pool.remove(out[-1])
         places.append(out[-1].place)
     return out
@@ -160,46 +182,38 @@ def _ordered(pool: Sequence[Draw]) -> list[Draw]:
     return sorted(pool, key=lambda d: (follows(d), *key(d)))
 
 
-def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
-    """The distance to the nearest of the others."""
-    return float(torch.stack([(place - other).norm() for other in others]).amin())
+def lower_conditions(d: Derivatives) -> KKT | None:
+    """Return the conditions of a constrained lower problem, measured at the present point; None without constraints."""
+    if not d.problem.constrained_below:
+        return None
+    batch = d.prepare([(None, None)], graph=False)[0][1]
+    kkt = KKT(d.problem, d.u, d.v, batch)
+    kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+    return kkt
 
 
 def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
-    """The present point with v at a lower solution; None if the objectives are not finite there."""
+    """Solve the lower problem at the present point; return None if the objectives are not finite there."""
     d = Derivatives(problem, u, v)
-    if problem.constrained_below:
-        batch = d.prepare([(None, None)], graph=False)[0][1]
-        kkt = KKT(problem, u, v, batch)
-        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
-        minimise_constrained(d, kkt, ROUGH)
-    else:
+    if (kkt := lower_conditions(d)) is None:
         minimise(d, ROUGH)
+    else:
+        minimise_constrained(d, kkt, ROUGH)
     with torch.no_grad():
         batch = d.prepare([(None, None)], graph=False)[0][0]
         f, h = d.upper(batch).item(), d.constraints(batch)
         outside = violation(h, len(problem.equalities)).item() if h else 0.0
-    if not (math.isfinite(f) and math.isfinite(outside)):
-        return None
-    return Draw(copied(u), copied(v), where, f, outside)
+    return Draw(copied(u), copied(v), where, f, outside) if math.isfinite(f) and math.isfinite(outside) else None
 
 
-def spread_points(u: Variable, v: Variable, count: int, seed: int, fits: Callable[[], bool] = lambda: True) -> Points:
+def spread_points(
+    u: Variable, v: Variable, count: int, seed: int, fits: Callable[[], bool] = lambda: True
+) -> list[Point]:
     """Return the present point and others around it that fit: `count` in all, or fewer if too few fit."""
-    generator = torch.Generator().manual_seed(seed)
-    first = copied(u), copied(v)
-    around = StartSampler(u, generator), StartSampler(v, generator)
-    around[1].scales = _own_sizes([leaf.detach() for leaf, _ in around[1].leaves])
-    points = [first]
-    for _ in range(POOL * (count - 1)):
-        if len(points) == count:
-            break
-        for sampler in around:
-            sampler.move()
-        if fits():
-            points.append((copied(u), copied(v)))
-        for variable, value in zip((u, v), first, strict=True):
-            write_tensors(value, variable)
+    with closing(_moved(u, v, count - 1, torch.Generator().manual_seed(seed), near=True)) as moves:
+        next(moves)
+        points = [(copied(u), copied(v))]
+        points += islice(((copied(u), copied(v)) for _ in moves if fits()), count - 1)
     return points
 
 

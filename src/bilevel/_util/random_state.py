@@ -25,7 +25,7 @@ def set_random_state(state: Any, device: torch.device) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[torch.Generator]:
-    """Seed the global generators of the CPU and this device, and restore them at the end; yield one more of that seed."""
+    """Seed the global generators of the CPU and this device, and restore them at the end; yield another generator."""
     device = device or torch.device("cpu")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_generators(seed, device)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import random_state, seed_generators, set_random_state
-from bilevel.batches.rank_shares import RankShares
-from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, reader
+from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, RankShares, reader
 from bilevel.errors import DataError
 
 
@@ -125,7 +124,7 @@ class Source:
             self.position, self._batches = [epoch + 1, 0], None
 
     def peek(self, most: int) -> tuple[list[Any], bool]:
-        """Return the first batches of pass 0, at most `most`, and whether these are all. The position does not change."""
+        """Return the first batches of pass 0, at most `most`, and whether these are all; the position stays."""
         held = [(generator, generator.get_state()) for generator in self._own_generators()]
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers() if hasattr(sampler, "epoch")]
         batches: list[Any] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import seeded
-from bilevel.batches.rank_shares import RankShares
+from bilevel.batches.readers import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.derivatives import make_derivatives
@@ -27,6 +27,7 @@ from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback
 from bilevel.running.loop import Loop, PausedRun
 from bilevel.running.run_identity import compare, run_identity
+from bilevel.running.starting_points import copied, write_point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +86,16 @@ def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
                 start=request.start,
                 ranks=None if shares is None else ranks,
             )
+            first = copied(upper), copied(lower)
             try:
-                with _unchanged_on_error(upper, lower):
+                try:
                     loop = _start(request, setting, seed, identity, ranks, paused)
                     if saved is not None:
                         with nullcontext() if request.folder is None else store.understood(request.folder):
                             loop.restore(saved)
+                except BaseException:
+                    write_point(first, upper, lower)
+                    raise
                 return loop.run(request.hypergradient)
             finally:
                 upper.release()
@@ -167,15 +172,3 @@ def _start(
     if setting.ranks is not None:
         seed_by_rank(setting.ranks, seed, lower.device)
     return loop
-
-
-@contextmanager
-def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
-    """Put u and v back to what they were if the start of a run fails or is interrupted."""
-    held = [(tensor, tensor.detach().clone()) for variable in variables for tensor in variable.tensors().values()]
-    try:
-        yield
-    except BaseException:
-        for tensor, value in held:
-            tensor.data.copy_(value)
-        raise

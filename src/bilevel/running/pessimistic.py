@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -53,20 +53,6 @@ TIED = 1e-6
 APART = 1e-3
 
 
-@dataclass
-class Copies:
-    """K lower solutions at one u, as one optimistic problem."""
-
-    problem: Problem
-    u: list[Tensor]
-    """The leaves of the user's u, then t."""
-    variables: list[Variable]
-    """A variable for each lower solution; the first is the user's v."""
-    gamma: float
-    gamma_h: float
-    """The first prices. They keep each copy at its minimum: t is linear, and shows no scale."""
-
-
 def lower_solutions(
     problem: Problem, u: Variable, v: Variable, generator: torch.Generator, known: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -96,48 +82,6 @@ def lower_solutions(
         if g <= least + TIED * (1 + abs(least)) and new and len(kept) < KEPT:
             kept.append(w)
     return kept or [held]
-
-
-def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> Copies:
-    """Return the problem of the kept lower solutions; v is set to the first."""
-    write(points[0], v.leaves)
-    d = Derivatives(problem, u, v)
-    scales = measure(d, torch.Generator().manual_seed(0))
-    leaves = [*u.leaves, *v.leaves]
-    slope = norm(gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)).item()
-    size = max(scales.f, slope / (1 + norm(leaves).item()))
-    unit = size * (1 + norm(leaves).item())
-    twins = [v, *(Variable(copy.deepcopy(v.value), "v") for _ in points[1:])]
-    for twin, w in zip(twins[1:], points[1:], strict=True):
-        write(w, twin.leaves)
-    values = [twin.value for twin in twins]
-    prepare = problem.prepare
-    with torch.no_grad():
-        batch = None if prepare is None else prepare(u.value, None)
-        t = torch.stack([problem.upper(u.value, w, batch).reshape(()) for w in values]).max().clone().requires_grad_()
-
-    def over(functions: Any) -> list[Objective]:
-        return [lambda _, __, batch, w=w, f=f: f(u.value, w, batch) for f in functions for w in values]  # type: ignore[misc]
-
-    def sets(variable: Variable, names: Sequence[str]) -> dict[str, Projection] | None:
-        return {str(i): p for i, name in enumerate(names) if (p := variable.projection(name)) is not None} or None
-
-    rewritten = Problem(
-        upper=lambda x, _, batch: x[-1],
-        lower=lambda _, __, batch: torch.stack([problem.lower(u.value, w, batch).reshape(()) for w in values]).sum(),
-        equalities=over(problem.equalities),
-        inequalities=[
-            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit for w in values
-        ]
-        + over(problem.inequalities),
-        lower_equalities=over(problem.lower_equalities),
-        lower_inequalities=over(problem.lower_inequalities),
-        project_upper=sets(u, u.names),
-        project_lower=sets(v, v.names * len(values)),
-        prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
-    )
-    gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
-    return Copies(rewritten, [*u.leaves, t], twins, gamma, STEADY * size)
 
 
 def solve_pessimistic(
@@ -226,22 +170,21 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
     first = copied(u), copied(v)
     try:
         points = lower_solutions(problem, u, v, generator, ())
-        for _ in range(ROUNDS):
-            made = copies(problem, u, v, points)
-            solution = _round(request, made, seed)
-            kept = [flatten(variable.leaves) for variable in made.variables]
+        for rounds in range(1, ROUNDS + 1):
+            solution, twins = solve_copies(request, points, seed)
+            kept = [flatten(twin.leaves) for twin in twins]
             points = lower_solutions(problem, u, v, generator, kept)
             settled = same(points, kept)
             if settled or solution.interrupted:
                 break
         if solution.status is Status.CONVERGED and not settled:  # it is stationary only for the kept lower solutions
-            message = "The search still finds other lower solutions."
+            message = f"After {rounds} rounds the search still finds other lower solutions."
             solution = replace(solution, status=Status.STALLED, message=message)
     except BaseException:
         write_point(first, u, v)
         raise
     ends = []
-    for value in [copied(variable) for variable in made.variables]:  # all are copied before v, the first, changes
+    for value in [copied(twin) for twin in twins]:  # all are copied before v, the first, changes
         write_tensors(value, v)
         ends.append(candidate(solution, Derivatives(problem, u, v), request.start))
     ends.sort(key=lambda end: end.upper)
@@ -249,16 +192,59 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
 
 
-def _round(request: RunRequest, made: Copies, seed: int) -> Solution:
-    """Solve the problem of the copies, with prices that suit them unless the user gave some."""
-    method = cast(Penalty, request.method)
-    gamma = made.gamma if method.gamma is None else method.gamma
-    gamma_h = made.gamma_h if method.gamma_h is None else method.gamma_h
-    leaves = [leaf for variable in made.variables for leaf in variable.leaves]
-    upper, lower = variables(made.problem, made.u, leaves)
-    method = replace(method, gamma=gamma, gamma_h=gamma_h)
+def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tuple[Solution, list[Variable]]:
+    """Solve the optimistic problem of K copies of v, which start at `points`; return its end and the copies.
+
+    The first copy is v.
+    """
+    problem, u, v, method = request.problem, request.upper, request.lower, cast(Penalty, request.method)
+    write(points[0], v.leaves)
+    d = Derivatives(problem, u, v)
+    scales = measure(d, torch.Generator().manual_seed(0))
+    leaves = [*u.leaves, *v.leaves]
+    slope = norm(gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)).item()
+    size = max(scales.f, slope / (1 + norm(leaves).item()))
+    unit = size * (1 + norm(leaves).item())
+    twins = [v, *(Variable(copy.deepcopy(v.value), "v") for _ in points[1:])]
+    for twin, w in zip(twins[1:], points[1:], strict=True):
+        write(w, twin.leaves)
+    values = [twin.value for twin in twins]
+    prepare = problem.prepare
+    with torch.no_grad():
+        batch = None if prepare is None else prepare(u.value, None)
+        t = torch.stack([problem.upper(u.value, w, batch).reshape(()) for w in values]).max().clone().requires_grad_()
+
+    def over(functions: Any) -> list[Objective]:
+        return [lambda _, __, batch, w=w, f=f: f(u.value, w, batch) for f in functions for w in values]  # type: ignore[misc]
+
+    def sets(variable: Variable, names: Sequence[str]) -> dict[str, Projection] | None:
+        return {str(i): p for i, name in enumerate(names) if (p := variable.projection(name)) is not None} or None
+
+    rewritten = Problem(
+        upper=lambda x, _, batch: x[-1],
+        lower=lambda _, __, batch: torch.stack([problem.lower(u.value, w, batch).reshape(()) for w in values]).sum(),
+        equalities=over(problem.equalities),
+        inequalities=[
+            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit for w in values
+        ]
+        + over(problem.inequalities),
+        lower_equalities=over(problem.lower_equalities),
+        lower_inequalities=over(problem.lower_inequalities),
+        project_upper=sets(u, u.names),
+        project_lower=sets(v, v.names * len(values)),
+        prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
+    )
+    # Prices that keep each copy at its minimum: t is linear, and shows no scale.
+    gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
+    method = replace(
+        method,
+        gamma=gamma if method.gamma is None else method.gamma,
+        gamma_h=STEADY * size if method.gamma_h is None else method.gamma_h,
+    )
+    upper, lower = variables(rewritten, [*u.leaves, t], [leaf for twin in twins for leaf in twin.leaves])
     # A start above 0 stays near where it is.
-    return run_once(replace(request, problem=made.problem, method=method, upper=upper, lower=lower, seed=seed, start=1))
+    inner = replace(request, problem=rewritten, method=method, upper=upper, lower=lower, seed=seed, start=1)
+    return run_once(inner), twins
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -1,8 +1,7 @@
 """The sources of batches: two iterables that are cycled independently.
 
 Each pass over a source starts from the seed (seed, source, pass), so that a resumed run draws what the straight one
-drew: it starts the pass that it was in and goes to the batch it had reached. How a pass is read: see
-`bilevel.batches.readers`.
+drew: it starts its pass again and goes to its batch. `bilevel.batches.readers` reads the passes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bilevel.errors import DataError
 
 
 class _Generators:
-    """A state of the global generators (torch's, numpy's, Python's), entered to draw and left as it was found."""
+    """A state of the global generators (torch's, numpy's, Python's) that is active only inside a `with` block."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed: int | None = seed
@@ -85,7 +84,7 @@ class Source:
         self.seek([0, 0])
 
     def _own_generators(self) -> list[torch.Generator]:
-        """The generators that the loader or its sampler was given by the user."""
+        """Return the generators that the user passed to the loader or its sampler."""
         found = [getattr(owner, "generator", None) for owner in (self.items, *self._samplers())]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
@@ -94,7 +93,7 @@ class Source:
         return [getattr(self.items, "sampler", None), batches, getattr(batches, "sampler", None)]
 
     def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Any], AbstractContextManager[None]]:
-        """Start a pass at its batch `first`: the batches, and the generators to draw each of them under."""
+        """Start a pass at its batch `first`; return the batches, and the generators to draw each of them with."""
         if isinstance(self._reader, ListReader):  # draws nothing at random
             return self._reader.begin(first), nullcontext()
         seed = hash_seed(self._seed, self.name, epoch)
@@ -148,7 +147,7 @@ class Source:
         return batches, True
 
     def seek(self, position: list[int]) -> None:
-        """Go to a position. The next draw starts its pass."""
+        """Set the position. The next draw starts its pass."""
         self.position = list(position)
         self._batches, self._generators = None, nullcontext()
 

@@ -68,7 +68,7 @@ class ShardedDerivatives(RankDerivatives):
         keep_graph: bool = False,
         retain: bool = False,
     ) -> list[Tensor]:
-        """Return d<cotangent, output> in the leaves. Those of v are means over ranks."""
+        """Return d<cotangent, output> in the leaves. The derivatives in v are means over ranks."""
         outputs = [output] if isinstance(output, Tensor) else list(output)
         weights: Sequence[Tensor | None] = [None] * len(outputs) if cotangent is None else cotangent
         pairs = [(out, w) for out, w in zip(outputs, weights, strict=True) if out.requires_grad]

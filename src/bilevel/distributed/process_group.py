@@ -61,7 +61,8 @@ class ProcessGroup:
     _groups: tuple[Any, Any, Any] = None, None, None
     """torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
 
-    After a timeout gloo closes all connections of a group, also on CPUs, so each of these needs a group.
+    After a timeout gloo closes all connections of a group, also on CPUs. So hosts need their own group, and the
+    question who is lost needs another.
     """
     _timeout: timedelta | None = None
     """The timeout of all three; None: torch's default, because the user has initialised the process group."""
@@ -138,7 +139,7 @@ class ProcessGroup:
         return found
 
     def all_gather_counts(self, own: Sequence[int]) -> list[list[int]]:
-        """Return for each count those of all ranks. Hosts exchange them over gloo, without waiting for a device."""
+        """Return, for each count, the counts of all ranks. Hosts exchange them over gloo and wait for no device."""
         mine = torch.tensor(own)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self._host)
@@ -251,7 +252,7 @@ def _meeting(store: Any, rank: int, size: int) -> str:
     """Return a name that only the ranks of this start share.
 
     torchrun keeps one store for all restarts, with the addresses of dead ranks in it, and counts of restarts differ
-    between machines. So rank 0 draws a name. Each other rank asks for it under a random key of its own, and rank 0
+    between machines. So rank 0 draws a name. Each other rank asks for it under a random key, and rank 0
     answers until all have read the name.
     """
     own = secrets.token_hex(8)

@@ -1,7 +1,7 @@
 """The derivatives of the mean objectives over ranks. Each rank sees its share of the batches.
 
 s and h are averaged before they become cotangents, because F is the penalty of the mean of s, not a mean of F. The
-result is averaged afterwards: for a fixed mean cotangent p, the mean over ranks of d<p, s_rank> is d<p, s>.
+result is averaged later: for a fixed mean cotangent p, the mean over ranks of d<p, s_rank> is d<p, s>.
 """
 
 from __future__ import annotations

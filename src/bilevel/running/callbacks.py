@@ -19,7 +19,7 @@ from bilevel.errors import OptionError
 from bilevel.results import ALIASES, COLUMNS, History, Solution
 
 ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
-"""The message after the first Ctrl-C, which is shown at once: a step can take long."""
+"""The message after the first Ctrl-C. It is shown at once, because a step can take long."""
 
 
 @dataclass

@@ -113,7 +113,7 @@ class Loop:
         """Log and save if it is time to; return how the run ended, None while it continues."""
         status = self.state.ended()
         due = self.folder is not None and self.step % self.every == 0
-        # ProcessGroup learn of an interrupt when they communicate anyway: it reaches them in different steps.
+        # Ranks exchange interrupts when they communicate anyway: Ctrl-C reaches them in different steps.
         stopping = self.interrupted and self.together is None
         last = status is not None or self.step >= self.setting.max_steps or stopping
         if due or last or self.step % self.log_every == 0:
@@ -212,7 +212,7 @@ class Loop:
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
-        """Whether the last records are small enough for the certificate to be worth measuring, and it passes."""
+        """Return whether the certificate passes. It is measured only if the last records are small enough."""
         tolerance = self.state.tolerance
         if tolerance is None or self.state.mode != "stochastic":
             return False
@@ -254,7 +254,7 @@ class Loop:
 
     def _save(self, status: Status | None = None) -> None:
         if self.ranks is not None:
-            # What each rank's forward passes have left: BatchNorm's statistics, of shares of the batches.
+            # Each rank's forward passes left statistics of BatchNorm for its shares of the batches.
             average_buffers(self.ranks, self.variables)
         if self.folder is None:
             return
@@ -263,7 +263,7 @@ class Loop:
             store.save(self.folder, saved)
 
     def _whole(self, status: Status | None) -> dict[str, Any]:
-        """What a checkpoint has. All ranks call it; tensors that they share out are whole on the one that writes."""
+        """Return the content of a checkpoint. All ranks call it; the rank that writes gets sharded tensors whole."""
         device = self.setting.v.device
         more = {} if self.ranks is None else {"ranks": self.ranks.all_gather_object(list(random_state(device)))}
         u, v = self.variables
@@ -313,7 +313,7 @@ def _clone(tree: Any) -> Any:
 
 @contextmanager
 def _noting_interrupts(loop: Loop) -> Iterator[None]:
-    """Ctrl-C ends the run after the step in hand; a second one interrupts at once."""
+    """Let Ctrl-C end the run after the current step; a second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

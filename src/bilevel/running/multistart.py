@@ -1,7 +1,8 @@
 """Several starting points: how long each run is, and which of the ends is the best.
 
 The first start is the point that was passed. The others are drawn (see `bilevel.running.starting_points`). The runs
-follow one another. If `AGREE` of them ended as solutions with one f, and none has a smaller f, the rest are left out.
+follow one another. If `AGREE` of them ended as solutions with the same f, and none has a smaller f, the rest are
+skipped.
 
 Without data, a run that has not ended after `FIRST` steps is paused; after `LATER` steps once another one ended as a
 solution, or once `FEW` have ended without one. If none ended as a solution, the best of the paused runs is resumed to
@@ -71,7 +72,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
     def best_paused() -> int | None:
-        """Of the paused starts, the one to resume if no other is solved."""
+        """Return the paused start to resume if none is solved."""
         paused = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < request.max_steps]
         return None if solved() or not paused else ranked(paused)[0].start
 
@@ -89,14 +90,14 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
 
 
 def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> list[Point]:
-    """The tensors of u and v at each start."""
+    """Return the tensors of u and v at each start."""
     u, v = request.upper, request.lower
     if request.data is None:
         others = drawn(request.problem, u, v, count - 1, torch.Generator().manual_seed(seed))
         return [(copied(u), copied(v)), *((draw.u, draw.v) for draw in others)]
 
     def fits() -> bool:
-        """Whether f and g are finite at the present point, on the first batches."""
+        """Return whether f and g are finite at the present point, on the first batches."""
         finite = all(map(math.isfinite, _values(Derivatives(request.problem, u, v), sources, 1)))
         return finite if ranks is None else all(ranks.all_gather_object(finite))
 
@@ -104,7 +105,7 @@ def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks:
 
 
 def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
-    """f and g at the present point, as means over the first batches, at most `most`."""
+    """Return f and g at the present point, as means over the first batches, at most `most`."""
     upper, lower, _ = sources.sample(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
         pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
@@ -122,7 +123,7 @@ def agreed(candidates: Sequence[Candidate]) -> bool:
 
 
 def candidate(solution: Solution, d: Derivatives, start: int, sources: Sources | None = None) -> Candidate:
-    """The end of a run, at the present u and v."""
+    """Return the end of a run, at the present u and v."""
     f, g = _values(d, sources or Sources(None, 0, d.v.device), BATCHES)
     return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
 
@@ -161,7 +162,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leave out candidates whose u and v equal those of a better one."""
+    """Leave out candidates that have the same u and v as a better one."""
     kept: list[tuple[Candidate, Tensor]] = []
     for c in candidates:
         z = torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
@@ -171,9 +172,9 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def chosen(found: Sequence[tuple[Solution, Candidate]], ranks: ProcessGroup | None) -> Solution:
-    """The solution of the best candidate, with the distinct candidates."""
+    """Return the solution of the best candidate, with the distinct candidates."""
     candidates = [c for _, c in found]
-    if ranks is not None:  # each rank has drawn its own random numbers, or batches; they are to keep the same start
+    if ranks is not None:  # each rank has drawn its own random numbers, or batches; all must keep the same start
         values = ranks.broadcast_object([(c.upper, c.lower) for c in candidates])
         candidates = [replace(c, upper=f, lower=g) for c, (f, g) in zip(candidates, values, strict=True)]
     order = ranked(candidates)

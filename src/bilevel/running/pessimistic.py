@@ -170,15 +170,16 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
     first = copied(u), copied(v)
     try:
         points = lower_solutions(problem, u, v, generator, ())
-        for rounds in range(1, ROUNDS + 1):
+        for _ in range(ROUNDS):
             solution, twins = solve_copies(request, points, seed)
             kept = [flatten(twin.leaves) for twin in twins]
             points = lower_solutions(problem, u, v, generator, kept)
             settled = same(points, kept)
             if settled or solution.interrupted:
                 break
-        if solution.status is Status.CONVERGED and not settled:  # it is stationary only for the kept lower solutions
-            message = f"After {rounds} rounds the search still finds other lower solutions."
+        if solution.status is Status.CONVERGED and not (settled or solution.interrupted):
+            # It is stationary only for the kept lower solutions.
+            message = f"After {ROUNDS} rounds the search still finds other lower solutions."
             solution = replace(solution, status=Status.STALLED, message=message)
     except BaseException:
         write_point(first, u, v)

@@ -1,4 +1,4 @@
-"""Where several starting points lie.
+"""Draws several starting points.
 
 In a `Box` with finite bounds on both sides they are points of a Sobol sequence, stretched so that every sixth
 coordinate lies on a bound. Other tensors are drawn from a normal distribution around the present point, with a
@@ -40,22 +40,22 @@ POOL = 4
 Point = tuple[list[Tensor], list[Tensor]]
 """The tensors of u and of v."""
 STRETCH = 1.2
-"""How much wider than the bounds the draws are before they are put into them."""
+"""The draws span the bounds times this, and are clamped to the bounds."""
 TINY = 1e-12
 NEIGHBOURS = 4
 """The number of nearest draws that a draw must beat to count as the best of its valley."""
 ROUGH = 1e-4
-"""The tolerance of the lower solutions at points that are only looked at."""
+"""The tolerance of the lower solutions that are only compared."""
 
 
 def copied(variable: Variable) -> list[Tensor]:
-    """All tensors of a variable, copied."""
+    """Return copies of all tensors of a variable."""
     return [x.detach().clone() for x in variable.tensors().values()]
 
 
 @torch.no_grad()
 def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
-    """Write what `copied` returned back into the variable."""
+    """Write the tensors that `copied` returned back into the variable."""
     for tensor, value in zip(variable.tensors().values(), values, strict=True):
         tensor.copy_(value)
 
@@ -83,7 +83,7 @@ class StartSampler:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Add a draw to the present point, or put one from the bounds in its place."""
+        """Add a draw to the present point, or replace it by a draw from the bounds."""
         inside = None if self.sobol is None else self.sobol.draw(1, dtype=torch.float64).reshape(-1)
         for (leaf, bounds), scale in zip(self.leaves, self.scales, strict=True):
             if bounds is None:
@@ -99,7 +99,7 @@ class StartSampler:
 
     @torch.no_grad()
     def place(self) -> Tensor:
-        """The present point as one vector, in units of what a draw moves it by."""
+        """Return the present point as one vector, in units of the step that a draw makes."""
         units = [
             scale if bounds is None else (bounds[1] - bounds[0]).clamp(min=TINY) / 2
             for (_, bounds), scale in zip(self.leaves, self.scales, strict=True)
@@ -109,7 +109,7 @@ class StartSampler:
 
 
 def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The bounds of a Box that are finite on both sides."""
+    """Return the bounds of a Box if they are finite on both sides."""
     if not isinstance(projection, Box) or projection.low is None or projection.high is None:
         return None
     low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (projection.low, projection.high))
@@ -118,12 +118,12 @@ def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(eq=False)
 class Draw:
-    """A starting point, the lower problem solved there."""
+    """A starting point, with the lower problem solved."""
 
     u: list[Tensor]
     v: list[Tensor]
     place: Tensor
-    """u, in units of what a draw moves it by."""
+    """u, in units of the step that a draw makes."""
     upper: float
     violation: float
 
@@ -131,9 +131,9 @@ class Draw:
 def _moved(
     u: Variable, v: Variable, count: int, generator: torch.Generator, near: bool
 ) -> Generator[Tensor, None, None]:
-    """Move u and v to one draw after another, and yield the place of u: first where it is; put both back at the end.
+    """Move u and v to draw after draw, and restore them at the end. Yield the place of u at the start and at each draw.
 
-    With `near`, each tensor of v moves by its own size.
+    With `near`, each tensor of v moves by its size.
     """
     first = copied(u), copied(v)
     around = StartSampler(u, generator), StartSampler(v, generator)
@@ -168,7 +168,7 @@ def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: tor
 
 
 def _ordered(pool: Sequence[Draw]) -> list[Draw]:
-    """The best of each valley first; all by feasibility, then by f."""
+    """Sort: the best of each valley first; then by feasibility, then by f."""
 
     def key(d: Draw) -> tuple[float, float]:
         return round(d.violation, 3), d.upper
@@ -218,7 +218,7 @@ def spread_points(
 
 
 def _own_sizes(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The root mean square of each tensor; if it is zero, the root mean square of all tensors, or one."""
+    """Return the root mean square of each tensor; if it is zero, the root mean square of all tensors, or one."""
     sizes = [leaf.square().mean().sqrt() for leaf in leaves]
     every = torch.cat([leaf.reshape(-1) for leaf in leaves]).square().mean().sqrt()
     every = torch.where(every > 0, every, torch.ones_like(every))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
 from ranks import ends, on_ranks, started
 from test_distributed import assert_alike
@@ -165,6 +166,25 @@ def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk():
     first, _, third = on_ranks(3, one_is_late)
     assert first.startswith("rank 1 of 3 did not answer rank 0: ")
     assert third.startswith("rank 2 of 3 lost the other ranks: ")
+
+
+def waiting_for_each_other() -> None:
+    """Rank 1 dies. Rank 0 has a pending operation with rank 2, which waits for rank 0."""
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with ranks.reporting_lost_ranks():
+        if ranks.rank == 2:
+            dist.recv(torch.zeros(1), 0)
+        dist.broadcast(torch.zeros(1), 2, async_op=True)
+        ranks.wait_for_all(timedelta(seconds=2))
+
+
+def test_ranks_that_wait_for_each_other_end_soon_after_a_rank_is_lost():
+    ranks, results = started(3, waiting_for_each_other)
+    found = ends([ranks[0], ranks[2]], results, 2, seconds=60)
+    assert all(message.startswith("RankError: ") for _, message in found.values())
+    assert [ranks[0].exitcode, ranks[2].exitcode] == [0, 0]  # they ended by themselves
 
 
 def one_fails(wrong: str, which: int = 1) -> str:

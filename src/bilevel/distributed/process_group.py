@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -46,13 +45,6 @@ def first_rank() -> bool:
 def restarted() -> bool:
     """Whether torchrun has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-@dataclass(frozen=True)
-class PendingMean:
-    """A mean over ranks that is under way; `wait()` returns it, one tensor for each that was passed."""
-
-    wait: Callable[[], list[Tensor]]
 
 
 class ProcessGroup:
@@ -107,8 +99,8 @@ class ProcessGroup:
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> PendingMean:
-        """Begin to average the tensors over ranks, in one all-reduce for each dtype."""
+    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to average the tensors over ranks, in one all-reduce for each dtype; return a function that waits."""
         parts = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -125,11 +117,11 @@ class ProcessGroup:
                     found[i] = piece.view(tensors[i].shape)
             return found
 
-        return PendingMean(land)
+        return land
 
     def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over ranks of each tensor."""
-        return self.all_reduce_mean_async(tensors).wait() if tensors else []
+        return self.all_reduce_mean_async(tensors)() if tensors else []
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, without a derivative."""
@@ -203,10 +195,11 @@ class ProcessGroup:
         waiting for this one. gloo closes all connections of a group when a receive times out: pending operations fail,
         here and on the other ranks.
         """
+        word = torch.zeros(1)
         for group in (dist.group.WORLD, self._host):
             for rank in set(range(self.size)) - {self.rank}:
                 with suppress(RuntimeError):
-                    _asked(rank, group).wait(timedelta(milliseconds=1))
+                    dist.irecv(word, rank, group).wait(timedelta(milliseconds=1))
 
     def _sentence(self, error: RuntimeError) -> str:
         """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""
@@ -224,15 +217,16 @@ class ProcessGroup:
 
     def _lost(self) -> list[int]:
         """Send a word to rank 0. On rank 0, return the ranks whose process has ended, or else the silent ones."""
+        word = torch.zeros(1)
         if not self.first:
             with suppress(RuntimeError):
-                dist.send(torch.zeros(1), 0, self._asking)
+                dist.send(word, 0, self._asking)
             return []
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for rank in range(1, self.size):
             try:
-                answers[rank] = _asked(rank, self._asking)
+                answers[rank] = dist.irecv(word, rank, self._asking)
             except RuntimeError as error:
                 errors[rank] = str(error)
         for rank, answer in answers.items():
@@ -241,11 +235,6 @@ class ProcessGroup:
             except RuntimeError as error:
                 errors[rank] = str(error)
         return [rank for rank, error in errors.items() if "time" not in error.lower()] or list(errors)
-
-
-def _asked(rank: int, group: Any) -> Any:
-    """Begin to receive a word from a rank."""
-    return dist.irecv(torch.zeros(1), rank, group)
 
 
 def _meeting(store: Any, rank: int, size: int) -> str:

@@ -73,7 +73,7 @@ class RankDerivatives(Derivatives):
         return self.ranks.all_reduce_mean(tensors)
 
     def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        return self.ranks.all_reduce_mean_async(tensors).wait
+        return self.ranks.all_reduce_mean_async(tensors)
 
     def mean_dense_over_ranks(self, found: list[Tensor]) -> list[Tensor]:
         count, dense = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)

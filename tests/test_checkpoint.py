@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bilevel import Callback, CheckpointError, Penalty, Problem, Rows, Status, solve
+from bilevel import Box, Callback, CheckpointError, Penalty, Problem, Rows, Status, solve
 from bilevel.running import checkpoints as store
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16]
@@ -281,6 +281,22 @@ def test_checkpoint_of_another_run_is_refused_and_nothing_overwritten(tmp_path, 
     for x in (given.get("u"), given.get("v")):
         for t in x if isinstance(x, list) else [] if x is None else [x]:
             assert not t.any()
+
+
+def test_checkpoint_whose_objectives_have_a_digest_of_their_code_resumes_by_their_names(tmp_path):
+    """Releases before 0.2 wrote `name digest`."""
+
+    def boxed(**changes: Any) -> Any:
+        return run(tmp_path, **({"problem": Problem(upper, lower, project_upper=Box(-1.0, 1.0))} | changes))
+
+    straight = boxed(resume=False, max_steps=8)
+    saved = store.load(tmp_path)
+    saved["fingerprint"]["objectives"] = ["upper 0123456789ab", "lower 123456789abc", "Box 23456789abcd"]
+    store.save(tmp_path, saved)
+    assert boxed(max_steps=8).history["upper"] == straight.history["upper"]
+    for changes in ({"problem": Problem(upper, other_lower)}, {"problem": Problem(upper, lower)}):
+        with pytest.raises(CheckpointError, match="its objectives"):
+            run(tmp_path, max_steps=8, **changes)
 
 
 def test_learning_rate_of_an_optimizer_is_part_of_the_run(tmp_path):

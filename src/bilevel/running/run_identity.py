@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
+
+WITH_CODE = re.compile(r"(\S+) [0-9a-f]{12}")
+"""How releases before 0.2 described a function or an object: its name and a digest of its code."""
 
 
 def run_identity(
@@ -47,11 +51,22 @@ def run_identity(
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None:
     """Refuse a checkpoint of another run."""
     for key, value in new.items():
-        if old.get(key) != value:
+        if not _same(old.get(key), value):
             raise CheckpointError(
                 f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
                 "It is left as it is; pass the same arguments to resume it, or another folder to start from scratch."
             )
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Return whether two entries agree. In an old description with a digest of code, only the name counts."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in new)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, str) and isinstance(new, str) and (with_code := WITH_CODE.fullmatch(old)):
+        return with_code[1] == new.partition("(")[0]
+    return bool(old == new)
 
 
 def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None:

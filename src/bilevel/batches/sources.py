@@ -59,10 +59,6 @@ END = object()
 class Source:
     """One iterable, cycled; `position` is (pass, batches drawn in it)."""
 
-    position: list[int]
-    _batches: Iterator[Any] | None
-    _generators: AbstractContextManager[None]
-
     def __init__(
         self, items: Iterable[Any], name: str, seed: int, copies: DeviceCopies, shares: RankShares | None = None
     ) -> None:
@@ -99,9 +95,7 @@ class Source:
         seed = hash_seed(self._seed, self.name, epoch)
         for generator in self._own_generators():
             generator.manual_seed(seed)
-        for sampler in self._samplers():
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
+        _set_epochs((sampler, epoch) for sampler in self._samplers())
         generators = _Generators(seed, self.device)
         with generators:
             batches = self._reader.begin(first)
@@ -137,9 +131,7 @@ class Source:
         finally:
             for generator, state in held:
                 generator.set_state(state)
-            for sampler, epoch in epochs:
-                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                    set_epoch(epoch)
+            _set_epochs(epochs)
             if getattr(self.items, "persistent_workers", False):
                 self.seek(self.position)  # such a loader has one iterator only, and it was just restarted
         if not batches:
@@ -149,7 +141,15 @@ class Source:
     def seek(self, position: list[int]) -> None:
         """Set the position. The next draw starts its pass."""
         self.position = list(position)
-        self._batches, self._generators = None, nullcontext()
+        self._batches: Iterator[Any] | None = None
+        self._generators: AbstractContextManager[None] = nullcontext()
+
+
+def _set_epochs(samplers: Iterable[tuple[Any, int]]) -> None:
+    """Set the epochs of the samplers that have one."""
+    for sampler, epoch in samplers:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 class Sources:

@@ -107,8 +107,10 @@ class RankDerivatives(Derivatives):
                 index[:own] = torch.cat([i for i, _ in pairs])
                 gradient[:own] = torch.cat([g.detach().reshape(-1, *like.shape[1:]) for _, g in pairs])
                 gradient[:own] /= self.ranks.size
-            every = [self.ranks.all_gather(x) for x in (index, gradient)]
-            joined, moved = (torch.cat([x[:n] for x, n in zip(all_, sizes, strict=True)]) for all_ in every)
+            joined, moved = (
+                torch.cat([part[:n] for part, n in zip(self.ranks.all_gather(x), sizes, strict=True)])
+                for x in (index, gradient)
+            )
             found.append([(joined, moved)])
         return found
 

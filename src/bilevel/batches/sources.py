@@ -59,6 +59,10 @@ END = object()
 class Source:
     """One iterable, cycled; `position` is (pass, batches drawn in it)."""
 
+    position: list[int]
+    _batches: Iterator[Any] | None
+    _generators: AbstractContextManager[None]
+
     def __init__(
         self, items: Iterable[Any], name: str, seed: int, copies: DeviceCopies, shares: RankShares | None = None
     ) -> None:
@@ -141,8 +145,7 @@ class Source:
     def seek(self, position: list[int]) -> None:
         """Set the position. The next draw starts its pass."""
         self.position = list(position)
-        self._batches: Iterator[Any] | None = None
-        self._generators: AbstractContextManager[None] = nullcontext()
+        self._batches, self._generators = None, nullcontext()
 
 
 def _set_epochs(samplers: Iterable[tuple[Any, int]]) -> None:

@@ -199,7 +199,7 @@ class ProcessGroup:
         for group in (dist.group.WORLD, self._host):
             for rank in set(range(self.size)) - {self.rank}:
                 with suppress(RuntimeError):
-                    dist.irecv(word, rank, group).wait(timedelta(milliseconds=1))
+                    dist.irecv(word, rank, group).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
     def _sentence(self, error: RuntimeError) -> str:
         """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""

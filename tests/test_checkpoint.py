@@ -208,7 +208,7 @@ def test_other_version_is_refused_by_its_number(tmp_path, monkeypatch):
 
 
 def test_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         store.load(tmp_path)
 
 

@@ -366,8 +366,10 @@ def test_plain_sgd_slows_down_as_gamma_grows_and_adam_does_not():
         ({"callbacks": Callback()}, "callbacks must be a list"),
         ({"callbacks": [Callback]}, "callbacks must hold Callback objects"),
         ({"method": Penalty}, "with its parentheses"),
-        ({"tolerance": "a"}, "tolerance must be positive; got 'a'"),
+        ({"tolerance": "a"}, "tolerance must be a number; got 'a'"),
+        ({"tolerance": 0.0}, "tolerance must be above 0; got 0.0"),
         ({"max_steps": True}, "max_steps must be a whole number"),
+        ({"every": 0}, "every must be at least 1; got 0"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_named(arguments, words):

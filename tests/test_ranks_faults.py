@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
-from ranks import ends, on_ranks, started
+from ranks import ends, free_port, on_ranks, started
 from test_distributed import assert_alike
 
 from bilevel import Callback, Penalty, Problem, RankError, Run, solve
@@ -165,6 +168,37 @@ def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk():
     first, _, third = on_ranks(3, one_is_late)
     assert first.startswith("rank 1 of 3 did not answer rank 0: ")
     assert third.startswith("rank 2 of 3 lost the other ranks: ")
+
+
+def waiting_for_each_other() -> None:
+    """Rank 1 dies. Rank 0 has a pending operation with rank 2, which waits for rank 0."""
+    ranks = ProcessGroup.from_environment(torch.device("cpu"))
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with ranks.reporting_lost_ranks():
+        if ranks.rank == 2:
+            dist.recv(torch.zeros(1), 0)
+        dist.broadcast(torch.zeros(1), 2, async_op=True)
+        ranks.wait_for_all(timedelta(seconds=2))
+
+
+def test_ranks_that_wait_for_each_other_end_soon_after_a_rank_is_lost():
+    """In processes that end as scripts do: a forked process runs no handlers at its exit."""
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_ranks_faults as t; t.waiting_for_each_other()"
+    shared = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env=shared | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(3)
+    ]
+    try:
+        ends_of = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
+    assert all("RankError: " in ends_of[r] for r in (0, 2))
 
 
 def one_fails(wrong: str, which: int = 1) -> str:

@@ -27,7 +27,7 @@ def test_objective_that_is_no_function_is_refused(quadratic, name):
 
 
 def test_constraint_that_is_no_function_is_refused(quadratic):
-    with pytest.raises(ProblemError, match="inequalities must hold functions"):
+    with pytest.raises(ProblemError, match="inequalities must be a function"):
         Problem(quadratic.upper, quadratic.lower, inequalities=[1])
 
 

@@ -30,7 +30,7 @@ def tensors() -> None:
     problem = Problem(
         upper=lambda u, v, batch: (v - 1).square().sum() + u.square().sum(),
         lower=lambda u, v, batch: (v - 2 * u).square().sum(),
-        inequalities=[lambda u, v, batch: u - 1],
+        inequalities=lambda u, v, batch: u - 1,
         project_upper=Box(0.0, 1.0),
     )
     u, v = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)

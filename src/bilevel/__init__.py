@@ -106,7 +106,7 @@ _MODULE_OF = {name: f"bilevel.{module}" for module, names in _MODULES.items() fo
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used (PEP 562): `import bilevel` alone does not import torch."""
+    """Import a public name when it is first used (PEP 562): `import bilevel` does not import torch."""
     if name == "__version__":
         found: object = _version()
     elif name in _MODULE_OF:

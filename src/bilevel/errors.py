@@ -1,14 +1,14 @@
-"""Every exception of the library. Each is also the builtin that a caller would guess."""
+"""Every exception of the library. Each is also a builtin exception."""
 
 LONGEST = 2000
-"""Characters of a message: names and values that it shows may come from a file, and be of any length."""
+"""The most characters of a message: the names and values in it can come from a file and have any length."""
 
 
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
     told = False
-    """Whether another rank tells the user of it."""
+    """Whether another rank reports it to the user."""
 
     def __init__(self, message: object = "") -> None:
         text = str(message)
@@ -48,7 +48,7 @@ class RunError(BilevelError, RuntimeError):
 
 
 def reason(error: Exception) -> str:
-    """What another library's error says, on one line, to stand in a sentence of ours."""
+    """Return the message of another library's error on one line, for use in a sentence."""
     return " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
 
 
@@ -57,4 +57,4 @@ class MissingPackageError(BilevelError, ImportError):
 
 
 class BilevelWarning(UserWarning):
-    """Something the user should know, and that does not stop the run."""
+    """Something that the user should know and that does not stop the run."""

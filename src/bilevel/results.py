@@ -255,8 +255,8 @@ class Solution(Generic[U, V]):
     multipliers: dict[str, list[Tensor]]
     """The price of each condition at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
     (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. If
-    the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0), those of
-    grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
+    the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0): the
+    multipliers of grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
     adjoint: list[Tensor]
     """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: under another name, which becomes theirs when all is on the disk."""
+"""Writes a file whole or not at all: under a temporary name, and renames it once it is on the disk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from safetensors import SafetensorError
 
 from bilevel.errors import WriteError
 
-_mask = os.umask(0)  # which can only be read by setting it
+_mask = os.umask(0)  # it can only be read by setting it
 os.umask(_mask)
 MODE = 0o666 & ~_mask
-"""Of a new file."""
+"""The permissions of a new file."""
 
 
 @contextmanager
 def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when all went well, and is gone otherwise.
+    """Yield a temporary path to write to. It is renamed to `path` at the end, and deleted after an error.
 
-    The file that was there stays until then, and is kept as `before` if that is given. What a killed process left of
-    the same file is cleared away.
+    Until then the file at `path` stays; it is kept as `before` if that is given. Files that a killed process left are
+    deleted.
     """
     moved = False
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -52,7 +52,7 @@ def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
 
 
 def _flush(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     entry = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(entry)
@@ -61,18 +61,18 @@ def _flush(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write text as UTF-8; a file name in it that is not valid text comes back as the same bytes."""
+    """Write text as UTF-8; file names in it that are not valid text keep their bytes."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
     return path
 
 
 def _alive(pid: str) -> bool:
-    """Whether a process of this machine has the number."""
+    """Return whether a process of this machine has this number."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, OverflowError, ProcessLookupError):
         return False
-    except OSError:  # it is another user's
-        return True
+    except PermissionError:  # the process belongs to another user
+        pass
     return True

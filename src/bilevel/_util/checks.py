@@ -15,7 +15,7 @@ import torch
 from bilevel.errors import BilevelWarning, OptionError
 
 OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
-"""Where the code lies that a warning does not point at: this package, torch and context managers."""
+"""The paths of code that a warning does not point at: this package, torch and context managers."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Pair = tuple[Any, Any]
@@ -28,8 +27,3 @@ def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 def detached(batches: Sequence[Pair]) -> list[Pair]:
     """Return the batches detached from the graph of `prepare`."""
     return [each_tensor(Tensor.detach, pair) for pair in batches]
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on `device`."""
-    return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)

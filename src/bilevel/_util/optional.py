@@ -8,7 +8,7 @@ from typing import Any
 from bilevel.errors import MissingPackageError
 
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
-"""The names of packages that are not those of their modules."""
+"""The names of packages whose modules have another name."""
 EXTRAS = {
     **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2", "markupsafe"), "apps"),
     **dict.fromkeys(("pandas", "pyarrow"), "tables"),

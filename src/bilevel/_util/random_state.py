@@ -1,4 +1,4 @@
-"""Doing a forward pass again as if it had not been done: the generators it draws from, the buffers it changes."""
+"""Repeats a forward pass: restores the generators that it draws from and the buffers that it changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The state of the global generators that a forward pass on this device draws from."""
+    """Return the state of the global generators that a forward pass on this device draws from."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
@@ -25,20 +25,22 @@ def set_random_state(state: Any, device: torch.device) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[torch.Generator]:
-    """The global generators of the CPU and this device, seeded, and put back at the end; and one more of that seed.
-
-    `torch.manual_seed` would reseed all GPUs, for good.
-    """
-    devices = [] if device is None or device.type != "cuda" else [device]
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.default_generators[devices[0].index or 0].manual_seed(seed)
+    """Seed the global generators of the CPU and this device, and restore them at the end; yield another generator."""
+    device = device or torch.device("cpu")
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed_generators(seed, device)
         yield torch.Generator().manual_seed(seed)
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the global generators of the CPU and this device; `torch.manual_seed` would seed all GPUs."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
 def derived(seed: int, name: str) -> int:
-    """A seed for one part of a run. Neighbouring seeds and other parts share no draws."""
+    """Return a seed for one part of a run. Neighbouring seeds and other parts share no draws."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
 
 

@@ -1,8 +1,7 @@
 """The sources of batches: two iterables that are cycled independently.
 
 Each pass over a source starts from the seed (seed, source, pass), so that a resumed run draws what the straight one
-drew: it starts the pass that it was in and goes to the batch it had reached. How a pass is read: see
-`bilevel.batches.readers`.
+drew: it starts its pass again and goes to its batch. `bilevel.batches.readers` reads the passes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,23 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel.batches.rank_shares import RankShares
-from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, reader
+from bilevel._util.random_state import random_state, seed_generators, set_random_state
+from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, RankShares, reader
 from bilevel.errors import DataError
 
 
 class _Generators:
-    """A state of the global generators (torch's, numpy's, Python's), entered to draw and left as it was found."""
+    """A state of the global generators (torch's, numpy's, Python's) that is active only inside a `with` block."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed: int | None = seed
-        self._cuda = device if device.type == "cuda" else None
+        self._device = device
         self._inside: Any = None
 
     def __enter__(self) -> None:
         self._outside = self._get()
         if self._seed is not None:
-            torch.default_generator.manual_seed(self._seed)
-            if self._cuda is not None:
-                torch.cuda.default_generators[self._cuda.index or 0].manual_seed(self._seed)
+            seed_generators(self._seed, self._device)
             np.random.seed(self._seed % 2**32)
             random.seed(self._seed)
             self._seed = None
@@ -48,15 +45,12 @@ class _Generators:
         self._set(self._outside)
 
     def _get(self) -> Any:
-        cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
-        return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda
+        return random_state(self._device), np.random.get_state(), random.getstate()
 
     def _set(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
+        set_random_state(state[0], self._device)
         np.random.set_state(state[1])
         random.setstate(state[2])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(state[3], self._cuda)
 
 
 END = object()
@@ -85,11 +79,12 @@ class Source:
                 "or in a DataLoader."
             )
         self.items, self.name, self.device, self._seed = items, name, copies.device, seed
+        self._empty = f"the {name} data is empty: it gave no batch. Pass at least one."
         self._reader = reader(items, name, copies, shares)
         self.seek([0, 0])
 
     def _own_generators(self) -> list[torch.Generator]:
-        """The generators that the loader or its sampler was given by the user."""
+        """Return the generators that the user passed to the loader or its sampler."""
         found = [getattr(owner, "generator", None) for owner in (self.items, *self._samplers())]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
@@ -98,15 +93,13 @@ class Source:
         return [getattr(self.items, "sampler", None), batches, getattr(batches, "sampler", None)]
 
     def _open(self, epoch: int, first: int = 0) -> tuple[Iterator[Any], AbstractContextManager[None]]:
-        """Start a pass at its batch `first`: the batches, and the generators to draw each of them under."""
+        """Start a pass at its batch `first`; return the batches, and the generators to draw each of them with."""
         if isinstance(self._reader, ListReader):  # draws nothing at random
             return self._reader.begin(first), nullcontext()
         seed = hash_seed(self._seed, self.name, epoch)
         for generator in self._own_generators():
             generator.manual_seed(seed)
-        for sampler in self._samplers():
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
+        _set_epochs((sampler, epoch) for sampler in self._samplers())
         generators = _Generators(seed, self.device)
         with generators:
             batches = self._reader.begin(first)
@@ -124,14 +117,11 @@ class Source:
                 self.position = [epoch, taken + 1]
                 return batch
             if taken == 0:
-                raise self._empty()
+                raise DataError(self._empty)
             self.position, self._batches = [epoch + 1, 0], None
 
-    def _empty(self) -> DataError:
-        return DataError(f"the {self.name} data is empty: it gave no batch. Pass at least one.")
-
     def peek(self, most: int) -> tuple[list[Any], bool]:
-        """The first batches of pass 0, at most `most`, and whether these were all. The position is not moved."""
+        """Return the first batches of pass 0, at most `most`, and whether these are all; the position stays."""
         held = [(generator, generator.get_state()) for generator in self._own_generators()]
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers() if hasattr(sampler, "epoch")]
         batches: list[Any] = []
@@ -145,19 +135,24 @@ class Source:
         finally:
             for generator, state in held:
                 generator.set_state(state)
-            for sampler, epoch in epochs:
-                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                    set_epoch(epoch)
+            _set_epochs(epochs)
             if getattr(self.items, "persistent_workers", False):
                 self.seek(self.position)  # such a loader has one iterator only, and it was just restarted
         if not batches:
-            raise self._empty()
+            raise DataError(self._empty)
         return batches, True
 
     def seek(self, position: list[int]) -> None:
-        """Go to a position. The next draw starts its pass."""
+        """Set the position. The next draw starts its pass."""
         self.position = list(position)
         self._batches, self._generators = None, nullcontext()
+
+
+def _set_epochs(samplers: Iterable[tuple[Any, int]]) -> None:
+    """Set the epochs of the samplers that have one."""
+    for sampler, epoch in samplers:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 class Sources:
@@ -182,33 +177,23 @@ class Sources:
         return self.pair is not None
 
     def draw(self, count: int = 1) -> list[Pair]:
-        """The next `count` pairs."""
+        """Return the next `count` pairs."""
         if self.pair is None:
             return [(None, None)]
         upper, lower = self.pair
         return [(self._draw(upper), self._draw(lower)) for _ in range(count)]
 
-    def draw_lower(self, count: int = 1) -> list[Pair]:
-        """The next `count` lower batches, without an upper one."""
-        if self.pair is None:
-            return [(None, None)]
-        return [(None, self._draw(self.pair[1])) for _ in range(count)]
-
     def _draw(self, source: Source) -> Any:
-        with self._timed():
-            return source.draw()
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count the time inside as waiting; on CUDA only if the device has run out of work by its end."""
+        """Draw a batch and count the time as waiting; on CUDA only if the device has run out of work by its end."""
         work = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         started = time.perf_counter()
-        yield
+        batch = source.draw()
         if work is None or work.query():
             self.waited += time.perf_counter() - started
+        return batch
 
     def sample(self, most: int) -> tuple[list[Any], list[Any], bool]:
-        """The first batches of both sources, at most `most` of each, without moving."""
+        """Return the first batches of both sources, at most `most` of each, and whether these are all."""
         if self.pair is None:
             return [None], [None], True
         (upper, full_u), (lower, full_l) = (source.peek(most) for source in self.pair)
@@ -223,5 +208,5 @@ class Sources:
 
 
 def hash_seed(seed: int, name: str, epoch: int) -> int:
-    """A seed for this pass of this source; neighbouring seeds and passes are unrelated."""
+    """Return a seed for this pass of this source; neighbouring seeds and passes are unrelated."""
     return int(np.random.SeedSequence([seed, *name.encode(), epoch]).generate_state(1, np.uint64)[0] >> 1)

@@ -14,7 +14,6 @@ Linear layers whose Gram form is cheaper take that (see `bilevel.derivatives.gra
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel._util.tensor_lists import spread, summed
@@ -30,7 +30,7 @@ from bilevel.derivatives.evaluator import Evaluations
 from bilevel.derivatives.gram import LEAST, Layer, layers, terms
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.prices import Gradients, Prices, added, constraint_pull
-from bilevel.errors import BilevelWarning, ProblemError
+from bilevel.errors import ProblemError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 
@@ -276,11 +276,9 @@ class Derivatives(Evaluations):
                     "curvature='difference', or replace the operator (for attention: "
                     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
                 ) from error
-            warnings.warn(
+            warn_user(
                 f"{operator} has no double backward: the curvature is approximated by finite differences "
-                "(curvature='difference') from here on.",
-                BilevelWarning,
-                stacklevel=2,
+                "(curvature='difference') from here on."
             )
             self.curvature = "difference"
             set_random_state(state, self.v.device)

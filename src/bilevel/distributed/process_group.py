@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -48,20 +47,14 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-@dataclass(frozen=True)
-class PendingMean:
-    """A mean over ranks that is under way; `wait()` returns it, one tensor for each that was passed."""
-
-    wait: Callable[[], list[Tensor]]
-
-
 class ProcessGroup:
     """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
     _groups: tuple[Any, Any, Any] = None, None, None
     """torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
 
-    After a timeout gloo closes all connections of a group, also on CPUs, so each of these needs a group.
+    After a timeout gloo closes all connections of a group, also on CPUs. So hosts need their own group, and the
+    question who is lost needs another.
     """
     _timeout: timedelta | None = None
     """The timeout of all three; None: torch's default, because the user has initialised the process group."""
@@ -106,8 +99,8 @@ class ProcessGroup:
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> PendingMean:
-        """Begin to average the tensors over ranks, in one all-reduce for each dtype."""
+    def all_reduce_mean_async(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to average the tensors over ranks, in one all-reduce for each dtype; return a function that waits."""
         parts = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -124,11 +117,11 @@ class ProcessGroup:
                     found[i] = piece.view(tensors[i].shape)
             return found
 
-        return PendingMean(land)
+        return land
 
     def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over ranks of each tensor."""
-        return self.all_reduce_mean_async(tensors).wait() if tensors else []
+        return self.all_reduce_mean_async(tensors)() if tensors else []
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, without a derivative."""
@@ -138,7 +131,7 @@ class ProcessGroup:
         return found
 
     def all_gather_counts(self, own: Sequence[int]) -> list[list[int]]:
-        """Return for each count those of all ranks. Hosts exchange them over gloo, without waiting for a device."""
+        """Return, for each count, the counts of all ranks. Hosts exchange them over gloo and wait for no device."""
         mine = torch.tensor(own)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self._host)
@@ -191,7 +184,22 @@ class ProcessGroup:
             # A collective of ours, of a sharded model, or of the user.
             if not (isinstance(error, dist.DistError) or re.search(r"\bgloo\b|monitoredBarrier", str(error))):
                 raise
+            self._close()
+            atexit.unregister(_leave)
             raise RankError(f"{self._sentence(error)}. {AGAIN}") from error
+
+    def _close(self) -> None:
+        """Close the connections of torch's group and of the hosts' group, because a rank is lost.
+
+        An operation that still waits for another rank would block the end of this process, and the other rank could be
+        waiting for this one. gloo closes all connections of a group when a receive times out: pending operations fail,
+        here and on the other ranks.
+        """
+        word = torch.zeros(1)
+        for group in (dist.group.WORLD, self._host):
+            for rank in set(range(self.size)) - {self.rank}:
+                with suppress(RuntimeError):
+                    dist.irecv(word, rank, group).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
     def _sentence(self, error: RuntimeError) -> str:
         """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""
@@ -233,7 +241,7 @@ def _meeting(store: Any, rank: int, size: int) -> str:
     """Return a name that only the ranks of this start share.
 
     torchrun keeps one store for all restarts, with the addresses of dead ranks in it, and counts of restarts differ
-    between machines. So rank 0 draws a name. Each other rank asks for it under a random key of its own, and rank 0
+    between machines. So rank 0 draws a name. Each other rank asks for it under a random key, and rank 0
     answers until all have read the name.
     """
     own = secrets.token_hex(8)

@@ -1,7 +1,7 @@
-"""The derivatives of the mean objectives over ranks, each of which sees its share of the batches.
+"""The derivatives of the mean objectives over ranks. Each rank sees its share of the batches.
 
 s and h are averaged before they become cotangents, because F is the penalty of the mean of s, not a mean of F. The
-result is averaged afterwards: with the mean cotangent p held fixed, the mean over ranks of d<p, s_rank> is d<p, s>.
+result is averaged later: for a fixed mean cotangent p, the mean over ranks of d<p, s_rank> is d<p, s>.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel.batches.rank_shares import BatchShare, weighted
+from bilevel.batches.readers import BatchShare, weighted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, Derivatives
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.process_group import ProcessGroup
-from bilevel.distributed.shared_rows import all_rows
 from bilevel.distributed.weighted_mean import evaluating_share
 from bilevel.problem.problem import Problem
 from bilevel.problem.rows import Parts
@@ -66,7 +65,7 @@ class RankDerivatives(Derivatives):
     # -- means -----------------------------------------------------------------------------------------------------
 
     def _means(self, like_v: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the means over ranks: of the tensors that are shaped like those of v, and of the others."""
+        """Return the means over ranks of tensors shaped like v, and of the others."""
         found = self.ranks.all_reduce_mean([*others, *like_v])
         return found[len(others) :], found[: len(others)]
 
@@ -74,7 +73,7 @@ class RankDerivatives(Derivatives):
         return self.ranks.all_reduce_mean(tensors)
 
     def mean_over_ranks_async(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        return self.ranks.all_reduce_mean_async(tensors).wait
+        return self.ranks.all_reduce_mean_async(tensors)
 
     def mean_dense_over_ranks(self, found: list[Tensor]) -> list[Tensor]:
         count, dense = len(self.v.leaves), len(self.v.leaves) + len(self.u.leaves)
@@ -87,7 +86,33 @@ class RankDerivatives(Derivatives):
         return replace(found, f=f, g=g, v=v, u=[*u, *found.u[leaves:]])
 
     def all_rows(self, parts: Parts) -> Parts:
-        return all_rows(self.ranks, parts or [[] for _ in self.u.rows], self.u.rows) if self.u.rows else parts
+        """Return the rows that any rank has read, with their part of the mean gradient: the same on every rank.
+
+        Every rank holds all rows and differentiates the rows of its examples. Their indices and gradients, O(batch)
+        numbers, are gathered on all ranks.
+        """
+        if not (variables := self.u.rows):
+            return parts
+        parts = parts or [[] for _ in variables]
+        counts = self.ranks.all_gather_counts([sum(len(index) for index, _ in pairs) for pairs in parts])
+        found: Parts = []
+        for pairs, rows, sizes in zip(parts, variables, counts, strict=True):
+            if max(sizes) == 0:
+                found.append([])
+                continue
+            own, like = sizes[self.ranks.rank], rows.values
+            index = torch.zeros(max(sizes), dtype=torch.int64, device=like.device)
+            gradient = like.new_zeros(max(sizes), *like.shape[1:])
+            if pairs:
+                index[:own] = torch.cat([i for i, _ in pairs])
+                gradient[:own] = torch.cat([g.detach().reshape(-1, *like.shape[1:]) for _, g in pairs])
+                gradient[:own] /= self.ranks.size
+            joined, moved = (
+                torch.cat([part[:n] for part, n in zip(self.ranks.all_gather(x), sizes, strict=True)])
+                for x in (index, gradient)
+            )
+            found.append([(joined, moved)])
+        return found
 
     def size(self, found: list[Tensor]) -> Tensor:
         dense = len(self.v.leaves) + len(self.u.leaves)

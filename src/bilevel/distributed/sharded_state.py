@@ -50,7 +50,7 @@ def split_state(u: Variable, v: Variable, saved: dict[str, Any], like_v: Sequenc
 def _convert_like_v(
     method: dict[str, Any], like_v: Sequence[str], shards: Sequence[Any], convert: Callable[[Any, Any], Any]
 ) -> None:
-    """Replace the tensors of the state that are shaped like those of v by `convert(tensor, that tensor of v)`."""
+    """Replace each tensor of the state that is shaped like a tensor w of v by `convert(tensor, w)`."""
     for path in like_v:
         *outer, last = path.split("/")
         node = method
@@ -77,7 +77,7 @@ def _converted(node: Any, like: Any, shards: Sequence[Any], convert: Callable[[A
 
 
 def _as_shard(local: Tensor, like: Any) -> Any:
-    """Return the sharded tensor of which each rank has its `local` part, divided as `like` is."""
+    """Return the sharded tensor whose parts are the `local` tensors of the ranks, divided as `like` is."""
     if local.shape != like.to_local().shape:
         raise CheckpointError(
             f"the state of the optimizer of v has a tensor of shape {tuple(local.shape)} for a shard of shape "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bilevel._util.random_state import derived, set_random_state
+from bilevel._util.random_state import derived, seed_generators, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
 from bilevel.problem.variables import Variable
@@ -46,12 +46,8 @@ def check_same_arguments(ranks: ProcessGroup, identity: Mapping[str, Any], u: Va
 
 def seed_by_rank(ranks: ProcessGroup, seed: int, device: torch.device, step: int = 0) -> None:
     """Seed the global generators by rank, so that different examples have different dropout masks."""
-    if ranks.first:
-        return
-    own = derived(seed, f"rank {ranks.rank} step {step}")
-    torch.default_generator.manual_seed(own)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(own)
+    if not ranks.first:
+        seed_generators(derived(seed, f"rank {ranks.rank} step {step}"), device)
 
 
 def restore_generators(ranks: ProcessGroup, saved: Mapping[str, Any], device: torch.device) -> None:
@@ -72,7 +68,7 @@ def agree_on_end(
     for rank, (digest, *_) in enumerate(found):
         if digest != found[0][0]:
             raise RankError(
-                f"the records of rank {rank} differ from those of rank 0 at step {step}, so ranks could decide "
+                f"the records of rank {rank} and of rank 0 differ at step {step}, so ranks could decide "
                 "differently. Run all ranks on the same kind of machine, with the same release of torch."
             )
     return all(x[1] for x in found), any(x[2] for x in found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -68,19 +68,35 @@ class Problem:
     start_lower: Callable[[Any, Any], None] | None = None
     trials: int | None = None
 
+    if TYPE_CHECKING:  # a single function is accepted for a list; the fields hold tuples
+
+        def __init__(
+            self,
+            upper: Objective,
+            lower: Objective,
+            equalities: Objective | Sequence[Objective] = (),
+            inequalities: Objective | Sequence[Objective] = (),
+            lower_equalities: Objective | Sequence[Objective] = (),
+            lower_inequalities: Objective | Sequence[Objective] = (),
+            project_upper: Projection | Mapping[str, Projection] | None = None,
+            project_lower: Projection | Mapping[str, Projection] | None = None,
+            prepare: Callable[[Any, Any], Any] | None = None,
+            start_lower: Callable[[Any, Any], None] | None = None,
+            trials: int | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name in ("upper", "lower"):
             if not callable(getattr(self, name)):
                 raise ProblemError(f"{name} must be a function (u, v, batch) -> Tensor; got {getattr(self, name)!r}.")
         for name in ("equalities", "inequalities", "lower_equalities", "lower_inequalities"):
             value = getattr(self, name)
-            if not callable(value) and not isinstance(value, (list, tuple)):
-                raise ProblemError(f"{name} must be a function or a list of functions; got {value!r}.")
-            functions = (value,) if callable(value) else tuple(value)
-            for function in functions:
-                if not callable(function):
-                    raise ProblemError(f"{name} must hold functions (u, v, batch) -> Tensor; got {function!r}.")
-            object.__setattr__(self, name, functions)
+            functions = (value,) if callable(value) else value
+            if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
+                raise ProblemError(
+                    f"{name} must be a function (u, v, batch) -> Tensor or a list of such functions; got {value!r}."
+                )
+            object.__setattr__(self, name, tuple(functions))
             if name.startswith("lower_") and functions and self.project_lower is not None:
                 raise ProblemError(
                     f"{name} cannot be used with project_lower. State the set of v as lower inequalities as well."

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bilevel._util.checks import in_range
+from bilevel._util.optional import require
 from bilevel.errors import OptionError
 from bilevel.results import ALIASES, COLUMNS, History, Solution
 
 ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
-"""The message after the first Ctrl-C, which is shown at once: a step can take long."""
+"""The message after the first Ctrl-C. It is shown at once, because a step can take long."""
 
 
 @dataclass
@@ -156,12 +158,9 @@ class TensorBoard(Callback):
     """Writes every column to TensorBoard files in `folder` (`pip install bilevel[tensorboard]`)."""
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise OptionError(
-                "TensorBoard is not installed. Install it with: pip install 'bilevel[tensorboard]'."
-            ) from error
+        require("tensorboard", extra="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def log(self, run: Run) -> bool | None:
@@ -203,8 +202,7 @@ class EarlyStopping(Callback):
             raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
         if value is not None and not callable(value):
             raise OptionError(f"value must be a function of no arguments; got {value!r}.")
-        if patience < 1:
-            raise OptionError(f"patience must be at least 1; got {patience}.")
+        in_range("patience", patience, least=1, whole=True)
         self.monitor, self.patience, self.least, self.value = monitor, patience, least, value
         self.best, self.best_step = math.inf, 0
 

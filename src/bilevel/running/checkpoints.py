@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,10 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder and see that it can be written to."""
+    """Make the folder, and check that files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{FILE}.{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {folder} cannot be written: {error}. Pass a folder that can be."
@@ -66,18 +64,18 @@ def exists(folder: Path) -> bool:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read a state back, or say in one sentence why it cannot be.
+    """Read a state, or raise an error that says why it cannot be read.
 
-    If the last one is not good and the one before is, the one before is returned, with a warning that names both.
+    If the last checkpoint is bad and the one before is good, return the one before, with a warning that names both.
     """
     path, before = folder / FILE, folder / BEFORE
-    if not before.exists():
-        return _read(path)
-    if not path.exists():  # killed between the two renamings of a save
-        return _read(before)
+    if before.exists() and not path.exists():  # a save was killed between its two renamings
+        path = before
     try:
         return _read(path)
     except CheckpointError as error:
+        if path == before or not before.exists():
+            raise
         try:
             state = _read(before)
         except CheckpointError:
@@ -94,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
             # Copies, aligned as torch allocates: the last bit of a sum can depend on where its terms lie.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint at {path}.") from error
+        raise CheckpointError(f"the checkpoint {path} does not exist.") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be read, it is truncated or altered: {error}. It is left as it is."
@@ -133,13 +131,13 @@ def understood(folder: Path) -> Iterator[None]:
 
 
 def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A JSON tree of the node; tensors go to `tensors` and leave their name behind."""
+    """Return the node as a JSON tree. Tensors are moved to `tensors`; the tree has their names."""
     if isinstance(node, Tensor):
         # A copy: safetensors refuses tensors that share memory.
         tensors[name] = node.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(node, dict):
-        return {"dict": {key: _pack(item, f"{name}/{_escape(key)}", tensors) for key, item in node.items()}}
+        return {"dict": {key: _pack(item, f"{name}/{_escaped(key)}", tensors) for key, item in node.items()}}
     if isinstance(node, (list, tuple)):
         return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
     if isinstance(node, float) and not math.isfinite(node):
@@ -151,8 +149,8 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _escape(key: str) -> str:
-    """A key that has the separator in it, as JSON pointers write it: two tensors never share a name."""
+def _escaped(key: str) -> str:
+    """Return a key with its slashes escaped, as in JSON pointers, so that two tensors never share a name."""
     return key.replace("~", "~0").replace("/", "~1")
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bilevel._util.checks import warn_user
-from bilevel._util.random_state import random_state
+from bilevel._util.nested import each_tensor
+from bilevel._util.random_state import random_state, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
 from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
@@ -25,6 +27,14 @@ from bilevel.problem.variables import Variable
 from bilevel.results import Certificate, History, Solution, Status
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback, Run
+
+
+@dataclass
+class PausedRun:
+    """The state of a run that spent its budget, so that it can continue later with a larger one."""
+
+    state: dict[str, Any] | None = None
+    """The state to resume from, in checkpoint format; None if there is none."""
 
 
 class Loop:
@@ -42,18 +52,16 @@ class Loop:
         seed: int,
         identity: dict[str, Any],
         together: ProcessGroup | None = None,
-        keeps: bool = False,
+        paused: PausedRun | None = None,
     ) -> None:
         self.setting, self.state, self.callbacks, self.folder = setting, state, callbacks, folder
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
         self.seed, self.identity = seed, identity
         self.ranks, self.together = setting.ranks, together
-        """The ranks that share the work, and those that begin and end together: without data no work is shared."""
+        """The ranks that share the work, and the ranks that end together: without data no work is shared."""
         self.writes = together is None or together.first
-        self.keeps = keeps
-        self.kept: dict[str, Any] | None = None
-        """If requested: the state to resume from after `max_steps`, in checkpoint format."""
+        self.paused, self.like_v = paused, getattr(state, "like_v", ())
         self.sent = self.counted = 0
         """The number of bytes that the steps of this process sent to other ranks, and the number of steps."""
         self.history = History()
@@ -71,7 +79,16 @@ class Loop:
         try:
             with _noting_interrupts(self):
                 started = time.perf_counter() - self.seconds
-                watch = self._watch()
+                watch = Run(
+                    mode=self.state.mode,
+                    max_steps=self.setting.max_steps,
+                    step=self.step,
+                    history=self.history,
+                    seen=len(self.history),
+                    seconds=self.seconds,
+                    engine=self.state.engine,
+                    ranks=1 if self.ranks is None else self.ranks.size,
+                )
                 status = self.finished or self.state.ended()
                 for callback in self.callbacks:
                     callback.start(watch)
@@ -92,23 +109,11 @@ class Loop:
             for callback in self.callbacks:
                 callback.close()
 
-    def _watch(self) -> Run:
-        return Run(
-            mode=self.state.mode,
-            max_steps=self.setting.max_steps,
-            step=self.step,
-            history=self.history,
-            seen=len(self.history),
-            seconds=self.seconds,
-            engine=self.state.engine,
-            ranks=1 if self.ranks is None else self.ranks.size,
-        )
-
     def _after_step(self, watch: Run) -> Status | None:
         """Log and save if it is time to; return how the run ended, None while it continues."""
         status = self.state.ended()
         due = self.folder is not None and self.step % self.every == 0
-        # ProcessGroup learn of an interrupt when they communicate anyway: it reaches them in different steps.
+        # Ranks exchange interrupts when they communicate anyway: Ctrl-C reaches them in different steps.
         stopping = self.interrupted and self.together is None
         last = status is not None or self.step >= self.setting.max_steps or stopping
         if due or last or self.step % self.log_every == 0:
@@ -122,9 +127,9 @@ class Loop:
         """Save, leave u and v as they are returned, and measure them."""
         if status is not Status.DIVERGED:
             self._save(status)
-        # In the other modes steps depend on the budget that they are part of.
-        if self.keeps and status is Status.MAX_STEPS and self.state.mode == "deterministic":
-            self.kept = _clone(self._whole(status))
+        if self.paused is not None:  # in the other modes, steps depend on the budget
+            spent = status is Status.MAX_STEPS and self.state.mode == "deterministic"
+            self.paused.state = _clone(self._whole(status)) if spent else None
         with self.state.derivatives.full_precision():
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
             state = self.state.state_dict()
@@ -151,7 +156,7 @@ class Loop:
         )
 
     def _judged(self, status: Status, certificate: Certificate) -> Status:
-        """The status that the certificate bears out."""
+        """Return the status that the certificate supports."""
         tolerance = self.state.tolerance
         if status in (Status.STALLED, Status.CONVERGED):  # a line search turns back from numbers that are not finite
             measured = {
@@ -160,47 +165,38 @@ class Loop:
                 "residual": certificate.lower_residual,
                 "violation": certificate.violation,
             }
-            bad = [name for name, value in measured.items() if not math.isfinite(value)]
-            if bad:
-                self.message = f"At step {self.step}, {bad[0]} is {measured[bad[0]]}."
-                return Status.DIVERGED
-        if status is Status.INFEASIBLE:  # of a cut: no constraint of the user is violated
-            stationary = certificate.infeasibility <= (tolerance or 0.0) and certificate.lower_minimiser is False
-            return Status.STATIONARY if stationary else status
+            for name, value in measured.items():
+                if not math.isfinite(value):
+                    self.message = f"At step {self.step}, {name} is {value}."
+                    return Status.DIVERGED
+        if status is Status.INFEASIBLE and certificate.lower_minimiser is False:
+            # If only a cut is violated, the user's constraints are met.
+            return Status.STATIONARY if certificate.infeasibility <= (tolerance or 0.0) else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
-        stationary = certificate.relative_stationarity <= tolerance
-        if certificate.passes(tolerance):
-            return Status.CONVERGED
-        if stationary and certificate.infeasibility > tolerance:
+        if certificate.worst <= tolerance:
+            return Status.CONVERGED if certificate.passes(tolerance) else Status.STATIONARY
+        if certificate.relative_stationarity <= tolerance < certificate.infeasibility:
             return Status.INFEASIBLE
-        if certificate.worst <= tolerance and certificate.lower_minimiser is False:
-            return Status.STATIONARY
         return Status.STALLED if status is Status.CONVERGED else status
 
     def _fetch(self, watch: Run) -> Status | None:
         """Bring the pending records to the host, look for divergence, and call the callbacks."""
         if not self.pending:
             return None
-        table = torch.stack([record for record, *_ in self.pending]).cpu().tolist()
-        self.seconds = max(self.seconds, self.pending[-1][2])
-        for values, (_, step, seconds, evaluations) in zip(table, self.pending, strict=True):
+        pending, self.pending = self.pending, []
+        table = torch.stack([record for record, *_ in pending]).cpu().tolist()
+        for values, (_, step, seconds, evaluations) in zip(table, pending, strict=True):
             row = dict(zip(RECORD, values, strict=True))
-            bad = [name for name, value in row.items() if not math.isfinite(value)]
-            if bad:
-                self.message = f"At step {step}, {bad[0]} is {row[bad[0]]}."
-                self.pending = []
-                self._restore_snapshot()
-                return Status.DIVERGED
+            for name, value in row.items():
+                if not math.isfinite(value):
+                    return self._diverged(f"At step {step}, {name} is {value}.")
             self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
-        self.pending = []
         finite = self._finite()
         if self.together is not None:
             finite, self.interrupted = agree_on_end(self.together, table, finite, self.interrupted, self.step)
         if not finite:
-            self.message = f"At step {self.step}, u or v is not finite."
-            self._restore_snapshot()
-            return Status.DIVERGED
+            return self._diverged(f"At step {self.step}, u or v is not finite.")
         self.good = self._snapshot()
         watch.step, watch.seconds, watch.bytes_per_step = self.step, self.seconds, self._bytes_per_step()
         stop = [bool(callback.log(watch)) for callback in self.callbacks]
@@ -216,7 +212,7 @@ class Loop:
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
-        """Whether the last records are small enough for the certificate to be worth measuring, and it passes."""
+        """Return whether the certificate passes. It is measured only if the last records are small enough."""
         tolerance = self.state.tolerance
         if tolerance is None or self.state.mode != "stochastic":
             return False
@@ -238,11 +234,14 @@ class Loop:
             "method": _clone(self.state.state_dict()),
         }
 
-    def _restore_snapshot(self) -> None:
+    def _diverged(self, message: str) -> Status:
+        """Go back to the last finite state."""
+        self.message = message
         self._write(self.good)
         self.state.load_state_dict(self.good["method"])
         self.step = self.good["step"]
         self.history.truncate(self.step)
+        return Status.DIVERGED
 
     @torch.no_grad()
     def _write(self, saved: dict[str, Any]) -> None:
@@ -250,16 +249,12 @@ class Loop:
             for key, tensor in variable.tensors().items():
                 tensor.copy_(saved[name][key])
 
-    @property
-    def _like_v(self) -> Sequence[str]:
-        return getattr(self.state, "like_v", ())
-
     def _bytes_per_step(self) -> float:
         return self.sent / self.counted if self.counted else 0.0
 
     def _save(self, status: Status | None = None) -> None:
         if self.ranks is not None:
-            # What each rank's forward passes have left: BatchNorm's statistics, of shares of the batches.
+            # Each rank's forward passes left statistics of BatchNorm for its shares of the batches.
             average_buffers(self.ranks, self.variables)
         if self.folder is None:
             return
@@ -268,7 +263,7 @@ class Loop:
             store.save(self.folder, saved)
 
     def _whole(self, status: Status | None) -> dict[str, Any]:
-        """What a checkpoint has. All ranks call it; tensors that they share out are whole on the one that writes."""
+        """Return the content of a checkpoint. All ranks call it; the rank that writes gets sharded tensors whole."""
         device = self.setting.v.device
         more = {} if self.ranks is None else {"ranks": self.ranks.all_gather_object(list(random_state(device)))}
         u, v = self.variables
@@ -279,7 +274,7 @@ class Loop:
             "seconds": self.seconds,
             "max_steps": self.setting.max_steps,
             "status": status.name if status else None,
-            **gather_state(u, v, self.state.state_dict(), self._like_v, first=self.writes),
+            **gather_state(u, v, self.state.state_dict(), self.like_v, first=self.writes),
             "sources": self.setting.sources.state_dict(),
             "waited": self.setting.sources.waited,
             "random": torch.get_rng_state(),
@@ -296,14 +291,12 @@ class Loop:
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
                 f"from step {saved['step']} on."
             )
-        saved = split_state(*self.variables, saved, self._like_v)
+        saved = split_state(*self.variables, saved, self.like_v)
         self._write(saved)
         self.state.load_state_dict(saved["method"])
         self.setting.sources.load_state_dict(saved["sources"])
-        torch.set_rng_state(saved["random"])
+        set_random_state((saved["random"], saved["cuda"]), self.setting.v.device)
         self.setting.generator.set_state(saved["generator"])
-        if saved["cuda"] is not None:
-            torch.cuda.set_rng_state(saved["cuda"], self.setting.v.device)
         if self.ranks is not None:
             restore_generators(self.ranks, saved, self.setting.v.device)
         self.history = History.from_lists(saved["history"].tolist())
@@ -315,16 +308,12 @@ class Loop:
 
 
 def _clone(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: _clone(item) for key, item in tree.items()}
-    return [_clone(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+    return each_tensor(lambda tensor: tensor.detach().clone(), tree)
 
 
 @contextmanager
 def _noting_interrupts(loop: Loop) -> Iterator[None]:
-    """Ctrl-C ends the run after the step in hand; a second one interrupts at once."""
+    """Let Ctrl-C end the run after the current step; a second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,8 @@
 """Several starting points: how long each run is, and which of the ends is the best.
 
 The first start is the point that was passed. The others are drawn (see `bilevel.running.starting_points`). The runs
-follow one another. If `AGREE` of them ended as solutions with one f, and none has a smaller f, the rest are left out.
+follow one another. If `AGREE` of them ended as solutions with the same f, and none has a smaller f, the rest are
+skipped.
 
 Without data, a run that has not ended after `FIRST` steps is paused; after `LATER` steps once another one ended as a
 solution, or once `FEW` have ended without one. If none ended as a solution, the best of the paused runs is resumed to
@@ -25,8 +26,9 @@ from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.certificate import BATCHES
 from bilevel.results import Candidate, Solution, Status
-from bilevel.running.run_once import PausedRun, RunRequest, run_once
-from bilevel.running.starting_points import Points, copied, drawn, spread_points, write_tensors
+from bilevel.running.loop import PausedRun
+from bilevel.running.run_once import RunRequest, drawn_seed, run_once
+from bilevel.running.starting_points import Point, copied, drawn, spread_points, write_point
 
 NEAR = 1e-6
 """The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
@@ -54,8 +56,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
 
     def run_start(k: int, most: int, name: str) -> bool:
         """Run a start; return whether others are still worth a run."""
-        for variable, value in zip(both, points[k], strict=True):
-            write_tensors(value, variable)
+        write_point(points[k], *both)
         folder = None if request.folder is None else request.folder / name
         paused = kept.pop(k, PausedRun())
         solution = run(replace(request, max_steps=most, folder=folder, seed=seed + k, start=k), paused)
@@ -71,7 +72,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
         return any(c.status is Status.CONVERGED for _, c in found.values())
 
     def best_paused() -> int | None:
-        """Of the paused starts, the one to resume if no other is solved."""
+        """Return the paused start to resume if none is solved."""
         paused = [c for s, c in found.values() if s.status is Status.MAX_STEPS and s.steps < request.max_steps]
         return None if solved() or not paused else ranked(paused)[0].start
 
@@ -84,20 +85,19 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
     if more and (k := best_paused()) is not None:
         run_start(k, request.max_steps, f"start-{k}-to-its-end")
     best = chosen(list(found.values()), ranks)
-    for variable, value in zip(both, (best.candidates[0].u, best.candidates[0].v), strict=True):
-        write_tensors(value, variable)
+    write_point((best.candidates[0].u, best.candidates[0].v), *both)
     return best
 
 
-def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> Points:
-    """The tensors of u and v at each start."""
+def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> list[Point]:
+    """Return the tensors of u and v at each start."""
     u, v = request.upper, request.lower
     if request.data is None:
         others = drawn(request.problem, u, v, count - 1, torch.Generator().manual_seed(seed))
         return [(copied(u), copied(v)), *((draw.u, draw.v) for draw in others)]
 
     def fits() -> bool:
-        """Whether f and g are finite at the present point, on the first batches."""
+        """Return whether f and g are finite at the present point, on the first batches."""
         finite = all(map(math.isfinite, _values(Derivatives(request.problem, u, v), sources, 1)))
         return finite if ranks is None else all(ranks.all_gather_object(finite))
 
@@ -105,7 +105,7 @@ def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks:
 
 
 def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
-    """f and g at the present point, as means over the first batches, at most `most`."""
+    """Return f and g at the present point, as means over the first batches, at most `most`."""
     upper, lower, _ = sources.sample(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
         pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
@@ -113,12 +113,6 @@ def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
         f = torch.stack([d.upper(pair[0]) for pair in made]).mean()
         g = torch.stack([d.lower(pair[1]) for pair in made]).mean()
     return f.item(), g.item()
-
-
-def drawn_seed(ranks: ProcessGroup | None) -> int:
-    """Draw a seed from torch's global generator; all ranks get the seed of the first."""
-    seed = int(torch.randint(2**62, ()).item())
-    return seed if ranks is None else int(ranks.broadcast_object(seed))
 
 
 def agreed(candidates: Sequence[Candidate]) -> bool:
@@ -129,15 +123,15 @@ def agreed(candidates: Sequence[Candidate]) -> bool:
 
 
 def candidate(solution: Solution, d: Derivatives, start: int, sources: Sources | None = None) -> Candidate:
-    """The end of a run, at the present u and v."""
+    """Return the end of a run, at the present u and v."""
     f, g = _values(d, sources or Sources(None, 0, d.v.device), BATCHES)
     return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
+    """Sort candidates: feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
 
-    The f of an end that is not feasible, or no lower solution, says nothing: these are ranked by how far they are off.
+    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by their distance.
     """
 
     def residual(c: Candidate) -> float:
@@ -151,7 +145,8 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     def key(c: Candidate) -> tuple[bool, bool, float, float]:
         feasible = c.certificate.infeasibility <= near
         solved = residual(c) <= low and c.certificate.lower_minimiser is not False
-        off = 0.0 if feasible and solved else _off(c, residual(c)) if feasible else c.certificate.infeasibility
+        off = 0.0 if solved else max(residual(c), (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
+        off = off if feasible else c.certificate.infeasibility
         off, f = (x if math.isfinite(x) else math.inf for x in (off, c.upper))
         return not feasible, not solved, off, f
 
@@ -166,29 +161,20 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [best, *(c for c in order if c is not best)]
 
 
-def _off(c: Candidate, residual: float) -> float:
-    """How far a feasible end is from a lower solution."""
-    return max(residual, (c.certificate.lower_gap or 0.0) / (1 + abs(c.lower)))
-
-
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without those that are where a better one is."""
-    kept: list[Candidate] = []
+    """Leave out candidates that have the same u and v as a better one."""
+    kept: list[tuple[Candidate, Tensor]] = []
     for c in candidates:
-        z = _flat(c)
-        if all((z - _flat(other)).norm() > SAME * (1 + z.norm()) for other in kept):
-            kept.append(c)
-    return kept
-
-
-def _flat(c: Candidate) -> Tensor:
-    return torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+        z = torch.cat([x.double().reshape(-1) for x in (*c.u, *c.v)])
+        if all((z - other).norm() > SAME * (1 + z.norm()) for _, other in kept):
+            kept.append((c, z))
+    return [c for c, _ in kept]
 
 
 def chosen(found: Sequence[tuple[Solution, Candidate]], ranks: ProcessGroup | None) -> Solution:
-    """The solution of the best candidate, with the distinct candidates."""
+    """Return the solution of the best candidate, with the distinct candidates."""
     candidates = [c for _, c in found]
-    if ranks is not None:  # each rank has drawn its own random numbers, or batches; they are to keep the same start
+    if ranks is not None:  # each rank has drawn its own random numbers, or batches; all must keep the same start
         values = ranks.broadcast_object([(c.upper, c.lower) for c in candidates])
         candidates = [replace(c, upper=f, lower=g) for c, (f, g) in zip(candidates, values, strict=True)]
     order = ranked(candidates)

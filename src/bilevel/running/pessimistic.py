@@ -2,21 +2,21 @@
 
     min_{u, t} t   subject to   f(u, v_k) <= t,   h(u, v_k) = 0 or <= 0,   v_k a lower solution at u,   k = 1..K
 
-The K lower solutions are kept as copies of v, each with the conditions of its own (as the K-best candidates for min-max
-problems of Hamm and Noh, ICML 2018, and the candidates of Appendix C.3 of the paper); that is one problem of the
-optimistic kind in (u, t) and (v_1, ..., v_K). It is solved in rounds: find lower solutions at u from several points,
-keep those whose g is the least, solve, and look again, until no other ones are found.
+The K lower solutions are copies of v, and each has to meet the lower conditions (as the K-best candidates for min-max
+problems of Hamm and Noh, ICML 2018, and the candidates of Appendix C.3 of the paper). This is one optimistic problem
+in (u, t) and (v_1, ..., v_K). It is solved in rounds: find lower solutions at u from several points, keep those with
+the smallest g, solve, and search again, until the search finds no others.
 
-What this guarantees is a stationary point for the kept solutions. Lower solutions that no search found, and sets with
-infinitely many, count only by their kept points; and where a lower solution is one at a single u alone, the pessimistic
-problem may have no minimum at all.
+The end is a stationary point for the kept solutions. Lower solutions that no search found do not count, and of
+infinitely many only the kept ones count. If a lower solution exists only at a single u, the pessimistic problem can
+have no minimum at all.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,80 +24,44 @@ from torch import Tensor
 
 from bilevel._util.checks import in_range
 from bilevel._util.tensor_lists import gradient, norm
-from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import Derivatives
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import OptionError
 from bilevel.measures.constrained_lower_minimum import minimise_constrained
 from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.measures.problem_check import variables
-from bilevel.measures.problem_scales import lower_curvature, measure
+from bilevel.measures.problem_scales import measure
 from bilevel.methods.penalty import Penalty
 from bilevel.problem.problem import Objective, Problem, Projection
 from bilevel.problem.variables import Variable
 from bilevel.results import Solution, Status
 from bilevel.running.callbacks import Callback
-from bilevel.running.multistart import candidate, drawn_seed, run_starts
-from bilevel.running.run_once import PausedRun, RunRequest, run_once
-from bilevel.running.starting_points import copied, write_tensors
+from bilevel.running.loop import PausedRun
+from bilevel.running.multistart import candidate, run_starts
+from bilevel.running.run_once import RunRequest, drawn_seed, run_once
+from bilevel.running.starting_points import copied, lower_conditions, write_point, write_tensors
 
 ROUNDS = 6
 SEARCHES = 12
 TOLERANCE = 1e-6
-"""That of a round, where none was given: t is linear, and the measures relative to it are harder to meet."""
+"""The default tolerance of a round. t is linear, so measures relative to it fall more slowly."""
 STEADY = 1000.0
 KEPT = 8
-"""Most lower solutions that are kept."""
+"""The largest number of lower solutions that are kept."""
 TIED = 1e-6
-"""How much larger than the least its g may be, relative to 1 + |g|, for a lower solution to be kept."""
+"""How far above the smallest g, relative to 1 + |g|, a kept lower solution can be."""
 APART = 1e-3
 
 
-@dataclass
-class Copies:
-    """K lower solutions beside one u, as a problem of the optimistic kind."""
-
-    problem: Problem
-    u: list[Tensor]
-    """The leaves of the user's u, then t."""
-    v: list[Tensor]
-    variables: list[Variable]
-    """One for each of them; the first is the user's own v."""
-    uppers: Callable[[], list[Tensor]]
-    """f at each of them."""
-
-    gamma: float
-    gamma_h: float
-    """First prices, high enough for each copy to stay at the minimum where it is: t is linear, and says nothing of
-    sizes."""
-
-    def points(self) -> list[Tensor]:
-        """Where they are now."""
-        return [flatten(variable.leaves) for variable in self.variables]
-
-
-def refuse(problem: Problem, u: Variable) -> None:
-    """Refuse what the pessimistic choice does not support."""
-    for name in ("start_lower", "trials"):
-        if getattr(problem, name) is not None:
-            raise OptionError(f"solve_pessimistic cannot be used with {name}. Use solve.")
-    if u.rows:
-        raise OptionError("solve_pessimistic cannot be used with Rows. Use a tensor for u.")
-
-
 def lower_solutions(
-    problem: Problem, u: Variable, v: Variable, generator: torch.Generator, known: Sequence[Tensor] = ()
+    problem: Problem, u: Variable, v: Variable, generator: torch.Generator, known: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Distinct v that minimise g at the present u, as flat vectors, searched from v, around it and from `known`."""
+    """Return distinct v that minimise g at the present u, as flat vectors; searches from v, around it and `known`."""
     held = flatten(v.leaves)
     size = 1 + held.norm().item()
     found: list[tuple[float, Tensor]] = []
     d = Derivatives(problem, u, v)
-    batch = d.prepare([(None, None)], graph=False)[0][1]
-    kkt = None
-    if problem.constrained_below:
-        kkt = KKT(problem, u, v, batch)
-        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+    kkt = lower_conditions(d)
     around = [torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held) for _ in range(SEARCHES)]
     starts = [held + size * (0.5 if k % 2 else 2.0) * far for k, far in enumerate(around)]
     for start in (held, *known, *starts):
@@ -111,74 +75,13 @@ def lower_solutions(
         if flat:
             found.append((g, flatten(v.leaves)))
     write(held, v.leaves)
-    if not found:
-        return [held]
-    least = min(g for g, _ in found)
+    least = min((g for g, _ in found), default=0.0)
     kept: list[Tensor] = []
     for g, w in sorted(found, key=lambda pair: pair[0]):
         new = all((w - other).norm() > APART * (1 + w.norm()) for other in kept)
         if g <= least + TIED * (1 + abs(least)) and new and len(kept) < KEPT:
             kept.append(w)
-    return kept
-
-
-def copies(problem: Problem, u: Variable, v: Variable, points: list[Tensor]) -> Copies:
-    """The problem of the kept lower solutions; v is put at the first."""
-    write(points[0], v.leaves)
-    d = Derivatives(problem, u, v)
-    scales = measure(d, torch.Generator().manual_seed(0))
-    leaves = [*u.leaves, *v.leaves]
-    slope = norm(gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)).item()
-    size = max(scales.f, slope / (1 + norm(leaves).item()))
-    unit = size * (1 + norm(leaves).item())
-    values, variables = [v.value], [v]
-    for w in points[1:]:
-        twin = copy.deepcopy(v.value)
-        values.append(twin)
-        variables.append(Variable(twin, "v"))
-        write(w, variables[-1].leaves)
-
-    def each(function: Objective) -> list[Objective]:
-        return [lambda _, __, batch, w=w: function(u.value, w, batch) for w in values]  # type: ignore[misc]
-
-    def over(functions: Any) -> list[Objective]:
-        return [one for function in functions for one in each(function)]
-
-    with torch.no_grad():
-        batch = None if problem.prepare is None else problem.prepare(u.value, None)
-        first = torch.stack([problem.upper(u.value, w, batch).reshape(()) for w in values])
-    t = first.max().clone().requires_grad_()
-    sets: dict[str, Projection] = {}
-    for i, name in enumerate(u.names):
-        if (projection := u.projection(name)) is not None:
-            sets[str(i)] = projection
-    below: dict[str, Projection] = {}
-    for i, name in enumerate(v.names * len(values)):
-        if (projection := v.projection(name)) is not None:
-            below[str(i)] = projection
-    prepare = problem.prepare
-    rewritten = Problem(
-        upper=lambda x, _, batch: x[-1],
-        lower=lambda _, __, batch: torch.stack([problem.lower(u.value, w, batch).reshape(()) for w in values]).sum(),
-        equalities=over(problem.equalities),
-        inequalities=[
-            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit for w in values
-        ]
-        + over(problem.inequalities),
-        lower_equalities=over(problem.lower_equalities),
-        lower_inequalities=over(problem.lower_inequalities),
-        project_upper=sets or None,
-        project_lower=below or None,
-        prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
-    )
-
-    def uppers() -> list[Tensor]:
-        batch = None if problem.prepare is None else problem.prepare(u.value, None)
-        return [problem.upper(u.value, w, batch).reshape(()) for w in values]
-
-    gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
-    moved = [leaf for variable in variables for leaf in variable.leaves]
-    return Copies(rewritten, [*u.leaves, t], moved, variables, uppers, gamma, STEADY * size)
+    return kept or [held]
 
 
 def solve_pessimistic(
@@ -194,7 +97,7 @@ def solve_pessimistic(
     seed: int | None = None,
     hypergradient: bool | None = None,
 ) -> Solution:
-    """Solve a bilevel problem without data, where f counts at the worst of several lower solutions.
+    """Solve a bilevel problem without data in which f counts at the worst of several lower solutions.
 
     It solves in rounds: it searches for lower solutions at u, keeps the best ones, minimises the largest f over them,
     and searches again, until it finds no others. u and v are updated in place; v ends at the worst of the kept lower
@@ -205,7 +108,7 @@ def solve_pessimistic(
         method: `Penalty` in its deterministic mode.
         u: The upper variable, without `Rows`.
         v: The lower variable.
-        max_steps: Most steps of each round.
+        max_steps: The largest number of steps of each round.
         tolerance: As in `solve`. Default: 1e-6.
         callbacks: Called in each round.
         starts: The number of starting points. The best end is kept; `Solution.candidates` lists the distinct ends.
@@ -228,8 +131,12 @@ def solve_pessimistic(
     in_range("max_steps", max_steps, least=1, whole=True)
     in_range("starts", starts, least=1, whole=True)
     in_range("tolerance", tolerance, above=0)
+    for name in ("start_lower", "trials"):
+        if getattr(problem, name, None) is not None:
+            raise OptionError(f"solve_pessimistic cannot be used with {name}. Use solve.")
     upper, lower = variables(problem, u, v)
-    refuse(problem, upper)
+    if upper.rows:
+        raise OptionError("solve_pessimistic cannot be used with Rows. Use a tensor for u.")
     request = RunRequest(
         problem=problem,
         method=method,
@@ -261,59 +168,86 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
     seed = drawn_seed(ProcessGroup.from_environment(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
-    solution: Solution | None = None
-    kept: list[Tensor] = []
     try:
+        points = lower_solutions(problem, u, v, generator, ())
         for _ in range(ROUNDS):
+            solution, twins = solve_copies(request, points, seed)
+            kept = [flatten(twin.leaves) for twin in twins]
             points = lower_solutions(problem, u, v, generator, kept)
-            if solution is not None and (solution.interrupted or same(points, kept)):
+            settled = same(points, kept)
+            if settled or solution.interrupted:
                 break
-            made = copies(problem, u, v, points)
-            both = variables(made.problem, made.u, made.v)
-            method = inner(cast(Penalty, request.method), made)
-            round_ = replace(
-                request,
-                problem=made.problem,
-                method=method,
-                upper=both[0],
-                lower=both[1],
-                seed=seed,
-                start=1,  # a start that stays near where it is
-            )
-            solution = run_once(round_)
-            kept = made.points()
-        else:
-            if solution is not None and not same(lower_solutions(problem, u, v, generator, kept), kept):
-                solution = unsettled(solution)
+        if solution.status is Status.CONVERGED and not (settled or solution.interrupted):
+            # It is stationary only for the kept lower solutions.
+            message = f"After {ROUNDS} rounds the search still finds other lower solutions."
+            solution = replace(solution, status=Status.STALLED, message=message)
     except BaseException:
-        write_tensors(first[0], u)
-        write_tensors(first[1], v)
+        write_point(first, u, v)
         raise
-    if solution is None:
-        raise OptionError("solve_pessimistic needs a lower problem with a solution; none was found.")
     ends = []
-    values = [copied(variable) for variable in made.variables]  # the first is v, which the others are put into
-    for k in sorted(range(len(kept)), key=lambda k: made.uppers()[k].item()):  # the worst last: v stays there
-        write_tensors(values[k], v)
+    for value in [copied(twin) for twin in twins]:  # all are copied before v, the first, changes
+        write_tensors(value, v)
         ends.append(candidate(solution, Derivatives(problem, u, v), request.start))
+    ends.sort(key=lambda end: end.upper)
+    write_tensors(ends[-1].v, v)
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
 
 
-def unsettled(solution: Solution) -> Solution:
-    """Return a last round that others would follow as stalled: it is stationary only for the kept lower solutions."""
-    if solution.status is not Status.CONVERGED:
-        return solution
-    message = f"After {ROUNDS} rounds the search still finds other lower solutions."
-    return replace(solution, status=Status.STALLED, message=message)
+def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tuple[Solution, list[Variable]]:
+    """Solve the optimistic problem of K copies of v, which start at `points`; return its end and the copies.
 
+    The first copy is v.
+    """
+    problem, u, v, method = request.problem, request.upper, request.lower, cast(Penalty, request.method)
+    write(points[0], v.leaves)
+    d = Derivatives(problem, u, v)
+    scales = measure(d, torch.Generator().manual_seed(0))
+    leaves = [*u.leaves, *v.leaves]
+    slope = norm(gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)).item()
+    size = max(scales.f, slope / (1 + norm(leaves).item()))
+    unit = size * (1 + norm(leaves).item())
+    twins = [v, *(Variable(copy.deepcopy(v.value), "v") for _ in points[1:])]
+    for twin, w in zip(twins[1:], points[1:], strict=True):
+        write(w, twin.leaves)
+    values = [twin.value for twin in twins]
+    prepare = problem.prepare
+    with torch.no_grad():
+        batch = None if prepare is None else prepare(u.value, None)
+        t = torch.stack([problem.upper(u.value, w, batch).reshape(()) for w in values]).max().clone().requires_grad_()
 
-def inner(method: Penalty, made: Copies) -> Penalty:
-    """Return the method for one round, with first prices for the copies unless some were given."""
-    gamma = made.gamma if method.gamma is None else method.gamma
-    gamma_h = made.gamma_h if method.gamma_h is None else method.gamma_h
-    return replace(method, gamma=gamma, gamma_h=gamma_h)
+    def over(functions: Any) -> list[Objective]:
+        return [lambda _, __, batch, w=w, f=f: f(u.value, w, batch) for f in functions for w in values]  # type: ignore[misc]
+
+    def sets(variable: Variable, names: Sequence[str]) -> dict[str, Projection] | None:
+        return {str(i): p for i, name in enumerate(names) if (p := variable.projection(name)) is not None} or None
+
+    rewritten = Problem(
+        upper=lambda x, _, batch: x[-1],
+        lower=lambda _, __, batch: torch.stack([problem.lower(u.value, w, batch).reshape(()) for w in values]).sum(),
+        equalities=over(problem.equalities),
+        inequalities=[
+            lambda x, _, batch, w=w: (problem.upper(u.value, w, batch).reshape(()) - x[-1]) / unit for w in values
+        ]
+        + over(problem.inequalities),
+        lower_equalities=over(problem.lower_equalities),
+        lower_inequalities=over(problem.lower_inequalities),
+        project_upper=sets(u, u.names),
+        project_lower=sets(v, v.names * len(values)),
+        prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
+    )
+    # Prices that keep each copy at its minimum: t is linear, and shows no scale.
+    gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
+    method = replace(
+        method,
+        gamma=gamma if method.gamma is None else method.gamma,
+        gamma_h=STEADY * size if method.gamma_h is None else method.gamma_h,
+    )
+    upper, lower = variables(rewritten, [*u.leaves, t], [leaf for twin in twins for leaf in twin.leaves])
+    # A start above 0 stays near where it is.
+    inner = replace(request, problem=rewritten, method=method, upper=upper, lower=lower, seed=seed, start=1)
+    return run_once(inner), twins
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two lists of points are one, in any order."""
+    """Return whether two lists hold the same points, in any order."""
     return len(a) == len(b) and all(min((x - y).norm() for y in b) <= 10 * APART * (1 + x.norm()) for x in a)

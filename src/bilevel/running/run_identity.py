@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of: names, shapes, options and seed, compared before it is resumed."""
+"""The identity of a run: names, shapes, options and seed. A checkpoint is resumed only if they agree."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether two entries agree. Of an old description with a digest of code, only the name counts."""
+    """Return whether two entries agree. In an old description with a digest of code, only the name counts."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in new)
     if isinstance(old, list) and isinstance(new, list):

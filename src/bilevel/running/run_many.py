@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +46,12 @@ class RunItem:
         return f"{name[:LONGEST]}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"
 
 
-@dataclass
-class Session:
-    """How much was run since the folder was opened."""
-
-    began: float = field(default_factory=time.perf_counter)
-    ran: int = 0
-    """Items without a file."""
-    kept: int = 0
-    """Items with a file."""
-    workers: int = 1
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the folder was opened."""
-        return time.perf_counter() - self.began
-
-
 class ResultFolder:
     """A folder with one file for each result."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.session = Session()
 
     def get(self, item: RunItem) -> Found | None:
         """Return the result of a finished item; None if it is not finished, or its file has other settings."""
@@ -77,7 +59,8 @@ class ResultFolder:
             kept = json.loads((self.folder / f"{item.name}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == _same(item.settings) else None
+        settings = json.loads(json.dumps(item.settings))
+        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == settings else None
         return found if isinstance(found, dict) else None
 
     def put(self, item: RunItem, found: Found) -> None:
@@ -100,17 +83,17 @@ def run_items(
     called with each finished item.
     """
     left = sorted((item for item in items if folder.get(item) is None), key=lambda item: -item.weight)
-    folder.session.workers = where.workers
     for item in items:
         if item not in left:
-            folder.session.kept += 1
             tell(item)
     failed: list[tuple[str, Failed]] = []
 
-    def late() -> bool:
-        return deadline is not None and time.monotonic() >= deadline
-
-    results = parallel_map(function, [item.settings for item in left], where, late)
+    results = parallel_map(
+        function,
+        [item.settings for item in left],
+        where,
+        lambda: deadline is not None and time.monotonic() >= deadline,
+    )
     try:
         for position, found in results:
             if found is None:
@@ -119,7 +102,6 @@ def run_items(
                 failed.append((left[position].name, found))
                 continue
             folder.put(left[position], found)
-            folder.session.ran += 1
             tell(left[position])
     except KeyboardInterrupt:
         return False
@@ -172,11 +154,6 @@ def run_many(
     if not run_items(wanted, results, function, where=Where(workers, address, gpus, retries)):
         raise KeyboardInterrupt
     return [found for item in wanted if (found := results.get(item)) is not None]
-
-
-def _same(settings: Settings) -> Any:
-    """The settings as they come back from a file."""
-    return json.loads(json.dumps(settings))
 
 
 def _word(value: Any) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import seeded
-from bilevel.batches.rank_shares import RankShares
+from bilevel.batches.readers import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.derivatives import make_derivatives
@@ -25,8 +25,9 @@ from bilevel.problem.variables import Variable
 from bilevel.results import Solution
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback
-from bilevel.running.loop import Loop
+from bilevel.running.loop import Loop, PausedRun
 from bilevel.running.run_identity import compare, run_identity
+from bilevel.running.starting_points import copied, write_point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +56,6 @@ class RunRequest:
     """The number of the starting point, with `starts`."""
 
 
-@dataclass
-class PausedRun:
-    """What a run that spent its budget leaves, so that it can continue later with a larger one."""
-
-    state: dict[str, Any] | None = None
-    """The state to resume from, in checkpoint format; None if there is none."""
-
-
 def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
     """Run from the present u and v, by this process or by all ranks.
 
@@ -73,23 +66,39 @@ def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
     with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
         stored = _open(request) if ranks is None else run_on_first(ranks, lambda: _open(request))
         saved = paused.state if stored is None and paused is not None else stored
-        seed = _seed(request, saved, ranks)
+        if (seed := request.seed) is None:
+            seed = drawn_seed(ranks) if saved is None else int(saved["seed"])
         shares = None if ranks is None or data is None else RankShares(ranks.rank, ranks.size)
         sources = Sources(data, seed, lower.device, shares)
         identity = _identity(request, seed, saved, ranks)
         with seeded(seed, lower.device) as generator:
-            setting = _context(request, sources, generator, None if shares is None else ranks)
+            setting = RunContext(
+                problem=request.problem,
+                u=upper,
+                v=lower,
+                sources=sources,
+                max_steps=request.max_steps,
+                tolerance=request.tolerance,
+                accumulate=request.accumulate,
+                generator=generator,
+                precision=request.precision,
+                engine=request.engine,
+                start=request.start,
+                ranks=None if shares is None else ranks,
+            )
+            first = copied(upper), copied(lower)
             try:
-                with _unchanged_on_error(upper, lower):
-                    loop = _start(request, setting, seed, identity, ranks, keeps=paused is not None)
+                try:
+                    loop = _start(request, setting, seed, identity, ranks, paused)
                     if saved is not None:
-                        _restore(loop, saved, request.folder)
-                solution = loop.run(request.hypergradient)
+                        with nullcontext() if request.folder is None else store.understood(request.folder):
+                            loop.restore(saved)
+                except BaseException:
+                    write_point(first, upper, lower)
+                    raise
+                return loop.run(request.hypergradient)
             finally:
                 upper.release()
-            if paused is not None:
-                paused.state = loop.kept
-            return solution
 
 
 def _open(request: RunRequest) -> dict[str, Any] | None:
@@ -111,11 +120,9 @@ def _open(request: RunRequest) -> dict[str, Any] | None:
     return saved
 
 
-def _seed(request: RunRequest, saved: dict[str, Any] | None, ranks: ProcessGroup | None) -> int:
-    """Return the seed that was passed, the seed of the checkpoint, or a new one from torch's global generator."""
-    if request.seed is not None:
-        return request.seed
-    seed = int(torch.randint(2**62, ()).item()) if saved is None else int(saved["seed"])
+def drawn_seed(ranks: ProcessGroup | None) -> int:
+    """Draw a seed from torch's global generator; all ranks get the seed of the first."""
+    seed = int(torch.randint(2**62, ()).item())
     return seed if ranks is None else int(ranks.broadcast_object(seed))
 
 
@@ -137,33 +144,13 @@ def _identity(
     return identity
 
 
-def _context(
-    request: RunRequest, sources: Sources, generator: torch.Generator, ranks: ProcessGroup | None
-) -> RunContext:
-    return RunContext(
-        problem=request.problem,
-        u=request.upper,
-        v=request.lower,
-        sources=sources,
-        max_steps=request.max_steps,
-        tolerance=request.tolerance,
-        accumulate=request.accumulate,
-        generator=generator,
-        precision=request.precision,
-        engine=request.engine,
-        start=request.start,
-        ranks=ranks,
-    )
-
-
 def _start(
     request: RunRequest,
     setting: RunContext,
     seed: int,
     identity: dict[str, Any],
     ranks: ProcessGroup | None,
-    *,
-    keeps: bool,
+    paused: PausedRun | None,
 ) -> Loop:
     """Evaluate the objectives once and start the method."""
     upper, lower = setting.u, setting.v
@@ -180,26 +167,8 @@ def _start(
         seed=seed,
         identity=identity,
         together=ranks,
-        keeps=keeps,
+        paused=paused,
     )
     if setting.ranks is not None:
         seed_by_rank(setting.ranks, seed, lower.device)
     return loop
-
-
-def _restore(loop: Loop, saved: dict[str, Any], folder: Path | None) -> None:
-    """Bring the loop to where the saved run was."""
-    with nullcontext() if folder is None else store.understood(folder):
-        loop.restore(saved)
-
-
-@contextmanager
-def _unchanged_on_error(*variables: Variable) -> Iterator[None]:
-    """Put u and v back to what they were if the start of a run fails or is interrupted."""
-    held = [(tensor, tensor.detach().clone()) for variable in variables for tensor in variable.tensors().values()]
-    try:
-        yield
-    except BaseException:
-        for tensor, value in held:
-            tensor.data.copy_(value)
-        raise

@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
+from bilevel._util.checks import in_range, one_of
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
 from bilevel.engines.engine import ENGINES
 from bilevel.errors import OptionError
@@ -92,7 +93,11 @@ def solve(
     """
     _check(problem, method, callbacks)
     counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
-    _check_numbers(counts | {"starts": starts}, tolerance, engine, seed)
+    for name, count in (counts | {"starts": starts}).items():
+        in_range(name, count, least=1, whole=True)
+    in_range("tolerance", tolerance, above=0)
+    in_range("seed", seed, least=0, whole=True)
+    one_of("engine", engine, ENGINES)
     if checkpoint is None and (resume or every is not None):
         raise OptionError("resume and every need checkpoint=, the folder of the run.")
     if starts > 1 and problem.trials is not None:
@@ -134,16 +139,3 @@ def _check(problem: object, method: object, callbacks: object) -> None:
     for callback in cast(Sequence[object], callbacks):
         if not isinstance(callback, Callback):
             raise OptionError(f"callbacks must hold Callback objects such as Progress(); got {callback!r}.")
-
-
-def _check_numbers(counts: Mapping[str, int | None], tolerance: float | None, engine: str, seed: int | None) -> None:
-    """Refuse numbers out of their range and an unknown engine."""
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name} must be a whole number of at least 1; got {value!r}.")
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
-        raise OptionError(f"tolerance must be positive; got {tolerance!r}.")
-    if engine not in ENGINES:
-        raise OptionError(f"engine must be one of {', '.join(map(repr, ENGINES))}; got {engine!r}.")
-    if seed is not None and (not isinstance(seed, int) or seed < 0):
-        raise OptionError(f"seed must be a whole number of at least 0; got {seed!r}.")

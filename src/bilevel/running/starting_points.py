@@ -1,4 +1,4 @@
-"""Where several starting points lie.
+"""Draws several starting points.
 
 In a `Box` with finite bounds on both sides they are points of a Sobol sequence, stretched so that every sixth
 coordinate lies on a bound. Other tensors are drawn from a normal distribution around the present point, with a
@@ -16,8 +16,10 @@ mean square. Points at which f or g is not finite are drawn again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,27 +37,33 @@ from bilevel.problem.variables import Variable
 
 POOL = 4
 """Draws for each start."""
-Points = list[tuple[list[Tensor], list[Tensor]]]
-"""The tensors of u and of v at each point."""
+Point = tuple[list[Tensor], list[Tensor]]
+"""The tensors of u and of v."""
 STRETCH = 1.2
-"""How much wider than the bounds the draws are before they are put into them."""
+"""The draws span the bounds times this, and are clamped to the bounds."""
 TINY = 1e-12
 NEIGHBOURS = 4
 """The number of nearest draws that a draw must beat to count as the best of its valley."""
 ROUGH = 1e-4
-"""The tolerance of the lower solutions at points that are only looked at."""
+"""The tolerance of the lower solutions that are only compared."""
 
 
 def copied(variable: Variable) -> list[Tensor]:
-    """All tensors of a variable, copied."""
+    """Return copies of all tensors of a variable."""
     return [x.detach().clone() for x in variable.tensors().values()]
 
 
 @torch.no_grad()
 def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
-    """Write what `copied` returned back into the variable."""
+    """Write the tensors that `copied` returned back into the variable."""
     for tensor, value in zip(variable.tensors().values(), values, strict=True):
         tensor.copy_(value)
+
+
+def write_point(point: Point, u: Variable, v: Variable) -> None:
+    """Write the tensors of a point into u and v."""
+    write_tensors(point[0], u)
+    write_tensors(point[1], v)
 
 
 class StartSampler:
@@ -75,7 +83,7 @@ class StartSampler:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Add a draw to the present point, or put one from the bounds in its place."""
+        """Add a draw to the present point, or replace it by a draw from the bounds."""
         inside = None if self.sobol is None else self.sobol.draw(1, dtype=torch.float64).reshape(-1)
         for (leaf, bounds), scale in zip(self.leaves, self.scales, strict=True):
             if bounds is None:
@@ -91,7 +99,7 @@ class StartSampler:
 
     @torch.no_grad()
     def place(self) -> Tensor:
-        """The present point as one vector, in units of what a draw moves it by."""
+        """Return the present point as one vector, in units of the step that a draw makes."""
         units = [
             scale if bounds is None else (bounds[1] - bounds[0]).clamp(min=TINY) / 2
             for (_, bounds), scale in zip(self.leaves, self.scales, strict=True)
@@ -101,7 +109,7 @@ class StartSampler:
 
 
 def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The bounds of a Box that are finite on both sides."""
+    """Return the bounds of a Box if they are finite on both sides."""
     if not isinstance(projection, Box) or projection.low is None or projection.high is None:
         return None
     low, high = (torch.as_tensor(x, dtype=leaf.dtype, device=leaf.device) for x in (projection.low, projection.high))
@@ -110,43 +118,57 @@ def _bounds(projection: object, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(eq=False)
 class Draw:
-    """A starting point, the lower problem solved there."""
+    """A starting point, with the lower problem solved."""
 
     u: list[Tensor]
     v: list[Tensor]
     place: Tensor
-    """u, in units of what a draw moves it by."""
+    """u, in units of the step that a draw makes."""
     upper: float
     violation: float
 
 
-def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
-    """`count` starting points around the present one, which stays."""
+def _moved(
+    u: Variable, v: Variable, count: int, generator: torch.Generator, near: bool
+) -> Generator[Tensor, None, None]:
+    """Move u and v to draw after draw, and restore them at the end. Yield the place of u at the start and at each draw.
+
+    With `near`, each tensor of v moves by its size.
+    """
     first = copied(u), copied(v)
     around = StartSampler(u, generator), StartSampler(v, generator)
-    places, pool = [around[0].place()], []
+    if near:
+        around[1].scales = _own_sizes([leaf.detach() for leaf, _ in around[1].leaves])
     try:
+        yield around[0].place()
         for _ in range(POOL * count):
-            for variable, value in zip((u, v), first, strict=True):
-                write_tensors(value, variable)
             for sampler in around:
                 sampler.move()
-            if (draw := _solved(problem, u, v, around[0].place())) is not None:
-                pool.append(draw)
+            yield around[0].place()
+            write_point(first, u, v)
     finally:
-        for variable, value in zip((u, v), first, strict=True):
-            write_tensors(value, variable)
-    pool = _ordered(pool)
+        write_point(first, u, v)
+
+
+def drawn(problem: Problem, u: Variable, v: Variable, count: int, generator: torch.Generator) -> list[Draw]:
+    """Return `count` starting points around the present one, which stays."""
+    moves = _moved(u, v, count, generator, near=False)
+    places = [next(moves)]
+    pool = _ordered([draw for place in moves if (draw := _solved(problem, u, v, place)) is not None])
     out: list[Draw] = []
     while pool and len(out) < count:
-        out.append(pool[0] if len(out) % 2 == 0 else max(pool, key=lambda d: _apart(d.place, places)))
+        out.append(
+            pool[0]
+            if len(out) % 2 == 0
+            else max(pool, key=lambda d: min(float((d.place - other).norm()) for other in places))
+        )
         pool.remove(out[-1])
         places.append(out[-1].place)
     return out
 
 
 def _ordered(pool: Sequence[Draw]) -> list[Draw]:
-    """The best of each valley first; all by feasibility, then by f."""
+    """Sort: the best of each valley first; then by feasibility, then by f."""
 
     def key(d: Draw) -> tuple[float, float]:
         return round(d.violation, 3), d.upper
@@ -160,51 +182,43 @@ def _ordered(pool: Sequence[Draw]) -> list[Draw]:
     return sorted(pool, key=lambda d: (follows(d), *key(d)))
 
 
-def _apart(place: Tensor, others: Sequence[Tensor]) -> float:
-    """The distance to the nearest of the others."""
-    return float(torch.stack([(place - other).norm() for other in others]).amin())
+def lower_conditions(d: Derivatives) -> KKT | None:
+    """Return the conditions of a constrained lower problem, measured at the present point; None without constraints."""
+    if not d.problem.constrained_below:
+        return None
+    batch = d.prepare([(None, None)], graph=False)[0][1]
+    kkt = KKT(d.problem, d.u, d.v, batch)
+    kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
+    return kkt
 
 
 def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
-    """The present point with v at a lower solution; None if the objectives are not finite there."""
+    """Solve the lower problem at the present point; return None if the objectives are not finite there."""
     d = Derivatives(problem, u, v)
-    if problem.constrained_below:
-        batch = d.prepare([(None, None)], graph=False)[0][1]
-        kkt = KKT(problem, u, v, batch)
-        kkt.measure(batch, lower_curvature(d, torch.Generator().manual_seed(0)))
-        minimise_constrained(d, kkt, ROUGH)
-    else:
+    if (kkt := lower_conditions(d)) is None:
         minimise(d, ROUGH)
+    else:
+        minimise_constrained(d, kkt, ROUGH)
     with torch.no_grad():
         batch = d.prepare([(None, None)], graph=False)[0][0]
         f, h = d.upper(batch).item(), d.constraints(batch)
         outside = violation(h, len(problem.equalities)).item() if h else 0.0
-    if not (math.isfinite(f) and math.isfinite(outside)):
-        return None
-    return Draw(copied(u), copied(v), where, f, outside)
+    return Draw(copied(u), copied(v), where, f, outside) if math.isfinite(f) and math.isfinite(outside) else None
 
 
-def spread_points(u: Variable, v: Variable, count: int, seed: int, fits: Callable[[], bool] = lambda: True) -> Points:
+def spread_points(
+    u: Variable, v: Variable, count: int, seed: int, fits: Callable[[], bool] = lambda: True
+) -> list[Point]:
     """Return the present point and others around it that fit: `count` in all, or fewer if too few fit."""
-    generator = torch.Generator().manual_seed(seed)
-    first = copied(u), copied(v)
-    around = StartSampler(u, generator), StartSampler(v, generator)
-    around[1].scales = _own_sizes([leaf.detach() for leaf, _ in around[1].leaves])
-    points = [first]
-    for _ in range(POOL * (count - 1)):
-        if len(points) == count:
-            break
-        for sampler in around:
-            sampler.move()
-        if fits():
-            points.append((copied(u), copied(v)))
-        for variable, value in zip((u, v), first, strict=True):
-            write_tensors(value, variable)
+    with closing(_moved(u, v, count - 1, torch.Generator().manual_seed(seed), near=True)) as moves:
+        next(moves)
+        points = [(copied(u), copied(v))]
+        points += islice(((copied(u), copied(v)) for _ in moves if fits()), count - 1)
     return points
 
 
 def _own_sizes(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The root mean square of each tensor; if it is zero, the root mean square of all tensors, or one."""
+    """Return the root mean square of each tensor; if it is zero, the root mean square of all tensors, or one."""
     sizes = [leaf.square().mean().sqrt() for leaf in leaves]
     every = torch.cat([leaf.reshape(-1) for leaf in leaves]).square().mean().sqrt()
     every = torch.where(every > 0, every, torch.ones_like(every))

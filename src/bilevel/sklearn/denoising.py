@@ -7,7 +7,6 @@ between them, and finds the trusted rows if they are part of X.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +19,13 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range, true_or_false
+from bilevel._util.checks import in_range, true_or_false, warn_user
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import probabilities
 from bilevel.data.arrays import standard_scaler
-from bilevel.errors import BilevelWarning, DataError, OptionError
+from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Progress
 
@@ -228,12 +227,10 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         for i in range(len(self.classes_)):
             members = random.permutation(np.flatnonzero(labels == i))
             known[members[: max(1, round(share * len(members)))]] = True
-        warnings.warn(
+        warn_user(
             f"fit has no trusted labels: {known.sum()} of the {len(labels)} rows replace them. Their labels can be as "
             "wrong as the others, so wrong labels are found less reliably, and these rows are not judged: their "
-            "importance is NaN. Pass trusted=(X, y), or a mask of rows whose labels are known to be right.",
-            BilevelWarning,
-            stacklevel=3,
+            "importance is NaN. Pass trusted=(X, y), or a mask of rows whose labels are known to be right."
         )
         return known
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import move
+from bilevel._util.nested import each_tensor
 from bilevel._util.tensor_lists import dot, gradient
 from bilevel.errors import ProblemError
 from bilevel.measures.lower_minimum import flatten, write
@@ -206,7 +206,7 @@ def _begun(
     state = store.load(checkpoint)
     with store.understood(checkpoint):
         compare(state["task"], task, checkpoint)
-        search, objective.first = LBFGS(**move(state["search"], device)), state["first"]
+        search, objective.first = LBFGS(**each_tensor(lambda t: t.to(device), state["search"])), state["first"]
         write(search.x, objective.u.leaves)
         write(state["v"].to(device), objective.v.leaves)
         return search, list(state["path"]), bool(state["ended"])

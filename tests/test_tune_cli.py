@@ -158,7 +158,7 @@ def test_the_test_rows_of_a_table_have_each_class_in_its_share(model, tmp_path, 
     seen = []
     for name in ("_linear", "_network"):
         plain = getattr(tuned_table, name)
-        monkeypatch.setattr(tuned_table, name, lambda run, *a, p=plain: seen.append(run.data) or p(run, *a))
+        monkeypatch.setattr(tuned_table, name, lambda data, *a, p=plain, **o: seen.append(data) or p(data, *a, **o))
     tuned = []
     plain_tune = tuned_table.tune
     monkeypatch.setattr(tuned_table, "tune", lambda *a, **o: tuned.append(a) or plain_tune(*a, **o))

@@ -156,12 +156,17 @@ def descend(
 
     The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, or if
     `late()` is true. `begin` is called before each step, `watch` after it. `curvature` and `first` are passed to
-    `ImplicitObjective`. The state is saved in the folder `checkpoint` every few seconds and at the end. A state in the
-    folder is resumed, or refused if its `task` is another.
+    `ImplicitObjective`. The state is saved in the folder `checkpoint` every few seconds, and also at the end or if the
+    descent is interrupted. A state in the folder is resumed, or refused if its `task` is another.
     """
     objective = ImplicitObjective(problem, u, v, curvature, first)
     search, path, ended = _begun(objective, checkpoint, task or {})
-    saved = time.monotonic()
+    if ended:
+        return path
+
+    def snapshot() -> dict[str, Any]:
+        state = {"task": dict(task or {}), "search": search.state_dict(), "v": flatten(objective.v.leaves)}
+        return state | {"path": list(path), "first": objective.first, "ended": ended}
 
     def phi(x: Tensor) -> tuple[float, Tensor, None]:
         """Return phi and phi'; infinity if it is late, because a line search can take many evaluations."""
@@ -169,25 +174,30 @@ def descend(
             return float("inf"), search.gradient, None
         return objective.phi(x)
 
-    while not ended:
-        flat = len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1])
-        ended = flat or len(path) > max_steps or (len(path) > 1 and late())
-        if not ended:
-            begin()
-            # If the fall to first order is below what rounding hides, a search would be in vain.
-            promised = -torch.dot(search.gradient, search.direction()).item()
-            ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
-        if ended:
-            write(search.x, objective.u.leaves)
-            objective.solve_lower()
-        else:
-            path.append(search.value)
-        if checkpoint is not None and (ended or time.monotonic() - saved >= SAVE_EVERY):
-            state = {"task": dict(task or {}), "search": search.state_dict(), "v": flatten(objective.v.leaves)}
-            store.save(checkpoint, state | {"path": path, "first": objective.first, "ended": ended})
-            saved = time.monotonic()
-        if not ended:
-            watch(len(path) - 1, search.value)
+    state, saved = snapshot(), time.monotonic()
+    try:
+        while not ended:
+            flat = len(path) > 5 and path[-6] - path[-1] <= tolerance * abs(path[-1])
+            ended = flat or len(path) > max_steps or (len(path) > 1 and late())
+            if not ended:
+                begin()
+                # If the fall to first order is below what rounding hides, a search would be in vain.
+                promised = -torch.dot(search.gradient, search.direction()).item()
+                ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
+            if ended:
+                write(search.x, objective.u.leaves)
+                objective.solve_lower()
+            else:
+                path.append(search.value)
+            state = snapshot()
+            if checkpoint is not None and time.monotonic() - saved >= SAVE_EVERY:
+                store.save(checkpoint, state)
+                saved = time.monotonic()
+            if not ended:
+                watch(len(path) - 1, search.value)
+    finally:
+        if checkpoint is not None:
+            store.save(checkpoint, state)
     return path
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bilevel import Ball, BilevelWarning, Box, Penalty, Problem, ProblemError, Rows, Simplex, solve
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.problem.variables import Variable
 
@@ -179,8 +179,8 @@ def as_written(case: Case, u: Any, v: Any) -> tuple[Tensor, list[Tensor], list[T
     return F.detach(), found[: len(U.leaves)], found[len(U.leaves) :]
 
 
-def derivatives(case: Case, u: Any, v: Any, curvature: str = "exact") -> Derivatives:
-    return Derivatives(case.problem, Variable(u, "u"), Variable(v, "v", case.problem.project_lower), curvature)
+def derivatives(case: Case, u: Any, v: Any, curvature: str = "exact") -> PenalisedObjective:
+    return PenalisedObjective(case.problem, Variable(u, "u"), Variable(v, "v", case.problem.project_lower), curvature)
 
 
 def dense(rows: Rows, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -339,7 +339,7 @@ def test_difference_curvature_of_a_zero_cotangent_is_zero_and_finite():
     problem = Problem(lambda u, v, _: (u * v).sum(), lambda u, v, _: ((v - u) ** 4).sum())
     u, v = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     prices = Prices(gamma=torch.tensor(2.0, dtype=torch.float64), nu=[torch.zeros(3, dtype=torch.float64)])
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), "difference")
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v"), "difference")
     found = d.penalised([(None, None)], prices, with_u=True)
     assert found.u[0].tolist() == found.v[0].tolist() == [1.0, 1.0, 1.0]
 
@@ -381,7 +381,7 @@ def noisy(seed: int) -> tuple[Problem, Tensor, Noisy, Prices]:
 
 def evaluate(problem: Problem, u: Tensor, v: nn.Module, prices: Prices, curvature: str, count: int = 1):
     """(gradients, state of the generator afterwards), from the same state before."""
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), curvature)
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v"), curvature)
     with torch.random.fork_rng():
         torch.manual_seed(11)
         found = d.penalised([(None, None)] * count, prices, with_u=True)
@@ -503,7 +503,7 @@ def unsupported(which: str, seed: int) -> tuple[nn.Module, nn.Module, str]:
 def test_auto_falls_back_with_one_warning_that_names_the_operator(which):
     problem, u = regression(0)
     v, reference, name = unsupported(which, 0)
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), "auto")
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v"), "auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [d.penalised([(None, None)], prices_of(v), with_u=with_u) for with_u in (True, False, True)]
@@ -512,7 +512,7 @@ def test_auto_falls_back_with_one_warning_that_names_the_operator(which):
     assert name in str(ours[0].message)
     assert d.curvature == "difference"
     with sdpa_kernel(SDPBackend.MATH):
-        exact = Derivatives(problem, Variable(u, "u"), Variable(reference, "v"), "exact").penalised(
+        exact = PenalisedObjective(problem, Variable(u, "u"), Variable(reference, "v"), "exact").penalised(
             [(None, None)], prices_of(reference), with_u=True
         )
     size = 1 + together(exact.v).norm().item()
@@ -527,7 +527,7 @@ def test_auto_falls_back_with_one_warning_that_names_the_operator(which):
 def test_exact_curvature_is_refused_with_a_sentence_that_names_the_operator(which):
     problem, u = regression(0)
     v, _, name = unsupported(which, 0)
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), "exact")
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v"), "exact")
     with pytest.raises(ProblemError, match=f"{name} has no double backward"):
         d.penalised([(None, None)], prices_of(v), with_u=True)
 
@@ -558,7 +558,7 @@ def test_function_marked_once_differentiable_gives_no_wrong_derivative_in_silenc
         return (Once.apply(v - u) ** 2).sum()
 
     u, v = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([0.3, -0.2], [1.0, 0.7]))
-    d = Derivatives(Problem(lambda u, v, _: (u * v).sum(), lower), Variable(u, "u"), Variable(v, "v"), curvature)
+    d = PenalisedObjective(Problem(lambda u, v, _: (u * v).sum(), lower), Variable(u, "u"), Variable(v, "v"), curvature)
     prices = Prices(gamma=torch.tensor(0.5, dtype=torch.float64), nu=[torch.zeros(2, dtype=torch.float64)])
     if curvature == "exact":
         with pytest.raises(ProblemError, match="once_differentiable"):
@@ -578,7 +578,7 @@ def test_other_errors_of_the_objective_pass_through_unchanged():
         raise RuntimeError("the user's own mistake")
 
     u, v = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    d = Derivatives(Problem(lambda u, v, _: v.sum(), lower), Variable(u, "u"), Variable(v, "v"), "auto")
+    d = PenalisedObjective(Problem(lambda u, v, _: v.sum(), lower), Variable(u, "u"), Variable(v, "v"), "auto")
     prices = Prices(gamma=torch.tensor(1.0, dtype=torch.float64), nu=[torch.zeros(2, dtype=torch.float64)])
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         d.penalised([(None, None)], prices, with_u=True)
@@ -620,7 +620,7 @@ def test_objectives_are_evaluated_as_often_as_stated(curvature, count, lower, up
         project_lower=c.problem.project_lower,
     )
     u, v = make("tensor", c.u), make("tensor", c.v)
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v", problem.project_lower), curvature)
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v", problem.project_lower), curvature)
     d.penalised(c.batches, c.prices, with_u=with_u)
     assert calls == {"lower": lower, "upper": upper}
     assert (d.lower_evaluations, d.upper_evaluations) == (lower, upper)
@@ -635,7 +635,7 @@ def test_difference_over_several_batches_draws_for_each_what_an_exact_product_dr
     )
     direction, ends, products = [torch.ones(4, dtype=torch.float64)], [], []
     for curvature in ("exact", "difference"):
-        d = Derivatives(problem, Variable(u, "u"), Variable(v, "v"), curvature)
+        d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v"), curvature)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             products.append(d.hessian_product([(None, None)] * 3, direction, with_u=False)[0])

@@ -18,41 +18,28 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 262,  # public names are imported when they are used; a Solution says what to do next
-    "_util": 370,  # with optional packages and their extras
+    "top": 261,
+    "_util": 369,
+    "applications": 3138,
+    "batches": 343,
+    "cli": 1462,
+    "data": 1285,
+    "derivatives": 901,
+    "distributed": 505,
+    "engines": 386,
+    "measures": 744,
+    "methods": 2155,
+    "optim": 434,
     "problem": 276,
-    "optim": 423,
-    "batches": 368,
-    "derivatives": 902,
-    "distributed": 520,
-    "measures": 764,
-    "engines": 390,
-    "methods": 2308,
-    "running": 1340,
-    "data": 1440,
-    "applications": 3550,
-    "report": 445,
-    "sklearn": 337,
-    "cli": 1753,
-    "studies": 6080,
+    "report": 395,
+    "running": 1222,
+    "sklearn": 293,
+    "studies": 4960,
 }
-LARGE_FILES: set[str] = {
-    "src/bilevel/methods/penalty/augmented_lagrangian.py",
-    "studies/src/bilevel_studies/classical/quadratic.py",
-}
+LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""
 LARGE_FUNCTIONS: set[str] = {
-    "src/bilevel/applications/comparison/synthetic_problems.py:examples",
-    "src/bilevel/applications/denoising/denoise.py:denoise",
     "src/bilevel/applications/poisoning/attack.py:attack",
-    "src/bilevel/applications/tuning/linear_tuning.py:tune_linear",
-    "src/bilevel/applications/tuning/tune.py:tune",
-    "src/bilevel/applications/tuning/tune_table.py:_linear",
-    "src/bilevel/applications/tuning/tune_table.py:_network",
-    "src/bilevel/measures/constrained_lower_minimum.py:minimise_constrained",
-    "studies/src/bilevel_studies/few_shot/runs.py:_bilevel",
-    "studies/src/bilevel_studies/synthetic/page.py:page",
-    "studies/src/bilevel_studies/synthetic/sizes.py:table",
 }
 """Functions over a limit, as `path:name`. The list may only shrink."""
 

@@ -34,7 +34,7 @@ from bilevel import (
     solve,
 )
 from bilevel._util.random_state import seeded
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.results import COLUMNS
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -321,14 +321,14 @@ def test_settings_cost_their_stated_number_of_evaluations(
 
 def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypatch):
     gradients = 0
-    penalised = Derivatives.penalised
+    penalised = PenalisedObjective.penalised
 
     def counted(self, *args, **options):
         nonlocal gradients
         gradients += 1
         return penalised(self, *args, **options)
 
-    monkeypatch.setattr(Derivatives, "penalised", counted)
+    monkeypatch.setattr(PenalisedObjective, "penalised", counted)
     counter = Counter(quadratic.problem)
     noted = []
 

@@ -31,7 +31,7 @@ from bilevel.applications.few_shot.evaluation import Best
 from bilevel.applications.few_shot.meta_train import GAMMA
 from bilevel.applications.networks import few_shot_cnn
 from bilevel.data.class_images import ImageClasses, load_classes
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices
 from bilevel.problem.variables import Variable
 from bilevel.results import History
@@ -169,7 +169,7 @@ def test_second_derivatives_through_batch_norm_and_pooling_match_differences(sca
     v = CosineClassifier(2, 4, 3, scale=scale, dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     batch = [(sampler.draw(2, generator), torch.zeros(0))]
-    d = Derivatives(episodes.problem(), Variable(u, "u"), Variable(v, "v"), "exact")
+    d = PenalisedObjective(episodes.problem(), Variable(u, "u"), Variable(v, "v"), "exact")
     with torch.no_grad():  # not the class means, where parts of s are small
         v.weight.copy_(torch.randn(v.weight.shape, generator=generator, dtype=torch.float64))
     nu = torch.randn(v.weight.shape, generator=generator, dtype=torch.float64)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Rows, solve
 from bilevel.derivatives.gram import layers
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
 from bilevel.problem.variables import Variable
@@ -96,7 +96,7 @@ def evaluate(
 ) -> tuple[Gradients, int]:
     """The derivative of F and the number of layers in Gram form; random draws from one seed, v not moved."""
     v = copy.deepcopy(v)
-    d = Derivatives(problem, Variable(u, "u"), Variable(v, "v", problem.project_lower), curvature)
+    d = PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v", problem.project_lower), curvature)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         found = d.penalised([pair], options.pop("prices", free(v)), **options)
@@ -247,7 +247,7 @@ def test_weights_that_are_not_transposed_are_found_too():
     u, x = torch.ones(3, dtype=torch.float64, requires_grad=True), batch(4, 5)[0]
     found = {}
     for curvature in ("gram", "exact"):
-        d = Derivatives(Problem(lower, lower), Variable(u, "u"), Variable(v, "v"), curvature)
+        d = PenalisedObjective(Problem(lower, lower), Variable(u, "u"), Variable(v, "v"), curvature)
         prices = Prices(torch.ones((), dtype=torch.float64), [torch.zeros_like(p) for p in v.values()])
         prices.multipliers = False
         found[curvature] = d.penalised([(x, x)], prices, with_u=True)
@@ -372,7 +372,7 @@ def test_multipliers_of_a_weight_that_is_not_transposed_are_part_of_the_gram_for
     prices = Prices(gamma=torch.tensor(0.7, dtype=torch.float64), nu=nu)
     found = {}
     for curvature in ("gram", "exact"):
-        d = Derivatives(problem, Variable(u, "u"), Variable(W, "v"), curvature)
+        d = PenalisedObjective(problem, Variable(u, "u"), Variable(W, "v"), curvature)
         found[curvature] = d.penalised([(None, None)], prices, with_u=True)
     same(found["gram"], found["exact"], 1e-10)
 
@@ -388,7 +388,7 @@ def test_given_slope_and_projection_keep_the_plain_form():
 def test_rounded_products_keep_the_plain_form():
     """Under autocast dz and x are bfloat16, and s is not their product in float32."""
     v, pair = network(5, 7, CLASSES, dtype=torch.float32), tuple(batch(4, 5, dtype=torch.float32) for _ in range(2))
-    d = Derivatives(classify(), Variable(make("tensor", torch.float32), "u"), Variable(v, "v"), "gram", "bf16")
+    d = PenalisedObjective(classify(), Variable(make("tensor", torch.float32), "u"), Variable(v, "v"), "gram", "bf16")
     d.penalised([pair], free(v), with_u=True)
     assert d.gram_layers == 0
 
@@ -396,7 +396,7 @@ def test_rounded_products_keep_the_plain_form():
 def test_cotangent_averaged_over_ranks_keeps_the_plain_form(monkeypatch):
     """s of all ranks is not the product of one rank's dz and x."""
     v, pair = network(5, 7, CLASSES), (batch(4, 5), batch(4, 5, seed=1))
-    monkeypatch.setattr(Derivatives, "shared", True)
+    monkeypatch.setattr(PenalisedObjective, "shared", True)
     agrees(classify(), v, pair, used=0)
 
 
@@ -405,7 +405,7 @@ def test_several_batches_keep_the_plain_form():
     pairs = [(batch(4, 5, seed=i), batch(4, 5, seed=i + 9)) for i in range(3)]
     found = {}
     for curvature in ("gram", "exact"):
-        d = Derivatives(classify(), Variable(u, "u"), Variable(v, "v"), curvature)
+        d = PenalisedObjective(classify(), Variable(u, "u"), Variable(v, "v"), curvature)
         found[curvature] = d.penalised(pairs, free(v), with_u=True)
         assert d.gram_layers == 0
     same(found["gram"], found["exact"], 1e-10)
@@ -485,7 +485,7 @@ def test_layer_is_said_to_win_where_the_multiplications_counted_are_fewer(n, m, 
 def test_gradient_with_lam_is_that_of_F_and_lam_times_the_slope(curvature, count):  # noqa: N802
     v, u, lam = network(5, 7, CLASSES), make("tensor", torch.float64), torch.tensor(0.3, dtype=torch.float64)
     pairs = [(batch(4, 5, seed=i), batch(4, 5, seed=i + 9)) for i in range(count)]
-    d = Derivatives(classify(), Variable(u, "u"), Variable(v, "v"), curvature)
+    d = PenalisedObjective(classify(), Variable(u, "u"), Variable(v, "v"), curvature)
     apart, joined = (d.penalised(pairs, free(v), with_u=False, lam=x) for x in (None, lam))
     for x, y, s in zip(joined.v, apart.v, apart.slope, strict=True):
         torch.testing.assert_close(x, y + lam * s, rtol=1e-10, atol=1e-12)
@@ -498,7 +498,7 @@ def test_gradient_with_lam_is_that_of_F_and_lam_times_the_slope(curvature, count
 
 def test_evaluation_is_recorded_and_reads_nothing_on_the_host():
     v, u, first, second = network(5, 7, CLASSES), make("tensor", torch.float64), batch(4, 5), batch(4, 5, seed=1)
-    d = Derivatives(classify(), Variable(u, "u"), Variable(v, "v"), "gram")
+    d = PenalisedObjective(classify(), Variable(u, "u"), Variable(v, "v"), "gram")
     prices, lam = free(v), torch.tensor(0.3, dtype=torch.float64)
 
     def step(x: Tensor) -> list[Tensor]:
@@ -566,7 +566,7 @@ def test_auto_looks_at_nothing_in_a_compiled_module():
     torch._dynamo.reset()
     v = torch.compile(network(256, 256, CLASSES, dtype=torch.float32), backend="aot_eager")
     pair = tuple(batch(4, 256, dtype=torch.float32) for _ in range(2))
-    d = Derivatives(classify(), Variable(make("tensor", torch.float32), "u"), Variable(v, "v"), "auto")
+    d = PenalisedObjective(classify(), Variable(make("tensor", torch.float32), "u"), Variable(v, "v"), "auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         d.penalised([pair], free(v), with_u=True)

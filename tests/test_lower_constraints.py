@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bilevel import Box, Callback, Penalty, Problem, ProblemError, Status, check, solve
 from bilevel.derivatives.lower_constraints import KKT
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices
 from bilevel.measures.constrained_lower_minimum import Resolved
 from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
@@ -165,7 +165,7 @@ def test_derivative_with_lower_constraints_is_that_of_the_objective_as_written(p
     if phase == "piece":
         kkt.active = [torch.tensor([True, False])]
     kkt.cuts.add(torch.tensor([0.2, 0.1], dtype=torch.float64))
-    d = Derivatives(kkt.problem(), kkt.u, lower, "exact")
+    d = PenalisedObjective(kkt.problem(), kkt.u, lower, "exact")
     leaves = [*kkt.u.leaves, *lower.leaves]
     nu = [torch.tensor([0.7, -0.4], dtype=torch.float64)]
     shapes = [h.detach() for h in d.constraints(None)]

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from bilevel import Callback, CheckpointError, OptionError, Penalty, Problem, Rows, Status, solve
 from bilevel.applications.networks import cifar_cnn, cosine_logits, few_shot_cnn, linear, mlp, mnist_cnn
 from bilevel.derivatives.mixed_precision import reduced
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.problem.variables import Variable
 
@@ -67,7 +67,7 @@ def penalised(problem: Problem, u: Any, v: Any, batch: Any, precision: str | Non
     with torch.random.fork_rng():
         torch.manual_seed(5)
         upper_variable, lower_variable = Variable(u, "u"), Variable(copy.deepcopy(v), "v")
-        d = Derivatives(problem, upper_variable, lower_variable, curvature, precision)
+        d = PenalisedObjective(problem, upper_variable, lower_variable, curvature, precision)
         nu = [torch.full_like(leaf, 0.01, requires_grad=False) for leaf in lower_variable.leaves]
         return d.penalised(d.prepare([batch], graph=True), Prices(torch.tensor(1.0), nu), with_u=True)
 
@@ -218,7 +218,7 @@ def test_variables_moments_and_prices_stay_float32_and_the_certificate_is_in_ful
     assert solution.u.values.dtype == torch.float32
     measured, _ = run("bf16", steps=10)
     u, v = Variable(measured.u, "u"), Variable(measured.v, "v")
-    d = Derivatives(Problem(upper, lower), u, v)
+    d = PenalisedObjective(Problem(upper, lower), u, v)
     _, noisy, _ = digits(0)
     # The mean slope over the same batches, which the loader draws in another order: equal up to float32's rounding of
     # a mean over batches of unequal size.
@@ -304,7 +304,7 @@ def test_importances_of_a_network_that_fits_its_data_have_the_direction_of_float
 
     def found(precision: str | None) -> list[Tensor]:
         v = Variable(copy.deepcopy(network), "v")
-        d = Derivatives(Problem(upper, lower), Variable(u, "u"), v, "exact", precision)
+        d = PenalisedObjective(Problem(upper, lower), Variable(u, "u"), v, "exact", precision)
         nu = [torch.zeros_like(leaf, requires_grad=False) for leaf in v.leaves]
         prices = Prices(torch.ones((), device="cuda"), nu)
         return in_u(d.penalised([(upper_batch, lower_batch)], prices, with_u=True))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bilevel import Ball, Box, Penalty, Problem, Simplex, Solution, Status, solve
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices
 from bilevel.problem.variables import Variable
 
@@ -98,7 +98,7 @@ def at_minimum(s: Smooth, gamma: float, *, lam: float = 0.0, nu: Tensor | None =
 
     v = newton(penalised, newton(lambda v: s.g(s.u, v), torch.zeros(Q, dtype=torch.float64)))
     problem = Problem(lambda u, v, _: s.f(u, v), lambda u, v, _: s.g(u, v))
-    d = Derivatives(problem, Variable(leaf(s.u), "u"), Variable(leaf(v), "v"), "exact")
+    d = PenalisedObjective(problem, Variable(leaf(s.u), "u"), Variable(leaf(v), "v"), "exact")
     prices = Prices(gamma=torch.tensor(gamma, dtype=torch.float64), nu=[nu])
     found = d.penalised([(None, None)], prices, with_u=True)
     return v, found.u[0], -gamma * found.slope[0] - nu

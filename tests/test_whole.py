@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bilevel._util.atomic_files import whole, write_whole
+from bilevel._util.atomic_files import atomic_write, write_whole
 from bilevel.errors import WriteError
 
 
@@ -19,9 +19,12 @@ def half(path):
 
 def test_file_that_was_there_stays_where_the_new_one_fails(tmp_path):
     write_whole(tmp_path / "a", "old")
-    with pytest.raises(ZeroDivisionError), whole(tmp_path / "a") as temporary:
+    with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "a") as temporary:
         half(temporary)
-    with pytest.raises(WriteError, match=r"a cannot be written \(No space left\)\..*untouched"), whole(tmp_path / "a"):
+    with (
+        pytest.raises(WriteError, match=r"a cannot be written \(No space left\)\..*untouched"),
+        atomic_write(tmp_path / "a"),
+    ):
         raise OSError(28, "No space left")
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
@@ -47,6 +50,6 @@ def test_others_may_read_what_the_mask_lets_them(tmp_path):
     """Whoever writes may make the temporary file private, as safetensors does."""
     plain = tmp_path / "plain"
     plain.touch()
-    with whole(tmp_path / "weights") as temporary:
+    with atomic_write(tmp_path / "weights") as temporary:
         temporary.touch(0o600)
     assert (tmp_path / "weights").stat().st_mode == plain.stat().st_mode

@@ -14,7 +14,7 @@ from typing import Any, Generic
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import did_you_mean
 
 U = TypeVar("U", default=Any)
@@ -128,7 +128,7 @@ class History:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all rows as a CSV file."""
-        with whole(Path(path)) as temporary, open(temporary, "w", newline="") as file:
+        with atomic_write(Path(path)) as temporary, open(temporary, "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows())

@@ -39,7 +39,7 @@ from bilevel import BilevelWarning, OptionError, Penalty, Problem, Rows
 from bilevel.applications import networks as models
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import reduced
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import MethodState, RunContext
@@ -430,7 +430,9 @@ def turned(name: str, device: torch.device, precision: str, steps: int) -> dict[
     def at(mode: str) -> Gradients:
         with products(mode):
             mine = Variable(copy.deepcopy(v), "v")
-            d = Derivatives(Problem(upper, lower), Variable(u, "u"), mine, "exact", "bf16" if mode == "bf16" else None)
+            d = PenalisedObjective(
+                Problem(upper, lower), Variable(u, "u"), mine, "exact", "bf16" if mode == "bf16" else None
+            )
             nu = [torch.zeros_like(leaf, requires_grad=False) for leaf in mine.leaves]
             return d.penalised([batch], Prices(torch.ones((), device=device), nu), with_u=True)
 

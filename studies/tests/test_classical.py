@@ -18,7 +18,7 @@ from common import leaf
 from bilevel import Penalty
 from bilevel.cli.main import main
 from bilevel.derivatives.lower_constraints import KKT
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.constrained_lower_minimum import resolve
 from bilevel.problem.variables import Variable
 
@@ -158,7 +158,7 @@ def test_lower_problem_solved_again_finds_the_lowest_of_many_valleys():
     kkt = KKT(case.problem(), u, v, None)
     kkt.measure(None, 40.0)
     for seed in range(3):
-        found = resolve(Derivatives(case.problem(), u, v), kkt, torch.Generator().manual_seed(seed), 1e-8, 1e-6)
+        found = resolve(PenalisedObjective(case.problem(), u, v), kkt, torch.Generator().manual_seed(seed), 1e-8, 1e-6)
         assert found.better is not None
         assert found.better.value == pytest.approx(0.0, abs=1e-6)
     assert v.leaves[0].tolist() == [0.0, 0.951051, 0.0]

@@ -9,7 +9,7 @@ import torch
 from bilevel_studies.poisoning.clean_label_batch import Steepest
 
 from bilevel import Box, Callback, Penalty, Problem, solve
-from bilevel.optim.variable_optimizer import Descent
+from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.problem.variables import Variable
 
 
@@ -50,7 +50,7 @@ def test_within_a_ball_it_ends_where_the_slope_points_and_adam_does_not():
 
     def end(factory):
         w = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
-        descent = Descent(Variable(w, "w"), factory, "optimizer")
+        descent = VariableOptimizer(Variable(w, "w"), factory, "optimizer")
         for k in range(200):
             descent.step([slope.clone()], (), torch.tensor(1 - k / 200, dtype=torch.float64))
             with torch.no_grad():
@@ -67,7 +67,7 @@ def test_within_a_box_each_row_moves_as_it_would_without_the_others():
 
     def moved(rows):
         w = torch.zeros_like(rows, requires_grad=True)
-        descent = Descent(Variable(w, "w", Box(-1.0, 1.0)), partial(Steepest, lr=0.05), "optimizer")
+        descent = VariableOptimizer(Variable(w, "w", Box(-1.0, 1.0)), partial(Steepest, lr=0.05), "optimizer")
         for _ in range(30):
             descent.step([w.detach() - rows], (), torch.tensor(1.0, dtype=torch.float64))
         return w.detach()

@@ -19,7 +19,7 @@ MODE = 0o666 & ~_mask
 
 
 @contextmanager
-def whole(path: Path, before: Path | None = None) -> Iterator[Path]:
+def atomic_write(path: Path, before: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to. It is renamed to `path` at the end, and deleted after an error.
 
     Until then the file at `path` stays; it is kept as `before` if that is given. Files that a killed process left are
@@ -62,7 +62,7 @@ def _flush(folder: Path) -> None:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write text as UTF-8; file names in it that are not valid text keep their bytes."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
     return path
 

@@ -22,7 +22,7 @@ from bilevel._util.random_state import random_state, seeded, set_random_state
 from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
 from bilevel.engines.engine import Engines
-from bilevel.optim.variable_optimizer import Descent, adam
+from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 from bilevel.problem.variables import Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
@@ -78,7 +78,7 @@ class Trainer:
         self.v = Variable(model, "model")
         self.x, self.y, self.w = (tensor.to(self.v.device) for tensor in tensors)
         self.decay = decay
-        self.descent = Descent(self.v, adam(self.v, 1.0, decay), "optimizer")
+        self.descent = VariableOptimizer(self.v, adam(self.v, 1.0, decay), "optimizer")
         self.derivatives = _Uncounted(self.v)
         self._engines = partial(Engines, engine, self, gradients=steps)
         self.engines = self._engines()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import did_you_mean, in_range
 from bilevel._util.parallel_map import ONCE, one_thread
 from bilevel._util.text import counted
@@ -206,5 +206,5 @@ def draw(result: Mapping[str, Any], image: Path) -> None:
     axes.spines[["right", "top"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    with whole(image) as temporary:
+    with atomic_write(image) as temporary:
         figure.savefig(temporary, dpi=110, format=image.suffix[1:])

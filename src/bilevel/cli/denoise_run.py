@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.parallel_map import one_thread
 from bilevel._util.text import agreeing
 from bilevel.applications.comparison.compare import METHODS
@@ -182,7 +182,7 @@ def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
         array = as_bytes if all(is_bytes(x) for x, _ in parts.values()) else channels_last
     arrays = {f"x{suffix}": array(x) for suffix, (x, _) in parts.items()}
     arrays |= {f"y{suffix}": names[y.numpy()] for suffix, (_, y) in parts.items()}
-    with whole(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
+    with atomic_write(folder.path / NOISY) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
 
@@ -264,7 +264,7 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
     folder.write_csv("importance.csv", COLUMNS, rows)
     found.solution.history.to_csv(folder.path / "history.csv")
     about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
-    with whole(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
+    with atomic_write(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
         save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.text import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.run_folder import RunFolder, made_by
@@ -67,7 +67,7 @@ def write(
     folder.write_csv("history.csv", ("step", "seconds", "upper", "lower", "residual"), history.rows(0))
     folder.write_csv("accuracy.csv", ("step", "seconds", "accuracy", "interval"), rows)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    with whole(folder.path / WEIGHTS) as temporary:
+    with atomic_write(folder.path / WEIGHTS) as temporary:
         save_file(state, str(temporary), metadata={"message": message})
 
 
@@ -114,7 +114,7 @@ def write_embeddings(
     stack, names = torch.from_numpy(np.stack(list(found.values()))), list(found)
     features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
     RunFolder(out.parent)
-    with whole(out) as temporary, open(temporary, "wb") as opened:
+    with atomic_write(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
     notes = []
     if broken:

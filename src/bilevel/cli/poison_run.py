@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import in_range
 from bilevel._util.text import counted
 from bilevel.applications.denoising.clean_dataset import thumbnails
@@ -236,7 +236,7 @@ def write(folder: RunFolder, setting: AttackSetting, aim: AttackGoal, outcome: A
     poison, names = outcome.poison, np.array(setting.data.classes)
     # The rows of the bases in the data as read; for a clean-label attack, among the validation rows.
     rows = poison.rows.numpy() if aim.kind == "clean-label" else setting.data.positions[poison.rows.numpy()]
-    with whole(folder.path / "poison.npz") as temporary, open(temporary, "wb") as file:
+    with atomic_write(folder.path / "poison.npz") as temporary, open(temporary, "wb") as file:
         np.savez_compressed(
             file,
             allow_pickle=False,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.parallel_map import one_thread
 from bilevel.applications.tuning.tune_table import TunedTable, tune_table
 from bilevel.cli.option_values import device_of
@@ -140,7 +140,7 @@ def write(folder: RunFolder, data: Labelled, found: TunedTable, model: str) -> N
         ({"step": k, "valid_loss": f"{value:.9g}"} for k, value in enumerate(found.curve)),
     )
     about = {"model": model, "classes": json.dumps(data.classes), "inputs": json.dumps(found.names[:1000])}
-    with whole(folder.path / "model.safetensors") as temporary:
+    with atomic_write(folder.path / "model.safetensors") as temporary:
         save_file({name: tensor.contiguous() for name, tensor in found.state.items()}, str(temporary), metadata=about)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair, each_tensor
-from bilevel._util.tensor_lists import dot, gradient, norm, spread, summed
+from bilevel._util.tensor_lists import broadcast_trials, dot, gradient, norm, summed
 from bilevel.derivatives.mixed_precision import Precision, reduced, widened
 from bilevel.derivatives.prices import Gradients, added
 from bilevel.errors import ProblemError
@@ -23,7 +23,7 @@ from bilevel.problem.rows import Parts
 from bilevel.problem.variables import Variable
 
 
-class Evaluations:
+class Evaluator:
     """Evaluates a problem at the current u and v, which it reads in place."""
 
     def __init__(self, problem: Problem, u: Variable, v: Variable, precision: Precision | None = None) -> None:
@@ -31,7 +31,7 @@ class Evaluations:
         self.precision: Precision | None = precision
         self.lower_evaluations = 0
         self.upper_evaluations = 0
-        self.tapes: list[list[tuple[Tensor, Tensor]]] = []
+        self.row_reads: list[list[tuple[Tensor, Tensor]]] = []
         """The rows of u that the last evaluation read, with their leaves."""
         self.cuts: list[tuple[Tensor, Tensor]] = []
         """The tensors that `prepare` made, each with the leaf that replaces it (see `cut`)."""
@@ -155,7 +155,7 @@ class Evaluations:
         """Return g and s = grad_v g over the batches, without a graph."""
         share = 1.0 / len(batches)
         total: list[Tensor] = []
-        with self.holding_u(False):
+        with self.differentiating_u(False):
             for _, batch in batches:
                 g = self.lower(batch) * share
                 part = [g.detach(), *self.gradient(g, self.v.leaves)]
@@ -167,7 +167,7 @@ class Evaluations:
         share, count = 1.0 / len(batches), len(self.v.leaves)
         h: list[Tensor] = []
         total: list[Tensor] = []
-        with self.holding_u(False), torch.enable_grad():
+        with self.differentiating_u(False), torch.enable_grad():
             for upper_batch, lower_batch in batches:
                 g, f = self.lower(lower_batch) * share, self.upper(upper_batch) * share
                 part = [g.detach(), f.detach(), *self.gradient(g, self.v.leaves), *self.gradient(f, self.v.leaves)]
@@ -177,7 +177,7 @@ class Evaluations:
                 h = summed([h, values]) if h else values
         slope, v = total[2 : 2 + count], total[2 + count :]
         if lam is not None:
-            v = [x + spread(lam, s) * s for x, s in zip(v, slope, strict=True)]
+            v = [x + broadcast_trials(lam, s) * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
     def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
@@ -185,11 +185,11 @@ class Evaluations:
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
         total: Gradients | None = None
         for batch, _ in batches:
-            with self.holding_u(True) as inputs:
+            with self.differentiating_u(True) as inputs:
                 f = self.upper(batch) * share
                 leaves = self.v.leaves[:count]
                 slopes = self.gradient(f, [*leaves, *inputs()], retain=self.problem.prepare is not None)
-                found = self.gathered(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
+                found = self.to_gradients(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
             total = found if total is None else added(total, found)
         if total is None:
             raise ProblemError("direct needs at least one batch; got none.")
@@ -217,7 +217,7 @@ class Evaluations:
             made = widened(made)
         return [(item, item) for item in made]
 
-    def cut(self, batches: Sequence[Pair]) -> list[Pair]:
+    def detach_prepared(self, batches: Sequence[Pair]) -> list[Pair]:
         """Return the batches with new leaves in place of the tensors that `prepare` made from u.
 
         Derivatives in u are then followed by derivatives in these leaves. They are summed over all uses, and `pulled`
@@ -238,7 +238,7 @@ class Evaluations:
 
         return [each_tensor(leaf, pair) for pair in batches]
 
-    def pulled(self, found: list[Tensor]) -> list[Tensor]:
+    def backward_through_prepare(self, found: list[Tensor]) -> list[Tensor]:
         """Return the derivative in u, given the derivatives in the leaves of u and of `cut`."""
         count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
         self.cuts = []
@@ -247,13 +247,13 @@ class Evaluations:
         through = self.gradient(made, self.u.leaves, cotangent=found[count:])
         return summed([found[:count], self.mean_over_ranks(through)])
 
-    def gathered(
+    def to_gradients(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
         """Return `Gradients` from derivatives in `count` leaves of v, in the leaves of u and `cut`, and in the rows."""
         static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
-        rows = [[(index, next(rest)) for index, _ in tape] for tape in self.tapes] if len(found) > count else []
+        rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []
         return Gradients(
             f=f.detach() * share,
             g=g.detach() * share,
@@ -266,16 +266,16 @@ class Evaluations:
         )
 
     @contextmanager
-    def holding_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
+    def differentiating_u(self, with_u: bool) -> Iterator[Callable[[], list[Tensor]]]:
         """Put u in the graph only if `with_u`. Yields a function that lists its leaves after they were read."""
-        self.tapes = []
+        self.row_reads = []
         if with_u:
             for rows in self.u.rows:
                 rows.start_tape()
 
             def inputs() -> list[Tensor]:
-                self.tapes = [rows.tape() for rows in self.u.rows]
-                read = (leaf for tape in self.tapes for _, leaf in tape)
+                self.row_reads = [rows.tape() for rows in self.u.rows]
+                read = (leaf for tape in self.row_reads for _, leaf in tape)
                 return [*self.u.leaves, *(leaf for _, leaf in self.cuts), *read]
 
             try:

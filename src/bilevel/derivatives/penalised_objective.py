@@ -24,9 +24,9 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping, random_state, set_random_state
-from bilevel._util.tensor_lists import spread, summed
+from bilevel._util.tensor_lists import broadcast_trials, summed
 from bilevel.derivatives.double_backward import missing_double_backward, refuse_once_differentiable
-from bilevel.derivatives.evaluator import Evaluations
+from bilevel.derivatives.evaluator import Evaluator
 from bilevel.derivatives.gram import LEAST, Layer, layers, terms
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.prices import Gradients, Prices, added, constraint_pull
@@ -52,7 +52,7 @@ class Part:
     """The state of the random generators in which f is evaluated."""
 
 
-class Derivatives(Evaluations):
+class PenalisedObjective(Evaluator):
     """Derivatives of the penalised objective, and products with second derivatives of g."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Derivatives(Evaluations):
         share = 1.0 / len(batches)
         states: list[Any] = []
         mean: list[Tensor] = []
-        with self.holding_u(False), keeping(self.v.buffers() + self.u.buffers()):
+        with self.differentiating_u(False), keeping(self.v.buffers() + self.u.buffers()):
             for batch in batches:
                 states.append(random_state(self.v.device))
                 s = self.gradient(self.lower(batch[1]) * share, self.v.leaves)
@@ -147,7 +147,7 @@ class Derivatives(Evaluations):
         """Differentiate F on one pair of batches; `given` replaces s in the cotangent."""
         exact, leaves = self.curvature != "difference", self.v.leaves
         state = None if exact else random_state(self.v.device)
-        with self.holding_u(with_u) as inputs:
+        with self.differentiating_u(with_u) as inputs:
             g = self.lower(batch[1])
             s, slope, pull = self._first_backward(g, prices, with_u, lam, plain=given is not None)
             # Ranks average s while f is evaluated. With several batches it has been averaged before.
@@ -173,14 +173,14 @@ class Derivatives(Evaluations):
                 found = self.gradient([f, *h], wrt, cotangent=[None, *pull_h], retain=with_u)
                 found = summed([found, self._difference(batch[1], wrt, pull, state, random_state(self.v.device))])
                 if lam is not None:
-                    found = summed([found, [spread(lam, x) * x for x in slope]])
+                    found = summed([found, [broadcast_trials(lam, x) * x for x in slope]])
             # Never in place: autograd can return one tensor for two inputs.
             if direct is not None:
                 found[: len(leaves)] = torch._foreach_add(found[: len(leaves)], direct)
             share = 1.0 if part is None else part.share
             if share != 1.0:
                 found = list(torch._foreach_mul(found, share))
-            return self.gathered(f, g, slope, values, found, share, len(leaves))
+            return self.to_gradients(f, g, slope, values, found, share, len(leaves))
 
     def _first_backward(
         self, g: Tensor, prices: Prices, with_u: bool, lam: Tensor | None, *, plain: bool
@@ -211,7 +211,9 @@ class Derivatives(Evaluations):
         With r = v - P(v - s) and p = nu + gamma r, w is p pulled back through P, and a = p - w.
         """
         if not self.v.projected:
-            return None, [(spread(prices.gamma, x) * x).add_(n) for n, x in zip(prices.nu, slope, strict=True)]
+            return None, [
+                (broadcast_trials(prices.gamma, x) * x).add_(n) for n, x in zip(prices.nu, slope, strict=True)
+            ]
         points = [(v - s).detach().requires_grad_() for v, s in zip(self.v.leaves, slope, strict=True)]
         with torch.enable_grad():
             moved = self.v.project_leaves(points)
@@ -242,7 +244,7 @@ class Derivatives(Evaluations):
         share = 1.0 / len(batches)
 
         def one(batch: Any) -> list[Tensor]:
-            with self.holding_u(with_u) as inputs:
+            with self.differentiating_u(with_u) as inputs:
                 if self.curvature == "difference":
                     state = random_state(self.v.device)
                     if with_u and self.u.rows:
@@ -305,7 +307,7 @@ class Derivatives(Evaluations):
             for sign in (1.0, -1.0):
                 with torch.no_grad():
                     for leaf, value, direction in zip(leaves, held, pull, strict=True):
-                        leaf.copy_(value + sign * spread(step, value) * direction)
+                        leaf.copy_(value + sign * broadcast_trials(step, value) * direction)
                 set_random_state(state, self.v.device)
                 for rows in self.u.rows:
                     rows.replay()
@@ -313,4 +315,4 @@ class Derivatives(Evaluations):
                 after = random_state(self.v.device) if after is None else after
                 sides.append(self.gradient(value, wrt, retain=True))
         set_random_state(after, self.v.device)
-        return [(a - b) / (2 * spread(step, a)) for a, b in zip(*sides, strict=True)]
+        return [(a - b) / (2 * broadcast_trials(step, a)) for a, b in zip(*sides, strict=True)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.tensor_lists import dot
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.derivatives.penalised_objective import Curvature, Derivatives
+from bilevel.derivatives.penalised_objective import Curvature, PenalisedObjective
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.rank_derivatives import RankDerivatives
 from bilevel.errors import OptionError
@@ -123,7 +123,7 @@ def make_derivatives(
     precision: Precision | None = None,
     curvature: Curvature = "auto",
     accumulate: int = 1,
-) -> Derivatives:
+) -> PenalisedObjective:
     """Return the derivatives of a problem: of this process, or of the means over `ranks`.
 
     Args:
@@ -136,7 +136,7 @@ def make_derivatives(
         accumulate: How many batches a gradient averages. A sharded v needs 1.
     """
     if ranks is None:
-        return Derivatives(problem, u, v, curvature, precision)
+        return PenalisedObjective(problem, u, v, curvature, precision)
     if problem.start_lower is not None:
         raise OptionError(
             "start_lower cannot be used under torchrun: v belongs to one batch there, and ranks have different ones. "

@@ -17,7 +17,7 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel.batches.readers import BatchShare, weighted
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.derivatives.penalised_objective import Curvature, Derivatives
+from bilevel.derivatives.penalised_objective import Curvature, PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.weighted_mean import evaluating_share
@@ -26,7 +26,7 @@ from bilevel.problem.rows import Parts
 from bilevel.problem.variables import Variable
 
 
-class RankDerivatives(Derivatives):
+class RankDerivatives(PenalisedObjective):
     """Derivatives of the means over ranks. Every rank calls the same functions in the same order."""
 
     shared = True

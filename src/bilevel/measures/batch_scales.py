@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 
 GAMMA_SHARE = 1.0
 """|f_v| times this is the first gamma |g_vv s|."""
@@ -65,7 +65,7 @@ class BatchScales:
         return min(max(rate, LOWER_RATES[0]), self.most)
 
 
-def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
+def measure(d: PenalisedObjective, pairs: Sequence[Pair], accumulate: int) -> BatchScales:
     """Measure a problem on its first batches, after `prepare`, at the present u and v."""
     f_v = f_z = slope = bent = coverage = 0.0
     f_size, g_size = (0.0, 0.0), (0.0, 0.0)
@@ -77,7 +77,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
         g_size = (g_size[0] + g.sum().item(), g_size[1] + _entries(d, s))
         slope += d.size(s).item()
         bent += d.size(d.hessian_product([pair], s, with_u=False)).item()
-        with d.holding_u(True) as inputs:
+        with d.differentiating_u(True) as inputs:
             d.lower(pair[1])
             f, values = d.upper(pair[0]), d.constraints(pair[0])
             wrt = [*leaves, *inputs()]
@@ -87,7 +87,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
             f_z += d.size(first).item()
             f_size = (f_size[0] + value.sum().item(), f_size[1] + _entries(d, first[: len(leaves)]))
             if d.u.rows:
-                tapes = zip(d.all_rows(d.tapes), d.u.rows, strict=True)
+                tapes = zip(d.all_rows(d.row_reads), d.u.rows, strict=True)
                 read = [len(torch.unique(torch.cat([i for i, _ in tape]))) / len(r) for tape, r in tapes if tape]
                 coverage += max(read, default=0.0) / count
             shapes = shapes or [h.shape for h in values]
@@ -116,7 +116,7 @@ def measure(d: Derivatives, pairs: Sequence[Pair], accumulate: int) -> BatchScal
     )
 
 
-def _largest_rate(d: Derivatives) -> float:
+def _largest_rate(d: PenalisedObjective) -> float:
     """Return the largest default lower rate for a network of many layers.
 
     At its first weights the loss of a deep network hardly falls. A step that removes 6% of it would be as long as the
@@ -130,7 +130,7 @@ def _largest_rate(d: Derivatives) -> float:
     return min(max(DEEP_RATE, DEEP_SHARE * size / len(layers)), LOWER_RATES[1])
 
 
-def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
+def gamma_now(d: PenalisedObjective, pairs: Sequence[Pair]) -> Tensor:
     """Return gamma at the present v, without a host read; zero or not finite if it cannot be measured."""
     found = [(d.first_order([pair], None), pair) for pair in pairs]
     f_v = torch.stack([d.size(gradients.v) for gradients, _ in found]).sum()
@@ -138,5 +138,5 @@ def gamma_now(d: Derivatives, pairs: Sequence[Pair]) -> Tensor:
     return GAMMA_SHARE * f_v / torch.stack(bends).sum()
 
 
-def _entries(d: Derivatives, tensors: Sequence[Tensor]) -> float:
+def _entries(d: PenalisedObjective, tensors: Sequence[Tensor]) -> float:
     return d.whole(torch.stack([t.detach().abs().sum() for t in tensors]).sum()).item()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping, undisturbed
-from bilevel._util.tensor_lists import norm, spread
+from bilevel._util.tensor_lists import broadcast_trials, norm
 from bilevel.batches.sources import Sources
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices, violation
 from bilevel.optim.linear_solvers import conjugate_gradients
 from bilevel.problem.problem import Problem
@@ -31,7 +31,7 @@ CG_ITERATIONS = 200
 class Measurable(Protocol):
     """The part of a run's state that a certificate needs."""
 
-    derivatives: Derivatives
+    derivatives: PenalisedObjective
 
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
@@ -114,7 +114,7 @@ def _measure(
         full_data=full,
         **(d.kkt.measures(d.prepare([(None, None)], graph=False)[0][1]) if d.kkt else {}),
     )
-    paid = [n + spread(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
+    paid = [n + broadcast_trials(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
     multipliers = {"nu": paid, "equalities": own[1][: own[2]], "inequalities": own[1][own[2] :]}
     return certificate, multipliers | (d.kkt.multipliers() if d.kkt else {})
 
@@ -135,7 +135,7 @@ def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
         return _solved(d, lower, f_v)[0]
 
 
-def _solved(d: Derivatives, lower: Sequence[_Maker], target: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+def _solved(d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     """Solve g_vv q = target; return q and the largest relative residual of a trial."""
     count = len(d.v.leaves)
     q, square = conjugate_gradients(
@@ -177,7 +177,7 @@ def _mean(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack([x.detach() for x in items]).mean(0) for items in zip(*lists, strict=True)]
 
 
-def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
+def _product(d: PenalisedObjective, lower: Sequence[_Maker], direction: Sequence[Tensor]) -> list[Tensor]:
     """Return g_vv x, followed by g_uv x."""
     parts = (d.hessian_product(make(True), direction, with_u=True) for make in lower)
     total = reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], parts)
@@ -185,7 +185,7 @@ def _product(d: Derivatives, lower: Sequence[_Maker], direction: Sequence[Tensor
 
 
 def _hypergradient_error(
-    d: Derivatives, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
+    d: PenalisedObjective, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
 ) -> float | None:
     """Return the relative error of grad_u F against f_u - g_uv q, with q from conjugate gradients; None without q."""
     count = len(d.v.leaves)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bilevel._util.tensor_lists import gradient
 from bilevel.derivatives.lower_constraints import KKT
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten, write
 from bilevel.optim.lbfgs import LBFGS
 
@@ -70,7 +70,7 @@ def violation_of(kkt: KKT, c: list[Tensor], d: list[Tensor]) -> float:
 class _Lagrangian:
     """The augmented Lagrangian of the lower level as a function of v, with its multipliers and prices."""
 
-    def __init__(self, d: Derivatives, kkt: KKT, start: LowerPoint | None) -> None:
+    def __init__(self, d: PenalisedObjective, kkt: KKT, start: LowerPoint | None) -> None:
         self.d, self.kkt, self.rho = d, kkt, 10.0
         self.alpha = [torch.zeros_like(x) for x in kkt.sizes_c] if start is None else start.alpha
         self.beta = [torch.zeros_like(x) for x in kkt.sizes_d] if start is None else start.beta
@@ -89,7 +89,7 @@ class _Lagrangian:
         """Write v to the leaves; return the value and the gradient there."""
         leaves = self.d.v.leaves
         write(v, leaves)
-        with self.d.holding_u(False):
+        with self.d.differentiating_u(False):
             self.d.lower_evaluations += 1
             g, c, e = self.parts()
             for m, r, x, constant in zip(self.alpha, self.rho_c, c, self.constant, strict=True):
@@ -110,7 +110,9 @@ class _Lagrangian:
         return max(violations)
 
 
-def minimise_constrained(d: Derivatives, kkt: KKT, tolerance: float, start: LowerPoint | None = None) -> LowerPoint:
+def minimise_constrained(
+    d: PenalisedObjective, kkt: KKT, tolerance: float, start: LowerPoint | None = None
+) -> LowerPoint:
     """Minimise g under the lower constraints, starting and ending at the live v.
 
     Multipliers start at zero, or at their values in `start`, the end of an earlier minimisation.
@@ -173,7 +175,7 @@ class Resolved:
     tied: list[LowerPoint] = field(default_factory=list)
 
 
-def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
+def resolve(d: PenalisedObjective, kkt: KKT, generator: torch.Generator, tolerance: float, slope: float) -> Resolved:
     """Solve the lower problem at the present u from several points; leave v and the multipliers unchanged.
 
     `slope` is |grad_v L| at the present point.
@@ -225,7 +227,7 @@ def resolve(d: Derivatives, kkt: KKT, generator: torch.Generator, tolerance: flo
 
 
 @torch.no_grad()
-def promising(d: Derivatives, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
+def promising(d: PenalisedObjective, kkt: KKT, held: Tensor, price: float, generator: torch.Generator) -> list[Tensor]:
     """Return points away from `held` with a small g + price * violation; half the candidates change only one number."""
     size = 1 + held.norm().item()
     batch = d.prepare([(None, None)], graph=False)[0][1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.tensor_lists import norm
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.optim.lbfgs import LBFGS
 
 ITERATIONS = 50
@@ -28,14 +28,14 @@ def write(vector: Tensor, leaves: Sequence[Tensor]) -> None:
         leaf.copy_(part.reshape(leaf.shape))
 
 
-def lower_value(d: Derivatives, v: Tensor) -> tuple[float, Tensor, None]:
+def lower_value(d: PenalisedObjective, v: Tensor) -> tuple[float, Tensor, None]:
     """Write v to the leaves; return g and grad_v g there."""
     write(v, d.v.leaves)
     g, s = d.slope(d.prepare([(None, None)], graph=False))
     return g.sum().item(), flatten(s), None
 
 
-def minimise(d: Derivatives, tolerance: float) -> float:
+def minimise(d: PenalisedObjective, tolerance: float) -> float:
     """Minimise g from the present v in a few iterations; leave v at the best point and return g there."""
     start = flatten(d.v.leaves)
     if d.v.projected:
@@ -54,7 +54,7 @@ def minimise(d: Derivatives, tolerance: float) -> float:
     return search.value
 
 
-def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
+def lower_point(d: PenalisedObjective, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
     """Move v away and minimise g again; return a v with a smaller g than at the present point, or None.
 
     `curvature` is |g_vv|. A decrease counts only if rounding, or an inexact minimum, cannot explain it.
@@ -80,7 +80,7 @@ def lower_point(d: Derivatives, generator: torch.Generator, tolerance: float, cu
     return best
 
 
-def _minimise_projected(d: Derivatives, x: Tensor, tolerance: float) -> float:
+def _minimise_projected(d: PenalisedObjective, x: Tensor, tolerance: float) -> float:
     """Minimise g over the set of `project_lower`, by projected gradients with Barzilai-Borwein steps."""
 
     def projected(point: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from bilevel._util.random_state import keeping, undisturbed
 from bilevel._util.tensor_lists import gradient
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.double_backward import missing_double_backward, refuse_once_differentiable
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.errors import BilevelError, OptionError, ProblemError
 from bilevel.problem.problem import Problem, Projection
 from bilevel.problem.variables import Variable
@@ -72,7 +72,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
     """
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)
-    d = Derivatives(problem, upper, lower, "auto")
+    d = PenalisedObjective(problem, upper, lower, "auto")
     with undisturbed(lower.device, lower.buffers() + upper.buffers()):
         pairs = first_pairs(sources)
         f, g, depends, coupled = _evaluate(d, pairs)
@@ -145,17 +145,17 @@ def first_pairs(sources: Sources) -> list[Pair]:
     return [(upper[0], lower[0])]
 
 
-def first_evaluation(d: Derivatives, sources: Sources) -> None:
+def first_evaluation(d: PenalisedObjective, sources: Sources) -> None:
     """Refuse a problem that `solve` cannot solve, before it changes anything."""
     with keeping(d.v.buffers() + d.u.buffers()):
         _evaluate(d, first_pairs(sources))
 
 
-def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
+def _evaluate(d: PenalisedObjective, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
     """Return f, g, whether f depends on v, and whether g or a constraint depends on u."""
     with _explained(d, "prepare", pairs[0]):
         pair = d.prepare(pairs, graph=True)[0]
-    with d.holding_u(True) as inputs:
+    with d.differentiating_u(True) as inputs:
         with _explained(d, "lower", pair[1]):
             g = d.lower(pair[1])
         with _explained(d, "a constraint", pair[0]):
@@ -201,7 +201,7 @@ def _evaluate(d: Derivatives, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bo
 
 
 @contextmanager
-def _explained(d: Derivatives, name: str, batch: Any) -> Iterator[None]:
+def _explained(d: PenalisedObjective, name: str, batch: Any) -> Iterator[None]:
     """Raise an error of the user's function as a `ProblemError` with the shapes of its arguments."""
     try:
         yield

@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.double_backward import missing_double_backward
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 
 POWER_ITERATIONS = 10
 SAMPLES = 3
@@ -39,7 +39,7 @@ class Scales:
     unit_u: float = 1.0
 
 
-def lower_curvature(d: Derivatives, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
+def lower_curvature(d: PenalisedObjective, generator: torch.Generator, batches: Sequence[Pair] | None = None) -> float:
     """Return |g_vv| at the present u and v, on these batches. Default: without data."""
     still = d.prepare([(None, None)], graph=False) if batches is None else batches
     return _power(lambda x: d.hessian_product(still, x, with_u=False), d.v.leaves, generator)
@@ -63,7 +63,7 @@ def _power(
     return size
 
 
-def measure(d: Derivatives, generator: torch.Generator) -> Scales:
+def measure(d: PenalisedObjective, generator: torch.Generator) -> Scales:
     """Measure a problem without data at the present u and v."""
     leaves, count, split = [*d.u.leaves, *d.v.leaves], len(d.v.leaves), len(d.u.leaves)
     bend_g = lower_curvature(d, generator)
@@ -91,18 +91,18 @@ def measure(d: Derivatives, generator: torch.Generator) -> Scales:
     return Scales(bend_f, bend_g, cross, jacobians, max(1.0, min(units, default=1.0)))
 
 
-def _upper_curvature_u(d: Derivatives, leaves: Sequence[Tensor]) -> float:
+def _upper_curvature_u(d: PenalisedObjective, leaves: Sequence[Tensor]) -> float:
     """Return |f_uu|, without a draw from the run's generator."""
     still, count = [torch.zeros_like(leaf) for leaf in d.v.leaves], len(d.u.leaves)
     generator = torch.Generator().manual_seed(0)
     return _power(lambda x: _upper_product(d, leaves, [*x, *still])[:count], d.u.leaves, generator)
 
 
-def _upper_slope(d: Derivatives, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _upper_slope(d: PenalisedObjective, leaves: Sequence[Tensor]) -> list[Tensor]:
     return gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)
 
 
-def _upper_product(d: Derivatives, leaves: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+def _upper_product(d: PenalisedObjective, leaves: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
     """Return f_zz x; by a difference of gradients if an operator of f has no double backward."""
     try:
         first = gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves, keep_graph=True)

@@ -126,7 +126,7 @@ class _Run(MinibatchRun):
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
-        batches = d.cut(draw) if moving else draw
+        batches = d.detach_prepared(draw) if moving else draw
         direct = d.direct(batches)
         if not moving:
             direct.rows = d.all_rows(direct.rows)
@@ -140,7 +140,7 @@ class _Run(MinibatchRun):
             residual=curved.slope,
             constraints=[],
             v=difference(direct.v, curved.v),
-            u=d.pulled(difference(direct.u, curved.u)),
+            u=d.backward_through_prepare(difference(direct.u, curved.u)),
             rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
         )
         total.rows = d.all_rows(total.rows)
@@ -152,14 +152,14 @@ class _Run(MinibatchRun):
         if len(batches) > 1 or self.derivatives.curvature == "difference":
             return self._curved_again(batches, f_v, left)
         d, leaves = self.derivatives, self.v.leaves
-        with d.holding_u(True) as inputs:
+        with d.differentiating_u(True) as inputs:
             g = d.lower(batches[0][1])
             s = gradient(g, leaves, keep_graph=True)
             wrt = [*leaves, *inputs()]
             q = self._solved(lambda p: d.mean_over_ranks(gradient(s, leaves, cotangent=p, retain=True)), f_v, left)
             found = d.mean_dense_over_ranks(gradient(s, wrt, cotangent=q))
             g, *slope = d.mean_over_ranks([g.detach(), *(x.detach() for x in s)])
-            return d.gathered(torch.zeros_like(g), g, slope, [], found, 1.0, len(leaves))
+            return d.to_gradients(torch.zeros_like(g), g, slope, [], found, 1.0, len(leaves))
 
     def _curved_again(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
         """Do the same with an evaluation of g for each product, which draws the same random numbers each time."""
@@ -180,7 +180,7 @@ class _Run(MinibatchRun):
             parts = []
             for batch in batches:  # separately, as each batch reads other rows
                 found = [x * share for x in d.hessian_product([batch], q, with_u=True)]
-                parts.append(d.gathered(torch.zeros_like(g), g * share, slope, [], found, 1.0, len(slope)))
+                parts.append(d.to_gradients(torch.zeros_like(g), g * share, slope, [], found, 1.0, len(slope)))
         set_random_state(after, device)
         return reduce(added, parts)
 

@@ -138,7 +138,7 @@ class _Run(Unrolled):
         slope: list[Tensor] = []
         change = [self.lower.momentum * m for m in M]
         for _, batch in draw:
-            with d.holding_u(True):
+            with d.differentiating_u(True):
                 g = d.lower(batch) * share
                 first = gradient(g, [*self.v.leaves, *self.u.leaves], keep_graph=True)
             found = d.mean_over_ranks([*(x.detach() for x in first[:count]), *self._bent(first, P)])

@@ -29,7 +29,7 @@ from bilevel.measures.batch_scales import BatchScales, measure
 from bilevel.measures.certificate import SMALL
 from bilevel.measures.lower_minimum import lower_point
 from bilevel.methods.base import RunContext, copy_state
-from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
 
@@ -59,8 +59,8 @@ class MinibatchRun(ABC):
     `bilevel.distributed.sharded_state`)."""
     scale_batches = 5
     """How many batches the scales are measured on."""
-    lower: Descent
-    upper: Descent
+    lower: VariableOptimizer
+    upper: VariableOptimizer
     engines: Engines
 
     def __init__(
@@ -139,23 +139,23 @@ class MinibatchRun(ABC):
 
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
-    ) -> Descent:
+    ) -> VariableOptimizer:
         """Return what moves u, or the variable in its place: the user's optimizer, or Adam at the default rate."""
         u = self.u if u is None else u
         if factory is not None:
-            return Descent(u, factory, "upper_optimizer")
+            return VariableOptimizer(u, factory, "upper_optimizer")
         moving = max(1, self.context.max_steps - self.warm_up)
         rows = 2 * REACH / max(1.0, moving * measured.coverage)
-        return Descent(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
+        return VariableOptimizer(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
 
     def _lower_rate(self, measured: BatchScales) -> float:
         """Return the default rate if v descends only g. Without data it is at least the rate of u, as v follows u."""
         moving = max(1, self.context.max_steps - self.warm_up)
         return max(measured.lower_rate(None), 0.0 if self.context.sources else 2 * REACH / moving)
 
-    def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
+    def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> VariableOptimizer:
         """Return what moves v: the user's optimizer, or Adam at this rate."""
-        return Descent(self.v, factory or adam(self.v, rate), "lower_optimizer")
+        return VariableOptimizer(self.v, factory or adam(self.v, rate), "lower_optimizer")
 
     def _ready(self) -> None:
         """Count the draws of an upper iteration and make the engines. A subclass calls this last in its `__init__`."""
@@ -365,7 +365,7 @@ class MinibatchRun(ABC):
     def lam(self) -> Tensor:
         return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
 
-    def _descents(self) -> dict[str, Descent]:
+    def _descents(self) -> dict[str, VariableOptimizer]:
         """Return the optimizers by their names in the state; a subclass adds others."""
         return {"upper": self.upper, "lower": self.lower}
 

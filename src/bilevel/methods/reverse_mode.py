@@ -86,7 +86,7 @@ class _Run(Unrolled):
 
     def _unrolled(self, run: Run, lower: Sequence[Draw], upper: Draw, left: Tensor) -> Tensor:
         device = self.v.device
-        upper = self.derivatives.cut(upper)
+        upper = self.derivatives.detach_prepared(upper)
         first = len(lower) - self.kept
         trace = []
         for t, (draw, live) in enumerate(zip(lower, self._live(lower, upper), strict=True)):
@@ -138,7 +138,7 @@ class _Run(Unrolled):
             found = d.hessian_product([pair], pull, with_u=True)
             ends = [x - share * y for x, y in zip(ends, found, strict=False)]
             rest = iter(found[len(ends) :])
-            for part, tape in zip(parts, d.tapes, strict=True):
+            for part, tape in zip(parts, d.row_reads, strict=True):
                 part += [(index, -share * next(rest)) for index, _ in tape]
         total = [x + y for x, y in zip(total, pull, strict=True)]
         return (ends[:count], pull if w else [], ends[count:], total), parts
@@ -150,7 +150,7 @@ class _Run(Unrolled):
         self._put(end)
         with torch.no_grad():
             copy_state(self.adjoint, total)
-        p, rows = d.pulled(p), d.all_rows(rows)
+        p, rows = d.backward_through_prepare(p), d.all_rows(rows)
         self.upper.step(p, rows, left)
         moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
         # q is f_v - g_vv times the adjoint: the slope of the Lagrangian in v.

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel._util.tensor_lists import spread
+from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import RECORD, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions
-from bilevel.optim.variable_optimizer import Descent, adam
+from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 from bilevel.problem.rows import together
 from bilevel.problem.variables import Variable
 
@@ -58,7 +58,7 @@ class TwoLowerVariablesRun(MinibatchRun):
         rate = self._lower_rate(measured)
         self.lower = self._lower_descent(options.lower_optimizer, rate)
         w = Variable(second, "v", self.problem.project_lower)
-        self.second_optimizer = Descent(w, options.lower_optimizer or adam(self.v, rate), "lower_optimizer")
+        self.second_optimizer = VariableOptimizer(w, options.lower_optimizer or adam(self.v, rate), "lower_optimizer")
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self.w = w.leaves
         shape = () if self.problem.trials is None else (self.problem.trials,)
@@ -129,13 +129,13 @@ class TwoLowerVariablesRun(MinibatchRun):
             self.lower.step(slope, (), left)
             for w, leaf, old in zip(self.w, self.v.leaves, held, strict=True):
                 w += leaf - old
-        self.second_optimizer.step([x / spread(scale, x) for x in pull], (), left)
+        self.second_optimizer.step([x / broadcast_trials(scale, x) for x in pull], (), left)
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         d = self.derivatives
         if not moving:
             return super()._upper_step(draw, left, moving)
-        batches = d.cut(draw)
+        batches = d.detach_prepared(draw)
         below = self._lower_slopes(batches)
         with self._at_w():
             above = self._lower_slopes(batches)
@@ -149,7 +149,9 @@ class TwoLowerVariablesRun(MinibatchRun):
             residual=residual,
             constraints=[],
             v=self._pull(direct.v, above.v, residual, p),
-            u=d.pulled([f + spread(p, f) * (a - b) for f, a, b in zip(direct.u, above.u, below.u, strict=True)]),
+            u=d.backward_through_prepare(
+                [f + broadcast_trials(p, f) * (a - b) for f, a, b in zip(direct.u, above.u, below.u, strict=True)]
+            ),
             rows=together(
                 direct.rows,
                 [[(i, p * x) for i, x in pairs] for pairs in above.rows],
@@ -172,10 +174,10 @@ class TwoLowerVariablesRun(MinibatchRun):
         d, count, share = self.derivatives, len(self.v.leaves), 1.0 / len(batches)
         parts = []
         for _, batch in batches:
-            with d.holding_u(True) as inputs:
+            with d.differentiating_u(True) as inputs:
                 g = d.lower(batch) * share
                 found = d.gradient(g, [*self.v.leaves, *inputs()], retain=self.problem.prepare is not None)
-                parts.append(d.gathered(torch.zeros_like(g), g, [], [], found, 1.0, count))
+                parts.append(d.to_gradients(torch.zeros_like(g), g, [], [], found, 1.0, count))
         return d.mean_gradients_over_ranks(reduce(added, parts))
 
     def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
@@ -185,17 +187,17 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     def _pull(self, f_v: list[Tensor], slope: list[Tensor], residual: list[Tensor], p: Tensor) -> list[Tensor]:
         """Return the gradient along which w descends."""
-        return [f + spread(p, s) * (s - r) for f, s, r in zip(f_v, slope, residual, strict=True)]
+        return [f + broadcast_trials(p, s) * (s - r) for f, s, r in zip(f_v, slope, residual, strict=True)]
 
     # -- what the engines and solve ask --------------------------------------------------------------------------
 
     def prices(self) -> Prices:
         """Return prices with nu = p (w - v)."""
         pairs = zip(self.w, self.v.leaves, strict=True)
-        nu = [spread(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
+        nu = [broadcast_trials(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
         return Prices(gamma=torch.zeros_like(self.price), nu=nu)
 
-    def _descents(self) -> dict[str, Descent]:
+    def _descents(self) -> dict[str, VariableOptimizer]:
         return super()._descents() | {"shadow": self.second_optimizer}
 
     def _tensors(self) -> dict[str, Any]:

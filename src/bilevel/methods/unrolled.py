@@ -20,13 +20,13 @@ from torch import Tensor
 from bilevel._util.checks import in_range, one_of
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping, random_state
-from bilevel._util.tensor_lists import spread
+from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients
 from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
 from bilevel.methods.options import StepOptions, no_projection
-from bilevel.optim.variable_optimizer import Descent
+from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.problem.variables import Variable
 
 POWER_ITERATIONS = 10
@@ -49,7 +49,7 @@ class UnrolledOptions(StepOptions):
         one_of("lower_decay", self.lower_decay, ("linear", "constant"), optional=True)
 
 
-class HeavyBall(Descent):
+class HeavyBall(VariableOptimizer):
     """The steps of torch.optim.SGD, with a length for each trial. SGD would read such a tensor on the host."""
 
     def __init__(self, variable: Variable, lengths: Tensor, momentum: float, *, falling: bool) -> None:
@@ -60,7 +60,7 @@ class HeavyBall(Descent):
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         """Multiply one tensor for each leaf, or a stack of such tensors, by rho."""
         rho = factor * self.lengths if self.falling else self.lengths
-        return [spread(rho, v).to(x.dtype) * x for x, v in zip(tensors, self.variable.leaves, strict=True)]
+        return [broadcast_trials(rho, v).to(x.dtype) * x for x, v in zip(tensors, self.variable.leaves, strict=True)]
 
     @torch.no_grad()
     def step(
@@ -133,7 +133,7 @@ class Unrolled(MinibatchRun):
         for pair in pairs:
             x, size = start, d.norm(start)
             for _ in range(POWER_ITERATIONS):
-                x = d.hessian_product([pair], [t / spread(size, t) for t in x], with_u=False)
+                x = d.hessian_product([pair], [t / broadcast_trials(size, t) for t in x], with_u=False)
                 size = torch.where((bend := d.norm(x)) > 0, bend, torch.ones_like(bend))
             found.append(size)
         return (1 / torch.stack(found).amax(0)).to(self.v.dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bilevel._util.tensor_lists import spread
+from bilevel._util.tensor_lists import broadcast_trials
 
 Product = Callable[[list[Tensor]], list[Tensor]]
 Dot = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -145,7 +145,7 @@ class Neumann(LinearSolver):
         """Return x scaled to length 1, or `other` if x is zero."""
         size = self.dot(x, x).sqrt()
         return [
-            torch.where(spread(size, a) > 0, a / spread(torch.where(size > 0, size, 1.0), a), b)
+            torch.where(broadcast_trials(size, a) > 0, a / broadcast_trials(torch.where(size > 0, size, 1.0), a), b)
             for a, b in zip(x, other, strict=True)
         ]
 
@@ -177,7 +177,7 @@ class LeastSquares(LinearSolver):
 
 def _add(x: Sequence[Tensor], a: float | Tensor, y: Sequence[Tensor]) -> list[Tensor]:
     """Return x + a y for a number a, or one for each trial."""
-    return [m + (spread(a, n) if isinstance(a, Tensor) else a) * n for m, n in zip(x, y, strict=True)]
+    return [m + (broadcast_trials(a, n) if isinstance(a, Tensor) else a) * n for m, n in zip(x, y, strict=True)]
 
 
 def _ratio(a: float | Tensor, b: Tensor) -> Tensor:

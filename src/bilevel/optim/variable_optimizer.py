@@ -30,7 +30,7 @@ def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactor
     return partial(torch.optim.Adam, lr=rate, fused=fused)
 
 
-class Descent:
+class VariableOptimizer:
     """`row_rate` is the learning rate of Rows if the factory is not the user's.
 
     A user's optimizer can define two attributes. `state_starts_at_zero = True` says that all its state is tensors that

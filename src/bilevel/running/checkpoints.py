@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import warn_user
 from bilevel.errors import BilevelError, CheckpointError, reason
 
@@ -39,7 +39,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     path = folder / FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with whole(path, before=folder / BEFORE) as temporary:
+        with atomic_write(path, before=folder / BEFORE) as temporary:
             save_file(tensors, temporary, metadata)
     except OSError as error:
         why = error.__cause__ or error

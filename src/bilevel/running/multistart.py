@@ -22,7 +22,7 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import undisturbed
 from bilevel.batches.sources import Sources
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.certificate import BATCHES
 from bilevel.results import Candidate, Solution, Status
@@ -61,7 +61,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
         paused = kept.pop(k, PausedRun())
         solution = run(replace(request, max_steps=most, folder=folder, seed=seed + k, start=k), paused)
         kept[k] = paused
-        found[k] = solution, candidate(solution, Derivatives(request.problem, *both), k, sources)
+        found[k] = solution, candidate(solution, PenalisedObjective(request.problem, *both), k, sources)
         for other in set(kept) - {best_paused()}:  # a state can be large
             del kept[other]
         # Ctrl-C can reach one rank after the run of all has ended.
@@ -98,13 +98,13 @@ def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks:
 
     def fits() -> bool:
         """Return whether f and g are finite at the present point, on the first batches."""
-        finite = all(map(math.isfinite, _values(Derivatives(request.problem, u, v), sources, 1)))
+        finite = all(map(math.isfinite, _values(PenalisedObjective(request.problem, u, v), sources, 1)))
         return finite if ranks is None else all(ranks.all_gather_object(finite))
 
     return spread_points(u, v, count, seed, fits)
 
 
-def _values(d: Derivatives, sources: Sources, most: int) -> tuple[float, float]:
+def _values(d: PenalisedObjective, sources: Sources, most: int) -> tuple[float, float]:
     """Return f and g at the present point, as means over the first batches, at most `most`."""
     upper, lower, _ = sources.sample(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
@@ -122,7 +122,7 @@ def agreed(candidates: Sequence[Candidate]) -> bool:
     return sum(value <= least + ALIKE * (1 + abs(least)) for value in values) >= AGREE
 
 
-def candidate(solution: Solution, d: Derivatives, start: int, sources: Sources | None = None) -> Candidate:
+def candidate(solution: Solution, d: PenalisedObjective, start: int, sources: Sources | None = None) -> Candidate:
     """Return the end of a run, at the present u and v."""
     f, g = _values(d, sources or Sources(None, 0, d.v.device), BATCHES)
     return Candidate(copied(d.u), copied(d.v), f, g, solution.status, solution.certificate, solution.multipliers, start)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bilevel._util.checks import in_range
 from bilevel._util.tensor_lists import gradient, norm
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import OptionError
 from bilevel.measures.constrained_lower_minimum import minimise_constrained
@@ -60,7 +60,7 @@ def lower_solutions(
     held = flatten(v.leaves)
     size = 1 + held.norm().item()
     found: list[tuple[float, Tensor]] = []
-    d = Derivatives(problem, u, v)
+    d = PenalisedObjective(problem, u, v)
     kkt = lower_conditions(d)
     around = [torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held) for _ in range(SEARCHES)]
     starts = [held + size * (0.5 if k % 2 else 2.0) * far for k, far in enumerate(around)]
@@ -187,7 +187,7 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
     ends = []
     for value in [copied(twin) for twin in twins]:  # all are copied before v, the first, changes
         write_tensors(value, v)
-        ends.append(candidate(solution, Derivatives(problem, u, v), request.start))
+        ends.append(candidate(solution, PenalisedObjective(problem, u, v), request.start))
     ends.sort(key=lambda end: end.upper)
     write_tensors(ends[-1].v, v)
     return replace(solution, u=u.value, v=v.value, candidates=ends[::-1])
@@ -200,7 +200,7 @@ def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tu
     """
     problem, u, v, method = request.problem, request.upper, request.lower, cast(Penalty, request.method)
     write(points[0], v.leaves)
-    d = Derivatives(problem, u, v)
+    d = PenalisedObjective(problem, u, v)
     scales = measure(d, torch.Generator().manual_seed(0))
     leaves = [*u.leaves, *v.leaves]
     slope = norm(gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)).item()

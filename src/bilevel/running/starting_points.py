@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from bilevel.derivatives.lower_constraints import KKT
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import violation
 from bilevel.measures.constrained_lower_minimum import minimise_constrained
 from bilevel.measures.lower_minimum import minimise
@@ -182,7 +182,7 @@ def _ordered(pool: Sequence[Draw]) -> list[Draw]:
     return sorted(pool, key=lambda d: (follows(d), *key(d)))
 
 
-def lower_conditions(d: Derivatives) -> KKT | None:
+def lower_conditions(d: PenalisedObjective) -> KKT | None:
     """Return the conditions of a constrained lower problem, measured at the present point; None without constraints."""
     if not d.problem.constrained_below:
         return None
@@ -194,7 +194,7 @@ def lower_conditions(d: Derivatives) -> KKT | None:
 
 def _solved(problem: Problem, u: Variable, v: Variable, where: Tensor) -> Draw | None:
     """Solve the lower problem at the present point; return None if the objectives are not finite there."""
-    d = Derivatives(problem, u, v)
+    d = PenalisedObjective(problem, u, v)
     if (kkt := lower_conditions(d)) is None:
         minimise(d, ROUGH)
     else:

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bilevel import Penalty
-from bilevel._util.atomic_files import whole, write_whole
+from bilevel._util.atomic_files import atomic_write, write_whole
 from bilevel.applications.comparison.synthetic_problems import Example, examples, nth
 from bilevel.report.figures import ACCENT, INK, Html, drawn
 from bilevel.report.page import Card, Report, render
@@ -68,7 +68,7 @@ def command(
     result = _result(results, complete, seed, starts, time.perf_counter() - began)
     for name, content in (("config", config), ("result", result)):
         write_whole(out / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
-    with whole(out / "history.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(out / "history.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["problem", "start", "error", *COLUMNS])
         writer.writeheader()
         writer.writerows(_history(results))

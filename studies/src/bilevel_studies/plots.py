@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from bilevel._util.atomic_files import whole
+from bilevel._util.atomic_files import atomic_write
 from bilevel_studies.statistics import Numbers, chosen, numbers, percent, values
 from bilevel_studies.study import Kept
 
@@ -40,7 +40,7 @@ def save_figure(figure: Figure, path: Path, legend_of: Any = None) -> None:
         handles, labels = legend_of.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 

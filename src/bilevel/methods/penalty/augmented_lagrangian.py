@@ -28,7 +28,7 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair, each_tensor
 from bilevel._util.tensor_lists import dot, norm
-from bilevel.derivatives.penalised_objective import Derivatives
+from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices, constraint_pull, violation
 from bilevel.errors import OptionError
 from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
@@ -70,7 +70,7 @@ class AugmentedLagrangianRun:
         self.options, self.context = options, context
         self.problem, self.u, self.v = context.problem, context.u, context.v
         self.u.make_dense()
-        self.derivatives = Derivatives(self.problem, self.u, self.v, options.curvature)
+        self.derivatives = PenalisedObjective(self.problem, self.u, self.v, options.curvature)
         self.leaves = [*self.u.leaves, *self.v.leaves]
         self.split = sum(leaf.numel() for leaf in self.u.leaves)
         dtype = max((leaf.dtype for leaf in self.leaves), key=lambda dtype: torch.finfo(dtype).eps)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.tensor_lists import gradient, norm, spread
+from bilevel._util.tensor_lists import broadcast_trials, gradient, norm
 from bilevel.derivatives.lower_constraints import KKT, TINY
 from bilevel.derivatives.prices import Gradients
 from bilevel.distributed.derivatives import make_derivatives
@@ -37,7 +37,7 @@ from bilevel.methods.base import RunContext
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
 from bilevel.methods.penalty.options import PenaltyOptions
-from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem.problem import Objective
 from bilevel.problem.variables import Variable
 
@@ -54,7 +54,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
     Each gradient evaluates f and g once, and each lower constraint three times: in L, in its own condition, and in A.
     """
 
-    multipliers: Descent
+    multipliers: VariableOptimizer
 
     def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
         problem = context.problem
@@ -109,11 +109,11 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
 
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
-    ) -> Descent:
+    ) -> VariableOptimizer:
         return super()._upper_descent(factory, measured, self.kkt.plain_u if u is None else u)
 
-    def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> Descent:
-        self.multipliers = Descent(self.kkt.alone, factory or adam(self.kkt.alone, rate), "lower_optimizer")
+    def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> VariableOptimizer:
+        self.multipliers = VariableOptimizer(self.kkt.alone, factory or adam(self.kkt.alone, rate), "lower_optimizer")
         return super()._lower_descent(factory, rate)
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
             # The slope of A has max(0, alpha + rho c) and beta + rho d in place of alpha and beta: add the difference.
             more = gradient([*c, *d], self.v.leaves, cotangent=pulls)
         lowered = super()._lowered(gradients)
-        return [x + spread(lam, m) * m for x, m in zip(lowered, more, strict=True)]
+        return [x + broadcast_trials(lam, m) * m for x, m in zip(lowered, more, strict=True)]
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         kkt.gap, kkt.gap_starts = found.gap, found.starts
         return found.better is None and found.met > 0
 
-    def _descents(self) -> dict[str, Descent]:
+    def _descents(self) -> dict[str, VariableOptimizer]:
         return super()._descents() | {"multipliers": self.multipliers}
 
     def _tensors(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.random_state import keeping
-from bilevel._util.tensor_lists import spread
+from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, violation
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import gamma_now
@@ -25,7 +25,7 @@ from bilevel.methods.base import RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.schedule import Schedule
-from bilevel.optim.variable_optimizer import Descent
+from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.results import REASONS
 
 
@@ -104,7 +104,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             )
         return torch.tensor(value, dtype=self.v.dtype, device=self.v.device)
 
-    def _rate_power(self, descent: Descent) -> float:
+    def _rate_power(self, descent: VariableOptimizer) -> float:
         """Return how fast a learning rate falls with gamma. The steps of SGD grow with the gradient, Adam's do not."""
         if self.options.rate_power is not None:
             return self.options.rate_power
@@ -183,7 +183,7 @@ class PenaltyMinibatchRun(MinibatchRun):
     def _lowered(self, gradients: Gradients) -> list[Tensor]:
         """Return the derivative of F + lam g in v."""
         lam = self.schedule.lam
-        return [(spread(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
+        return [(broadcast_trials(lam, s) * s).add_(x) for x, s in zip(gradients.v, gradients.slope, strict=True)]
 
     def _move_upper(self, gradients: Gradients, factors: tuple[Tensor, Tensor], moving: bool) -> None:
         """Move u if `moving`; `factors` multiply the learning rates of u and of v."""

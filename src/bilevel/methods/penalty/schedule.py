@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.tensor_lists import spread
+from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, constraint_pull
 from bilevel.methods.base import copy_state
 
@@ -83,7 +83,7 @@ class Schedule:
         if self.mean:
             share = 1.0 / self.since.to(self.lam.dtype) if self.averaged else torch.ones_like(self.lam)
             for mean, r in zip(self.mean, gradients.residual, strict=True):
-                mean.lerp_(r, spread(share, r).to(mean.dtype))
+                mean.lerp_(r, broadcast_trials(share, r).to(mean.dtype))
         for last, h in zip(self.last, gradients.constraints, strict=True):
             last.copy_(h)
         if not self.tolerant:
@@ -109,7 +109,7 @@ class Schedule:
         prices, on = self.prices, fire.to(self.lam.dtype)
         if self.multipliers:
             for n, r in zip(prices.nu, residual, strict=True):
-                n.add_(r * spread(on * prices.gamma, r))
+                n.add_(r * broadcast_trials(on * prices.gamma, r))
         for m, moved in zip(prices.mu, constraint_pull(self.last, prices, self.equalities), strict=True):
             m.copy_(torch.where(fire, moved, m))
         for value, factor in (

@@ -28,7 +28,7 @@ from bilevel.applications.poisoning.bounds import Bound, Within, drawn_back
 from bilevel.applications.poisoning.goals import Goal
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.engines.engine import Engines
-from bilevel.optim.variable_optimizer import Descent, OptimizerFactory, adam
+from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem.variables import Variable
 
 LOW, HIGH = -1.0, 1.0
@@ -106,7 +106,7 @@ def trained(clean: Clean, z: Tensor | None, labels: Tensor, count: int) -> tuple
     weight = clean.weight.expand(count, -1, -1).clone().requires_grad_()
     bias = clean.bias.expand(count, -1).clone().requires_grad_()
     v = Variable([weight, bias], "victims")
-    descent = Descent(v, adam(v, clean.rate), "optimizer")
+    descent = VariableOptimizer(v, adam(v, clean.rate), "optimizer")
 
     def step(left: Tensor) -> None:
         values = lower_values(clean, z, labels, weight, bias)
@@ -226,7 +226,7 @@ def collision_alone(
     """
     factor = epsilons.view(-1, 1, 1, 1)
     w = torch.zeros_like(targets.bases).requires_grad_()
-    descent = Descent(Variable(w, "points"), mover(options, targets.bases), "optimizer")
+    descent = VariableOptimizer(Variable(w, "points"), mover(options, targets.bases), "optimizer")
     box = Box((LOW - targets.bases) / factor, (HIGH - targets.bases) / factor)
 
     def step(left: Tensor) -> None:
@@ -343,7 +343,9 @@ def collide(
     return made(goal, within.settled(u).cpu(), None, time.perf_counter() - began, settings)
 
 
-def repeat(step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], descent: Descent | None = None) -> None:
+def repeat(
+    step: Callable[[Tensor], None], count: int, moved: Sequence[Tensor], descent: VariableOptimizer | None = None
+) -> None:
     """Call step(1), step(1 - 1/count), ..., step(1/count). The argument is the factor of a rate that falls to zero.
 
     A step changes only the tensors `moved`, and the state of `descent` if there is one. It reads no value on the host.
@@ -364,7 +366,7 @@ def let_go(device: torch.device) -> None:
 class _Host:
     """The interface that an engine needs (see `bilevel.engines.engine`)."""
 
-    def __init__(self, moved: Sequence[Tensor], descent: Descent | None) -> None:
+    def __init__(self, moved: Sequence[Tensor], descent: VariableOptimizer | None) -> None:
         self.moved, self.descent = moved, descent
         device, size = moved[0].device, sum(tensor.numel() for tensor in moved)
         v = SimpleNamespace(device=device, size=size)

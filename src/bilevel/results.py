@@ -44,7 +44,11 @@ REASONS = ("", "tolerance", "smoothed", "steps")
 
 
 class Status(enum.Enum):
-    """How a run ended. The value is the sentence shown to users."""
+    """How a run ended. The value is the sentence shown to users.
+
+    >>> print(Status.CONVERGED)
+    Converged: the certificate is within the tolerance.
+    """
 
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
@@ -147,48 +151,58 @@ class History:
 class Certificate:
     """How far the end is from being a solution, measured after the run.
 
-    With data, every number is of the mean objectives over `batches` batches; `full_data` says whether these were all.
+    With data, every number belongs to the mean objectives over `batches` batches; `full_data` says whether these were
+    all.
+
+    Fields:
+        stationarity_u: |grad_u F| of the penalised objective with the final penalty weights; under `project_upper`,
+            |u - P(u - grad_u F)|.
+        stationarity_v: |grad_v F|, without the regularisation lam g.
+        lower_residual: |grad_v g|; with `project_lower`, |v - P(v - grad_v g)|; with lower constraints, |grad_v L| of
+            `bilevel.derivatives.lower_constraints`.
+        violation: The largest violation of an upper-level constraint; 0 without constraints.
+        scale: The size of grad f. |grad_v F| is judged against it, and |grad_u F| unless `scale_u` is given.
+        lower_scale: The size that grad_v g has away from its zero; the residual is judged against it.
+        violation_scale: The size of the constraint functions; the violation is judged against it.
+        lower_minimiser: Whether a second minimisation of g, under its constraints, found nothing lower; None if it was
+            not tried.
+        lower_violation: The largest violation of a lower-level constraint, divided by the size of its gradient in v.
+        complementarity: The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see
+            `bilevel.derivatives.lower_constraints`).
+        lower_unit: 1 + |v|; the two fields before are judged against it.
+        lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points; None
+            without lower constraints, or if it was not tried (with data it is not).
+        lower_starts: The number of these points.
+        hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients.
+            None if it was not requested, under `project_lower` or lower constraints, or if the conjugate gradients
+            fail: g_vv is not positive definite, or too ill-conditioned for this precision.
+        damping: lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I.
+        batches: The number of batches measured; 0 without data.
+        full_data: Whether these were all batches.
+        scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
+
+    >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
+    True
     """
 
     stationarity_u: float
-    """|grad_u F|, of the penalised objective with the final prices; under `project_upper`, |u - P(u - grad_u F)|."""
     stationarity_v: float
-    """|grad_v F|, without the regularisation lam g."""
     lower_residual: float
-    """|grad_v g|; with `project_lower`, |v - P(v - grad_v g)|; with lower constraints, |grad_v L| of
-    `bilevel.derivatives.lower_constraints`."""
     violation: float
-    """The largest violation of an upper-level constraint; 0 without constraints."""
     scale: float
-    """The size of grad f, against which |grad_v F| is judged, and |grad_u F| unless `scale_u` is given."""
     lower_scale: float
-    """The size that grad_v g has away from its zero, against which the residual is judged."""
     violation_scale: float = 1.0
-    """The size of the constraint functions, against which the violation is judged."""
     lower_minimiser: bool | None = None
-    """Whether a second minimisation of g, under its constraints, found nothing lower; None if it was not tried."""
     lower_violation: float = 0.0
-    """The largest violation of a lower-level constraint, divided by the size of its gradient in v."""
     complementarity: float = 0.0
-    """The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see
-    `bilevel.derivatives.lower_constraints`)."""
     lower_unit: float = 1.0
-    """1 + |v|, against which these two are judged."""
     lower_gap: float | None = None
-    """g(u, v) less the least g found by solving the lower problem again, apart from the run, from `lower_starts`
-    points; None without lower constraints, or if it was not tried: with data it is not."""
     lower_starts: int = 0
     hypergradient_error: float | None = None
-    """|grad_u F - hypergradient| / (|f_u| + |g_uv q|), the hypergradient's q solved by conjugate gradients.
-
-    None if it was not requested, under `project_lower` or lower constraints, or if the conjugate gradients do not
-    get there: g_vv is not positive definite, or too ill-conditioned for this precision."""
     damping: float = 0.0
-    """lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I in place of g_vv."""
     batches: int = 0
     full_data: bool = True
     scale_u: float | None = None
-    """The size that |grad_u F| is judged against, in the unit of u; None: `scale`, as |grad_v F|."""
 
     @property
     def stationarity(self) -> float:
@@ -241,6 +255,35 @@ class Solution(Generic[U, V]):
 
     `print(solution)` shows the status; in a notebook or a shell, the solution shows f, the certificate and what to do
     next.
+
+    Fields:
+        u, v: The variables, updated in place.
+        status: How the run ended, a `Status`.
+        steps: The number of steps.
+        mode: `deterministic` or `stochastic`.
+        engine: How the steps ran: `eager`, `compile`, `graph` or `compile+graph`.
+        history: The recorded columns, such as `history["f"]`.
+        certificate: How far the end is from a solution, a `Certificate`.
+        multipliers: The multiplier of each condition at the end, by name: `nu` (nu + gamma r, of the lower
+            stationarity), `equalities` (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)), the multipliers of
+            f + <nu, grad_v g> + <mu, h>. With lower constraints also `lower_equalities` (beta) and
+            `lower_inequalities` (alpha >= 0), of grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0.
+        adjoint: -nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v.
+        message: Details that the status does not contain, such as the step and the quantity that diverged.
+        waiting: The share of the run's time spent waiting for data.
+        interrupted: Whether the user pressed Ctrl-C, even if it was too late to stop this run.
+        ranks: The number of processes that shared the batches.
+        bytes_per_step: The bytes that each rank sent to the others, or averaged with them, in a step.
+        candidates: With `starts`, the distinct ends of all runs, the best first.
+        state: The state of the method, to look at.
+
+    >>> import torch
+    >>> from bilevel import Penalty, Problem, solve
+    >>> u, v = (torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> problem = Problem(lambda u, v, _: ((v - 1) ** 2).sum(), lambda u, v, _: ((v - u) ** 2).sum())
+    >>> solution = solve(problem, Penalty(), u, v, max_steps=100, seed=0)
+    >>> solution.status.name
+    'CONVERGED'
     """
 
     u: U
@@ -249,28 +292,16 @@ class Solution(Generic[U, V]):
     steps: int
     mode: str
     engine: str
-    """What ran the steps: `eager`, `compile`, `graph` or `compile+graph`."""
     history: History
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
-    """The price of each condition at the end: `nu` (nu + gamma r, of the lower stationarity), `equalities`
-    (mu + gamma_h h) and `inequalities` (max(0, mu + gamma_h h)): the multipliers of f + <nu, grad_v g> + <mu, h>. If
-    the lower level has constraints, also `lower_equalities` (beta) and `lower_inequalities` (alpha >= 0): the
-    multipliers of grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0."""
     adjoint: list[Tensor]
-    """-nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v."""
     message: str = ""
-    """Details that the status does not contain, such as the step and the quantity that diverged."""
     waiting: float = 0.0
-    """The share of the run's time spent waiting for data."""
     interrupted: bool = False
-    """Whether the user pressed Ctrl-C, even if it was too late to stop this run: skip the runs that would follow."""
     ranks: int = 1
-    """How many processes shared the batches."""
     bytes_per_step: float = 0.0
-    """What each rank handed to the others, or averaged with them, in a step (see docs/distributed.md)."""
     candidates: list[Candidate] = field(default_factory=list)
-    """With `starts`, the distinct ends of all runs, the best first."""
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:

@@ -35,6 +35,11 @@ class Check:
         double_backward: "yes", or the operator without one (`curvature="auto"` then uses differences).
         seconds_gradient: The time of one first-order gradient of f and g in v.
         seconds_step: The time of one gradient of the penalised objective in v.
+
+    `bilevel.check` returns one; its example shows how.
+
+    >>> Check(1.0, 2.0, 1, 1, True, True, "yes", 0.01, 0.02).coupled
+    True
     """
 
     upper: float
@@ -69,6 +74,15 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
         u: The upper variable, as for `solve`.
         v: The lower variable, as for `solve`.
         data: The data, as for `solve`. Default: no data.
+
+    >>> import torch
+    >>> from bilevel import Problem
+    >>> u, v = (torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> problem = Problem(lambda u, v, _: ((v - 1) ** 2).sum(), lambda u, v, _: ((v - u) ** 2).sum())
+    >>> check(problem, u, v).coupled  # doctest: +ELLIPSIS
+    upper objective         1
+    ...
+    True
     """
     upper, lower = variables(problem, u, v)
     sources = Sources(data, 0, lower.device)

@@ -12,7 +12,15 @@ from bilevel.errors import OptionError
 
 @dataclass(frozen=True)
 class Box:
-    """Every entry between `low` and `high`; either may be None, a number or a tensor."""
+    """The set of tensors with every entry between `low` and `high`.
+
+    Args:
+        low: The lower bound: a number, a tensor, or None (default) for no bound.
+        high: The upper bound, in the same way.
+
+    >>> Box(0, 1)(torch.tensor([-2.0, 0.5, 3.0]))
+    tensor([0.0000, 0.5000, 1.0000])
+    """
 
     low: float | Tensor | None = None
     high: float | Tensor | None = None
@@ -31,7 +39,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Ball:
-    """Euclidean distance to `center` at most `radius`: of the whole tensor, or over the dimensions `dim` alone."""
+    """The set of tensors with a Euclidean distance to `center` of at most `radius`.
+
+    Args:
+        radius: The largest distance.
+        center: A number or a tensor; 0 by default.
+        dim: The dimensions that the distance is taken over; None (default): all.
+
+    >>> Ball(1.0)(torch.tensor([3.0, 4.0]))
+    tensor([0.6000, 0.8000])
+    """
 
     radius: float
     center: float | Tensor = 0.0
@@ -51,7 +68,15 @@ class Ball:
 
 @dataclass(frozen=True)
 class Simplex:
-    """Entries along `dim` not negative and summing to `total`."""
+    """The set of tensors whose entries along `dim` are not negative and sum to `total`.
+
+    Args:
+        total: The sum; 1 by default.
+        dim: The dimension; the last by default.
+
+    >>> Simplex()(torch.tensor([0.5, 0.5, -1.0]))
+    tensor([0.5000, 0.5000, 0.0000])
+    """
 
     total: float = 1.0
     dim: int = -1

@@ -19,7 +19,7 @@ Parts = list[list[tuple[Tensor, Tensor]]]
 
 
 def together(*parts: Parts) -> Parts:
-    """Return the pairs of several derivatives as those of their sum."""
+    """Return the pairs of the sum of several derivatives."""
     count = max(len(part) for part in parts)
     return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
 
@@ -31,8 +31,8 @@ class Rows:
         n: The number of rows.
         init: The first values: a number, or a tensor whose first dimension is `n`.
         shape: The shape of one row, if `init` is a number; () by default.
-        dtype: The floating-point type; None: that of `init`, or torch's default.
-        device: Where the values lie; None: where `init` lies, or torch's default device.
+        dtype: The floating-point type; None: as `init`, or torch's default.
+        device: The device of the values; None: as `init`, or torch's default device.
 
     Under torchrun every rank holds all rows and moves them by the same gradients.
 

@@ -24,7 +24,23 @@ ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at 
 
 @dataclass
 class Run:
-    """The state of a run, as callbacks receive it. `rows()` yields the rows of the history since the last call."""
+    """The state of a run, as callbacks receive it. `rows()` yields the rows of the history since the last call.
+
+    Fields:
+        mode: `deterministic` or `stochastic`.
+        max_steps: The budget of the run.
+        step: The steps done.
+        history: The recorded columns so far.
+        seen: The rows of the history before the last call.
+        seconds: The time since the run began, over all its parts.
+        engine: The engine of the steps. With `compile`, the first step takes a minute or two.
+        ranks: The number of processes that share the batches.
+        bytes_per_step: The bytes that each of them sends to the others in a step.
+
+    >>> from bilevel import History
+    >>> Run("stochastic", max_steps=100, step=10, history=History()).max_steps
+    100
+    """
 
     mode: str
     max_steps: int
@@ -33,11 +49,8 @@ class Run:
     seen: int = 0
     seconds: float = 0.0
     engine: str = "eager"
-    """The engine of the steps. With `compile`, the first step takes a minute or two."""
     ranks: int = 1
-    """The number of processes that share the batches."""
     bytes_per_step: float = 0.0
-    """The bytes that each of them sends to the others in a step."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the history since the last call, each a dict of its columns."""
@@ -79,6 +92,8 @@ class Progress(Callback):
     Args:
         label: The text before the bar.
         force: Whether to show the bar even if standard error is not a terminal.
+
+    >>> callbacks = [Progress("tuning")]
     """
 
     def __init__(self, label: str = "solving", *, force: bool = False) -> None:
@@ -137,6 +152,8 @@ class CSVHistory(Callback):
     """Writes the history to the CSV file `path` during the run, and replaces a file that is there.
 
     A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
+
+    >>> callbacks = [CSVHistory("runs/first/history.csv")]
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -155,7 +172,10 @@ class CSVHistory(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes every column to TensorBoard files in `folder` (`pip install bilevel[tensorboard]`)."""
+    """Writes every column to TensorBoard files in `folder` (`pip install 'bilevel[tensorboard]'`).
+
+    >>> callbacks = [TensorBoard("runs/first")]  # doctest: +SKIP
+    """
 
     def __init__(self, folder: str | Path) -> None:
         require("tensorboard", extra="tensorboard")

@@ -415,7 +415,7 @@ def test_the_page_of_a_table_with_noise_names_a_command_that_works(tmp_path, cap
     assert main([*command, "--noise", "0.3", "--resume"]) == 2
     assert "--noise and --resume must be left out with --apply, which runs nothing." in capsys.readouterr().err
     assert run(source, "--label", "kind", "--apply", "decisions.csv") == 2
-    assert "such as cleaned.csv." in capsys.readouterr().err
+    assert "--out cleaned.csv" in capsys.readouterr().err
 
 
 def test_a_label_that_only_drawn_rows_have_has_a_note(tmp_path, capsys):

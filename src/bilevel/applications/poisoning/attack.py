@@ -146,15 +146,13 @@ def attack(
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
-    for name, value in {"steps": steps, "batch": batch}.items():
-        in_range(name, value, least=1, whole=True)
+    in_range("steps", steps, least=1, whole=True)
+    in_range("batch", batch, least=1, whole=True)
     in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
     goal = _converted(goal, x, dtype)
-    base = goal.base.to(device)
-    low, high = (edge.to(device, dtype) if isinstance(edge, Tensor) else edge for edge in box)
-    within = Within(base, low, high, bound)
+    within = _within(goal.base.to(device), box, bound)
     x, y, aim = mapped(features, x, device), y.to(device), mapped(features, goal.x, device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
     linear = whitened(v, x, recipe.decay) if whiten else None
@@ -168,16 +166,11 @@ def attack(
     price = partial(_price, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
     pair = aim, goal.y.to(device)
     problem = _problem(goal, (x, y), pair, features, loss, price, within, isinstance(method, Penalty))
-    u = base.clone().requires_grad_()
+    u = within.base.clone().requires_grad_()
     data = None if batch is None else (_loader(pair, batch), _loader((x, y), batch))
     options: dict[str, Any] = {"max_steps": steps, "seed": seed, "callbacks": callbacks, "hypergradient": False}
     solution = solve(problem, method, u, v, data, checkpoint=checkpoint, resume=resume, **options)
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    if solution.status is Status.DIVERGED:
-        raise ProblemError(
-            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
-        )
+    _refuse_end(solution)
     settings = {
         "steps": steps,
         "batch": batch,
@@ -191,6 +184,22 @@ def attack(
         "norm": bound and bound.norm,
     }
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
+
+
+def _within(base: Tensor, box: tuple[float | Tensor | None, float | Tensor | None], bound: Bound | None) -> Within:
+    """Return the set that the points stay in, on the device of their bases."""
+    low, high = (edge.to(base) if isinstance(edge, Tensor) else edge for edge in box)
+    return Within(base, low, high, bound)
+
+
+def _refuse_end(solution: Solution[Any, Any]) -> None:
+    """Raise an error if the run was interrupted or diverged."""
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    if solution.status is Status.DIVERGED:
+        raise ProblemError(
+            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
+        )
 
 
 def _converted(goal: Goal, x: Tensor, dtype: torch.dtype) -> Goal:

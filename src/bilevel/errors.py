@@ -1,14 +1,14 @@
 """Every exception of the library. Each is also a builtin exception."""
 
+# The most characters of a message: the names and values in it can come from a file and have any length.
 LONGEST = 2000
-"""The most characters of a message: the names and values in it can come from a file and have any length."""
 
 
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
+    # Whether another rank reports it to the user.
     told = False
-    """Whether another rank reports it to the user."""
 
     def __init__(self, message: object = "") -> None:
         text = str(message)

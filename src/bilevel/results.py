@@ -37,10 +37,10 @@ COLUMNS = (
     "evaluations",
     "advanced",
 )
+# Other names of columns.
 ALIASES = {"f": "upper", "g": "lower"}
-"""Other names of columns."""
+# Why the schedule advanced after a step; the history stores the position in this tuple.
 REASONS = ("", "tolerance", "smoothed", "steps")
-"""Why the schedule advanced after a step; the history stores the position in this tuple."""
 
 
 class Status(enum.Enum):
@@ -62,6 +62,7 @@ class Status(enum.Enum):
         return self.value
 
 
+# What a user can do after each status.
 NEXT = {
     Status.CONVERGED: "use u and v, which were updated in place.",
     Status.STATIONARY: "pass starts=4, or start v near a minimum of g.",
@@ -71,7 +72,6 @@ NEXT = {
     Status.STOPPED: "call solve again with checkpoint= and resume=True to continue, if a checkpoint was written.",
     Status.DIVERGED: "lower the learning rates, and look at .history before the last step.",
 }
-"""What a user can do after each status."""
 
 
 class History:
@@ -242,8 +242,8 @@ class Candidate:
     status: Status
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
+    # The first start that ended there; 0 is the point that was passed.
     start: int
-    """The first start that ended there; 0 is the point that was passed."""
 
     def __repr__(self) -> str:
         return f"Candidate(start={self.start}, {self.status.name}, f={self.upper:.6g}, g={self.lower:.6g})"

@@ -14,8 +14,8 @@ from bilevel.errors import WriteError
 
 _mask = os.umask(0)  # it can only be read by setting it
 os.umask(_mask)
+# The permissions of a new file.
 MODE = 0o666 & ~_mask
-"""The permissions of a new file."""
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 
 from bilevel.errors import BilevelWarning, OptionError
 
+# The paths of code that a warning does not point at: this package, torch and context managers.
 OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
-"""The paths of code that a warning does not point at: this package, torch and context managers."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+# (upper batch, lower batch)
 Pair = tuple[Any, Any]
-"""(upper batch, lower batch)"""
 
 
 def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:

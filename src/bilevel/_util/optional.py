@@ -7,15 +7,15 @@ from typing import Any
 
 from bilevel.errors import MissingPackageError
 
+# The names of packages whose modules have another name.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
-"""The names of packages whose modules have another name."""
+# The extra that brings a module.
 EXTRAS = {
     **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2", "markupsafe"), "apps"),
     **dict.fromkeys(("pandas", "pyarrow"), "tables"),
     "tensorboard": "tensorboard",
     "ray": "ray",
 }
-"""The extra that brings a module."""
 
 
 def require(module: str, extra: str) -> Any:

@@ -28,10 +28,10 @@ class Failed:
     """Why a run has no result."""
 
     why: str
+    # Where it happened.
     trace: str = ""
-    """Where it happened."""
+    # Whether its process is gone.
     died: bool = False
-    """Whether its process is gone."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Where:
     workers: int = 1
     address: str | None = None
     gpus: float = 0.0
+    # How often a run that failed is tried again. An error of this library is the caller's, and is not.
     retries: int = 2
-    """How often a run that failed is tried again. An error of this library is the caller's, and is not."""
+    # Whether torch has one thread for a run in this process, as in worker processes.
     one_thread: bool = True
-    """Whether torch has one thread for a run in this process, as in worker processes."""
 
 
+# In this process as it is, and not tried again.
 ONCE = Where(retries=0, one_thread=False)
-"""In this process as it is, and not tried again."""
 
 
 def parallel_map(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+# The most pixels that an image is shifted by.
 MARGIN = 4
-"""The most pixels that an image is shifted by."""
 
 
 def crop_and_flip(x: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from bilevel.applications.training import Augment
 from bilevel.errors import OptionError
 
 KINDS = ("auto", "linear", "mlp", "cnn")
+# Hidden units of the MLP with fewer than WIDE inputs, and with more.
 HIDDEN = 128, 300
-"""Hidden units of the MLP with fewer than WIDE inputs, and with more."""
 WIDE = 500
+# The named set of house numbers.
 NUMBERS = "svhn"
-"""The named set of house numbers."""
+# The least pixels of the shorter side of an image for a convolutional network.
 SMALLEST = 16
-"""The least pixels of the shorter side of an image for a convolutional network."""
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,16 @@ from bilevel.problem.variables import Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 
+# Changes a batch of inputs at random, by torch's generator; the shape stays the same.
 Augment = Callable[[Tensor], Tensor]
-"""Changes a batch of inputs at random, by torch's generator; the shape stays the same."""
+# Called with the number of steps done; if it returns True or raises, the training is saved and ends.
 Watch = Callable[[int], object]
-"""Called with the number of steps done; if it returns True or raises, the training is saved and ends."""
+# The number of random changes of each input over which `probabilities` takes the mean.
 DRAWS = 8
-"""The number of random changes of each input over which `probabilities` takes the mean."""
+# Maps (model, inputs, targets, weights) of a batch to its loss.
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""Maps (model, inputs, targets, weights) of a batch to its loss."""
+# The number of checkpoints in a training.
 SAVES = 10
-"""The number of checkpoints in a training."""
 
 
 def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:

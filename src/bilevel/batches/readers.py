@@ -37,12 +37,12 @@ from torch.utils.data import (
 from bilevel._util.nested import each_tensor
 from bilevel.errors import DataError
 
+# The share of a GPU's free memory that data can fill.
 ROOM = 0.25
-"""The share of a GPU's free memory that data can fill."""
+# They draw only indices, so that all indices of a pass can be drawn at its start.
 SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""They draw only indices, so that all indices of a pass can be drawn at its start."""
+# torch cannot select rows of tensors with these types.
 UNINDEXED = (torch.uint16, torch.uint32, torch.uint64)
-"""torch cannot select rows of tensors with these types."""
 
 
 class BatchShare(NamedTuple):

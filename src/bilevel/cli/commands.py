@@ -11,8 +11,8 @@ import typer
 from bilevel._util.optional import require
 from bilevel.errors import OptionError
 
+# The kinds of `applications.default_classifier`, written here because that module imports torch.
 NETWORKS = "auto, linear, mlp, cnn"
-"""The kinds of `applications.default_classifier`, written here because that module imports torch."""
 DataArgument = Annotated[
     str,
     typer.Argument(
@@ -37,10 +37,10 @@ COMPARE_METHODS = f"{DENOISE_METHODS}, forward-mode"
 PROBLEMS = "sum, difference, sum-singular, difference-singular"
 BACKBONES = "conv4, resnet"
 FEWSHOT_DATA = "omniglot, cifar-fs, mini-imagenet, or a folder with a folder of images for each class"
+# Options that --apply does not use.
 OF_DENOISING = ("trusted", "test", "noise", "noise_kind", "model", "method", "steps", "baselines", "seed", "resume")
-"""Options that --apply does not use."""
+# Options that a finished few-shot run does not use.
 OF_TRAINING = ("train_ways", "meta_batch", "steps", "decay", "scale", "rotations", "resume")
-"""Options that a finished few-shot run does not use."""
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
 AttackOption = Annotated[
     Literal["untargeted", "targeted", "clean-label"],
@@ -57,8 +57,8 @@ AuditOption = Annotated[
         "whether bilevel's own denoiser notices the points.",
     ),
 ]
+# Options that do not change what a run computes.
 NOT_OF_THE_RESULT = ("out", "device", "resume", "json", "apply", "evaluate", "embed")
-"""Options that do not change what a run computes."""
 
 
 def denoise(

@@ -40,8 +40,8 @@ from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run
 NAMES = [example.name for example in examples()]
 RATES = {"upper_rate", "lower_rate"}
 FORMATS = (".png", ".svg", ".pdf")
+# The default budget.
 EVALUATIONS = 5_000
-"""The default budget."""
 
 
 def run(

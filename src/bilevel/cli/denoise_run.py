@@ -46,27 +46,27 @@ from bilevel.methods.base import Method
 from bilevel.report.page import Table, cell_text
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
 
+# The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"
-"""The data with the wrong labels that `--noise` makes, to which decisions are applied."""
 FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html", NOISY)
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
+# The number of weights up to which one thread is as fast as several.
 SMALL = 500_000
-"""The number of weights up to which one thread is as fast as several."""
+# Methods by name. Forward mode cannot learn an importance for each row.
 FIT = {name: method for name, method in METHODS.items() if name != "forward-mode"}
-"""Methods by name. Forward mode cannot learn an importance for each row."""
 FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
+# The most columns of a row that the page shows.
 SHOWN_FIELDS = 40
-"""The most columns of a row that the page shows."""
+# The training sets, as the tables call them.
 ROWS = {
     "denoised": "on the cleaned data",
     "labels as they are": "on the labels as they are",
     "trusted set alone": "on only the trusted set",
     "right labels": "on the right labels",
 }
-"""The training sets, as the tables call them."""
 HEADS = ("Trained", "Accuracy")
+# The other sets that a user could train on.
 RIVALS = ("labels as they are", "trusted set alone")
-"""The other sets that a user could train on."""
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:

@@ -51,18 +51,18 @@ from bilevel.data.image_folders import Reader, some_of
 from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.results import Solution, Status
 
+# How often, and on how many tasks, a run measures the accuracy on meta-validation classes.
 VALIDATIONS, VALIDATION_TASKS = 20, 100
-"""How often, and on how many tasks, a run measures the accuracy on meta-validation classes."""
+# The least number of steps between two measurements; a shorter run has one.
 VALIDATE_EVERY = 50
-"""The least number of steps between two measurements; a shorter run has one."""
+# What torch says if there is too little.
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-"""What torch says if there is too little."""
+# The number of images on which the representation must be finite after training.
 FEW = 50
-"""The number of images on which the representation must be finite after training."""
+# The samplers of training, validation (None if it has too few classes) and test.
 Samplers = tuple[TaskSampler, TaskSampler | None, TaskSampler]
-"""The samplers of training, validation (None if it has too few classes) and test."""
+# The least side of images in pixels: both networks of the paper halve images four times.
 LEAST_SIDE = 16
-"""The least side of images in pixels: both networks of the paper halve images four times."""
 
 
 def run(asked: dict[str, Any], images: Path | None, out: Path | None, device: str, resume: bool, json: bool) -> None:

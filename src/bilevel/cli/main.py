@@ -30,8 +30,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": commands.compare,
     "doctor": doctor.command,
 }
+# The group of entry points by which other distributions add commands.
 PLUGINS = "bilevel.commands"
-"""The group of entry points by which other distributions add commands."""
 
 
 def build_app(words: Sequence[str] | None = None) -> typer.Typer:

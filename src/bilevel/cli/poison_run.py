@@ -39,22 +39,22 @@ from bilevel.report.figures import amplification, comparison, pictures
 from bilevel.report.page import Card, Report, Table, render
 
 FILES = ("poison.npz", "history.csv", "result.json", "report.html")
+# An l-infinity bound on images is given in steps of a pixel.
 LEVELS = 255
-"""An l-infinity bound on images is given in steps of a pixel."""
 FRACTION, COST = 0.03, 5.0
+# Options without which an attack is not defined.
 NEEDED = {"targeted": ("target_class", "as"), "clean-label": ("target", "epsilon")}
-"""Options without which an attack is not defined."""
 ONLY_FOR = {"target_class": ("targeted",), "as": ("targeted", "clean-label"), "target": ("clean-label",)}
+# The longest side of a picture on the page, in pixels.
 SIDE = 128
-"""The longest side of a picture on the page, in pixels."""
+# The most points on the page.
 MOST = 120
-"""The most points on the page."""
+# The number of columns of a table that the page shows for a point, the most changed first.
 CHANGES = 8
-"""The number of columns of a table that the page shows for a point, the most changed first."""
 KEYS = ("clean", "flipped", "poisoned")
 HEADS = ("Class", "Clean", "Points before they moved", "Poisoned")
+# A loss of accuracy up to this does not count.
 HARM = 0.01
-"""A loss of accuracy up to this does not count."""
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:

@@ -15,8 +15,8 @@ from bilevel.distributed.process_group import first_rank
 from bilevel.running import callbacks
 from bilevel.running.callbacks import Run
 
+# Seconds between two lines, and before the first: a short command prints none.
 EVERY = 10.0
-"""Seconds between two lines, and before the first: a short command prints none."""
 
 
 def waiting(label: str) -> AbstractContextManager[object]:
@@ -43,8 +43,8 @@ class Lines:
             print(f"{label}: {count} {of}".rstrip(), file=sys.stderr, flush=True)
 
 
+# Shared by all bars of a command.
 LINES = Lines()
-"""Shared by all bars of a command."""
 
 
 class Bar(Progress):

@@ -23,8 +23,8 @@ import bilevel
 from bilevel._util.atomic_files import write_whole
 from bilevel.errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 
+# The exit code after Ctrl-C: 128 + SIGINT, as shells expect.
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 + SIGINT, as shells expect."""
 STOPPED = "Stopped by Ctrl-C."
 CHECKPOINT = "checkpoint"
 CONFIG = "config.json"

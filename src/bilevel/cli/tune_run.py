@@ -27,11 +27,11 @@ STAGES = (
     "A single penalty is tuned first, then one for each feature; a caution below 1 is lowered from 1 in stages. The "
     "loss includes the cost of the caution."
 )
+# Two losses that differ by less than this share count as the same.
 SAME = 1e-3
-"""Two losses that differ by less than this share count as the same."""
 FOLDS = 5
+# The number of input values up to which one thread is as fast as several.
 SMALL = 5_000_000
-"""The number of input values up to which one thread is as fast as several."""
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:

@@ -26,10 +26,10 @@ from bilevel.errors import DataError, OptionError
 CHANNELS = (1, 3, 4)
 PARTS = ("trusted", "test")
 ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
+# Memory that reading a file takes, as a multiple of the size of its numbers.
 COPIES = 4
-"""Memory that reading a file takes, as a multiple of the size of its numbers."""
+# Larger numbers are cut off, so that no variance overflows.
 LARGEST = 1e100
-"""Larger numbers are cut off, so that no variance overflows."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -182,8 +182,8 @@ class ColumnScale:
     """Scales the columns of (n, columns) that vary, and leaves out the others."""
 
     varies: np.ndarray
+    # A fitted `standard_scaler`.
     scaler: Any
-    """A fitted `standard_scaler`."""
 
     def transform(self, X: np.ndarray, /) -> np.ndarray:
         """Return the scaled columns as float32."""

@@ -28,22 +28,22 @@ from bilevel.data.named_sets import sheet
 from bilevel.errors import DataError, OptionError
 
 ROTATIONS = (0, 90, 180, 270)
+# The shares of the classes for meta-training and meta-validation if the data do not say; the others are the test.
 SHARES = 0.64, 0.16
-"""The shares of the classes for meta-training and meta-validation if the data do not say; the others are the test."""
 OMNIGLOT = ("images_background.zip", "images_evaluation.zip")
+# The size of the images; how many of the 1,623 characters are not for the test, in an order drawn by this seed.
 OMNIGLOT_SIDE, OMNIGLOT_TRAIN, OMNIGLOT_SEED = 28, 1200, 0
-"""The size of the images; how many of the 1,623 characters are not for the test, in an order drawn by this seed."""
 SHEETS = tuple(f"train_{i}.webp" for i in range(3))
 CIFAR_LABELS, CIFAR_CLASSES = "labels.npz", "classes_and_splits.json"
 MINI_SIDE = 84
 LISTS = ("train.csv", "val.csv", "test.csv")
 ARCHIVE = "ravi_larochelle_splits.zip"
+# The folders of `$BILEVEL_DATA` in which a named set is looked for.
 FOLDERS = {"omniglot": ("omniglot",), "cifar-fs": ("cifar100",), "mini-imagenet": ("mini-imagenet", "mini_imagenet")}
-"""The folders of `$BILEVEL_DATA` in which a named set is looked for."""
 FILES = {"omniglot": OMNIGLOT, "cifar-fs": (*SHEETS, CIFAR_LABELS, CIFAR_CLASSES), "mini-imagenet": ()}
 NAMES = tuple(FOLDERS)
+# The names that the folders of the three parts can have.
 PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
-"""The names that the folders of the three parts can have."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class ImageClasses:
     """
 
     images: Tensor
+    # The number of images of each class.
     counts: tuple[int, ...]
-    """The number of images of each class."""
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -130,8 +130,8 @@ class ClassSplits:
     validation: ImageClasses | None
     test: ImageClasses
     notes: tuple[str, ...] = ()
+    # Whether a seed divided the classes; False if the data say which class is in which part.
     drawn: bool = False
-    """Whether a seed divided the classes; False if the data say which class is in which part."""
 
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}

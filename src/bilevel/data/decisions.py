@@ -37,8 +37,8 @@ class Applied:
     """The result of `apply_decisions`: the new file or folder, and how many rows changed."""
 
     out: Path
+    # Rows of the source: dropped + relabelled + unchanged.
     rows: int
-    """Rows of the source: dropped + relabelled + unchanged."""
     dropped: int
     relabelled: int
     unchanged: int

@@ -27,13 +27,13 @@ from bilevel.errors import BilevelError, DataError, OptionError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 SIDE = 64
+# The largest image that is read: a file of a few bytes can claim any number of pixels, and is decoded whole.
 MOST_PIXELS = 2**26
-"""The largest image that is read: a file of a few bytes can claim any number of pixels, and is decoded whole."""
+# Returns an image file as bytes (height, width[, 3]), and whether its size was changed.
 Reader = Callable[[Path], tuple[np.ndarray, bool]]
-"""Returns an image file as bytes (height, width[, 3]), and whether its size was changed."""
 GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
+# The images of each class folder of a part.
 Listing = dict[str, list[Path]]
-"""The images of each class folder of a part."""
 
 
 def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None) -> Labelled:

@@ -25,13 +25,13 @@ from bilevel.errors import BilevelError, DataError, OptionError, reason
 
 Kind = Literal["images", "table", "arrays"]
 Classes = tuple[str, ...]
+# Inputs and their labels.
 Pair = tuple[Tensor, Tensor]
-"""Inputs and their labels."""
+# Labels with more different values than this, and than half the number of rows, are not classes.
 MANY = 20
-"""Labels with more different values than this, and than half the number of rows, are not classes."""
 LEAST_ROWS = 10
+# Reads labels as `class_labels` does.
 LabelReader = Callable[[Any, str, Classes | None], tuple[Tensor, Classes]]
-"""Reads labels as `class_labels` does."""
 
 
 class Transformer(Protocol):
@@ -77,16 +77,16 @@ class Labelled:
     keys: Sequence[str]
     trusted: Pair | None = None
     test: Pair | None = None
+    # The columns of a table as they were read, to show to people; one value for each row of x.
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The columns of a table as they were read, to show to people; one value for each row of x."""
+    # Sentences about what the reader did that a user should know, such as rows that were left out.
     notes: tuple[str, ...] = ()
-    """Sentences about what the reader did that a user should know, such as rows that were left out."""
+    # The names of the columns of x; empty for images.
     features: tuple[str, ...] = ()
-    """The names of the columns of x; empty for images."""
+    # The position of each row of x in x as `load` returned it, by which an export names it. Default: 0, 1, 2, ...
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """The position of each row of x in x as `load` returned it, by which an export names it. Default: 0, 1, 2, ..."""
+    # Prepares new rows of a table (a pandas.DataFrame) or of an .npz file; None for other sources.
     transformer: Transformer | None = None
-    """Prepares new rows of a table (a pandas.DataFrame) or of an .npz file; None for other sources."""
 
     def __post_init__(self) -> None:
         if len(self.positions) == 0:

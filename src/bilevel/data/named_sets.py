@@ -31,8 +31,8 @@ from bilevel.errors import DataError
 Part = tuple[np.ndarray, np.ndarray]
 DIGITS_TEST, DIGITS_SEED = 400, 0
 DIGITS = tuple("0123456789")
+# The folder of the four files in Debian's package dataset-fashion-mnist.
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""The folder of the four files in Debian's package dataset-fashion-mnist."""
 IDX = tuple(f"{part}-{file}.gz" for part in ("train", "t10k") for file in ("images-idx3-ubyte", "labels-idx1-ubyte"))
 BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 SHEETS = (*(f"{name}.webp" for name in BATCHES), "labels.npz")
@@ -107,8 +107,8 @@ def _mat(path: Path) -> Part:
         return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].ravel() % 10
 
 
+# A form in which a set is stored: the names of its files, and the reader of a folder with them.
 Form = tuple[tuple[str, ...], Callable[[Path], tuple[Part, Part]]]
-"""A form in which a set is stored: the names of its files, and the reader of a folder with them."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class ImageSet:
     forms: tuple[Form, ...]
     address: str
     sums: Mapping[str, str]
+    # The folder of a system package with the files; None: there is none.
     folder: Path | None = None
-    """The folder of a system package with the files; None: there is none."""
 
 
 SETS = {

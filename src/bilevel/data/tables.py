@@ -31,6 +31,7 @@ from bilevel.data.labelled import Labelled, LabelReader, Pair, name_of, reading,
 from bilevel.errors import DataError, OptionError, reason
 
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
+# For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text.
 KINDS = {
     "floating": "number",
     "integer": "number",
@@ -44,7 +45,6 @@ KINDS = {
     "complex": "holds complex numbers",
     "mixed": "holds nested or mixed values",
 }
-"""For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text."""
 
 
 def load_table(path: Path, label: str | None, further: dict[str, Path], labels: LabelReader) -> Labelled:
@@ -83,12 +83,12 @@ def load_table(path: Path, label: str | None, further: dict[str, Path], labels: 
 class TableTransformer:
     """The columns of a table as numbers, by rules fitted on its main file; it can be pickled."""
 
+    # For each column that is used: `number`, `date` or `text`.
     kinds: dict[str, str]
-    """For each column that is used: `number`, `date` or `text`."""
+    # A fitted sklearn.compose.ColumnTransformer.
     transformer: Any
-    """A fitted sklearn.compose.ColumnTransformer."""
+    # The names of the columns of the result.
     features: tuple[str, ...]
-    """The names of the columns of the result."""
     notes: tuple[str, ...]
 
     @classmethod

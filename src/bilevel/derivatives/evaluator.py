@@ -39,10 +39,10 @@ class Evaluator:
     # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
     # ---------------------------
 
+    # The derivative of outputs in leaves: see `bilevel._util.tensor_lists`
     gradient = staticmethod(gradient)
-    """The derivative of outputs in leaves: see `bilevel._util.tensor_lists`"""
+    # Whether each batch is this rank's share of a larger batch.
     shared = False
-    """Whether each batch is this rank's share of a larger batch."""
 
     def mean_over_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
         """Average over ranks."""

@@ -31,8 +31,8 @@ from bilevel.derivatives.constraint_cuts import Cuts
 from bilevel.problem.problem import Objective, Problem
 from bilevel.problem.variables import Variable
 
+# Constraints of up to this many numbers are measured number by number; larger ones share one size.
 ROWS = 200
-"""Constraints of up to this many numbers are measured number by number; larger ones share one size."""
 TINY = 1e-12
 
 

@@ -48,8 +48,8 @@ class Part:
     share: float
     slope: Sequence[Tensor]
     constraints: Sequence[Tensor]
+    # The state of the random generators in which f is evaluated.
     upper_state: Any
-    """The state of the random generators in which f is evaluated."""
 
 
 class PenalisedObjective(Evaluator):

@@ -19,8 +19,8 @@ class Prices:
     nu: list[Tensor]
     gamma_h: list[Tensor] = field(default_factory=list)
     mu: list[Tensor] = field(default_factory=list)
+    # Whether nu can differ from zero.
     multipliers: bool = True
-    """Whether nu can differ from zero."""
 
 
 @dataclass
@@ -29,17 +29,17 @@ class Gradients:
 
     f: Tensor
     g: Tensor
+    # s = grad_v g; empty if lam was given and s was not needed.
     slope: list[Tensor]
-    """s = grad_v g; empty if lam was given and s was not needed."""
+    # r: the slope, or v - P(v - s) if the lower variable is projected.
     residual: list[Tensor]
-    """r: the slope, or v - P(v - s) if the lower variable is projected."""
+    # h, the equalities first
     constraints: list[Tensor]
-    """h, the equalities first"""
+    # grad_v F, or grad_v (F + lam g) if lam was given.
     v: list[Tensor]
-    """grad_v F, or grad_v (F + lam g) if lam was given."""
     u: list[Tensor] = field(default_factory=list)
+    # For each Rows of u, the (index, gradient) pairs of the rows that were read
     rows: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
-    """For each Rows of u, the (index, gradient) pairs of the rows that were read"""
 
 
 def constraint_pull(values: Sequence[Tensor], prices: Prices, equalities: int) -> list[Tensor]:

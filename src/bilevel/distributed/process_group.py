@@ -23,8 +23,8 @@ from torch import Tensor
 from bilevel._util.text import agreeing
 from bilevel.errors import OptionError, RankError, reason
 
+# The timeout of a collective, if the user has not initialised the process group.
 TIMEOUT = timedelta(minutes=10)
-"""The timeout of a collective, if the user has not initialised the process group."""
 AGAIN = "Start the job again: with checkpoint= and resume=True it continues from the last checkpoint."
 
 
@@ -50,14 +50,13 @@ def restarted() -> bool:
 class ProcessGroup:
     """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
+    # torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
+    #
+    # After a timeout gloo closes all connections of a group, also on CPUs. So hosts need their own group, and the
+    # question who is lost needs another.
     _groups: tuple[Any, Any, Any] = None, None, None
-    """torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
-
-    After a timeout gloo closes all connections of a group, also on CPUs. So hosts need their own group, and the
-    question who is lost needs another.
-    """
+    # The timeout of all three; None: torch's default, because the user has initialised the process group.
     _timeout: timedelta | None = None
-    """The timeout of all three; None: torch's default, because the user has initialised the process group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -13,8 +13,8 @@ from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
 from bilevel.problem.variables import Variable
 
+# The parts of a fingerprint that must be equal on all ranks. Data, and functions that close over it, can differ.
 ALIKE = ("u", "v", "method", "options", "accumulate", "seed", "precision")
-"""The parts of a fingerprint that must be equal on all ranks. Data, and functions that close over it, can differ."""
 
 
 def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:

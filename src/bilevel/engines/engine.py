@@ -16,12 +16,12 @@ from bilevel.errors import OptionError
 __all__ = ["COMPILE_FROM", "ENGINES", "Captured", "Compiled", "Engine", "Engines", "Recorded"]
 
 ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
+# `auto` compiles from this number of gradients in a run, as compiling takes a minute or two.
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
-"""`auto` compiles from this number of gradients in a run, as compiling takes a minute or two."""
+# On a CPU, `auto` also compiles from this number of gradients times numbers in v.
 COMPILE_WORK = 2e10
-"""On a CPU, `auto` also compiles from this number of gradients times numbers in v."""
+# Up to this number of gradients times numbers in v, an upper iteration is compiled as one: calls take most time.
 WHOLE = 32_768
-"""Up to this number of gradients times numbers in v, an upper iteration is compiled as one: calls take most time."""
 
 
 class Engines:

@@ -21,12 +21,12 @@ from bilevel._util.random_state import random_state, set_random_state
 from bilevel.engines._torch_private import compiling, pytree
 from bilevel.problem.variables import Variable
 
+# A function of batches and tensors. It changes all else that it reads or writes in place.
 Step = Callable[..., Any]
-"""A function of batches and tensors. It changes all else that it reads or writes in place."""
+# The most records that an engine keeps; steps with other shapes then run eagerly.
 MOST_UNITS = 16
-"""The most records that an engine keeps; steps with other shapes then run eagerly."""
+# The types that a batch can hold, other than tensors.
 PLAIN = (type(None), bool, int, float, str)
-"""The types that a batch can hold, other than tensors."""
 
 
 class UnrecordableError(RuntimeError):

@@ -17,14 +17,14 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 
+# |f_v| times this is the first gamma |g_vv s|.
 GAMMA_SHARE = 1.0
-"""|f_v| times this is the first gamma |g_vv s|."""
+# The smallest and the largest default lower rate.
 LOWER_RATES = (1e-4, 3e-2)
-"""The smallest and the largest default lower rate."""
+# At the default lower rate, a first step of Adam removes at most this share of f + lam g, to first order.
 LOWER_SHARE = 0.06
-"""At the default lower rate, a first step of Adam removes at most this share of f + lam g, to first order."""
+# Above `DEEP_RATE`, a step of Adam moves the product of the layers of v by at most `DEEP_SHARE`.
 DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
-"""Above `DEEP_RATE`, a step of Adam moves the product of the layers of v by at most `DEEP_SHARE`."""
 
 
 @dataclass

@@ -21,10 +21,10 @@ from bilevel.optim.linear_solvers import conjugate_gradients
 from bilevel.problem.problem import Problem
 from bilevel.results import Certificate
 
+# The largest number of batches of each source for a certificate.
 BATCHES = 64
-"""The largest number of batches of each source for a certificate."""
+# Up to this size of v, a certificate includes the error of the hypergradient by default.
 SMALL = 1000
-"""Up to this size of v, a certificate includes the error of the hypergradient by default."""
 CG_ITERATIONS = 200
 
 
@@ -151,8 +151,8 @@ def _solved(d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Ten
     return q, float(relative.max().sqrt())
 
 
+# Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`.
 _Maker = Callable[[bool], list[Pair]]
-"""Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`."""
 
 
 def _batches(state: Measurable, sources: Sources, problem: Problem) -> tuple[list[_Maker], list[_Maker], bool]:

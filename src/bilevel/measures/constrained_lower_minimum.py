@@ -22,27 +22,27 @@ from bilevel.optim.lbfgs import LBFGS
 
 ROUNDS = 20
 ITERATIONS = 50
+# The most evaluations of one minimisation; if g is flat, line searches are long.
 EVALUATIONS = 600
-"""The most evaluations of one minimisation; if g is flat, line searches are long."""
+# A decrease of g up to this share of its size counts as rounding.
 LARGEST = 1e-4
-"""A decrease of g up to this share of its size counts as rounding."""
+# The largest price of a lower constraint, relative to the curvature of g.
 MOST = 1e8
-"""The largest price of a lower constraint, relative to the curvature of g."""
+# A minimisation ends after this many rounds in a row that bring v no closer to the constraints.
 VAIN = 4
-"""A minimisation ends after this many rounds in a row that bring v no closer to the constraints."""
+# The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again.
 REACHES = (0.1, 1.0)
-"""The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again."""
+# The number of points that are evaluated to find `PROMISING` starts; a tenth if v has more than `LARGE` numbers.
 LOOKS = 128
-"""The number of points that are evaluated to find `PROMISING` starts; a tenth if v has more than `LARGE` numbers."""
 PROMISING, LARGE = 4, 1000
+# The least distance of promising points from v and from each other, relative to 1 + |v|.
 APART = 0.3
-"""The least distance of promising points from v and from each other, relative to 1 + |v|."""
+# The tolerance of a minimisation whose end has a larger g, or is already known.
 COARSE = 1e-5
-"""The tolerance of a minimisation whose end has a larger g, or is already known."""
+# Ends closer than this, relative to 1 + |v|, count as one.
 SAME = 1e-3
-"""Ends closer than this, relative to 1 + |v|, count as one."""
+# From this violation, relative to 1 + |v|, the lower problem at this u counts as infeasible.
 NONE = 1e-3
-"""From this violation, relative to 1 + |v|, the lower problem at this u counts as infeasible."""
 
 
 @dataclass

@@ -12,8 +12,8 @@ from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.optim.lbfgs import LBFGS
 
 ITERATIONS = 50
+# The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again.
 PROBES = (1e-3, 0.1, 1.0)
-"""The distances, relative to 1 + |v|, by which v is moved in both directions before g is minimised again."""
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

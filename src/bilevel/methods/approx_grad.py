@@ -30,8 +30,8 @@ from bilevel.methods.options import OptimizerOptions, no_projection
 from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
 from bilevel.problem.rows import together
 
+# The default learning rate of Adam on q, relative to the size of an entry of q.
 LINEAR_SHARE = 0.1
-"""The default learning rate of Adam on q, relative to the size of an entry of q."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -16,6 +16,7 @@ from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
 
+# The columns of `History` in the order of a step's record.
 RECORD = (
     "upper",
     "lower",
@@ -30,7 +31,6 @@ RECORD = (
     "lower_rate",
     "advanced",
 )
-"""The columns of `History` in the order of a step's record."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
 
+# Give a warning from this number of second backward passes in an upper step.
 MANY = 20_000
-"""Give a warning from this number of second backward passes in an upper step."""
+# The largest size of P, and M with momentum, in GiB.
 MEMORY_LIMIT = 2.0
-"""The largest size of P, and M with momentum, in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

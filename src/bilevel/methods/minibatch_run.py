@@ -33,11 +33,11 @@ from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer
 from bilevel.problem.variables import Variable
 from bilevel.results import Status
 
+# The batches of one gradient.
 Draw = list[Pair]
-"""The batches of one gradient."""
 GOLDEN = (math.sqrt(5) - 1) / 2
+# How far a coordinate of u can travel from its start, in either direction, at the default upper rate.
 REACH = 5.0
-"""How far a coordinate of u can travel from its start, in either direction, at the default upper rate."""
 
 
 class _Parts(NamedTuple):
@@ -52,13 +52,13 @@ class MinibatchRun(ABC):
     """A run of upper iterations. A subclass sets `lower` and `upper`, then calls `_ready`."""
 
     mode = "stochastic"
+    # Whether a step takes second derivatives.
     curved = True
-    """Whether a step takes second derivatives."""
+    # The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
+    # `bilevel.distributed.sharded_state`).
     like_v: tuple[str, ...] = ("lower",)
-    """The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
-    `bilevel.distributed.sharded_state`)."""
+    # How many batches the scales are measured on.
     scale_batches = 5
-    """How many batches the scales are measured on."""
     lower: VariableOptimizer
     upper: VariableOptimizer
     engines: Engines

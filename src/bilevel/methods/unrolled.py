@@ -30,8 +30,8 @@ from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.problem.variables import Variable
 
 POWER_ITERATIONS = 10
+# `run(step, *arguments)` runs a step by the engines if they can.
 Run = Callable[..., Any]
-"""`run(step, *arguments)` runs a step by the engines if they can."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# x -> (value, gradient, whatever else the caller wants kept of the point)
 Function = Callable[[Tensor], tuple[float, Tensor, Any]]
-"""x -> (value, gradient, whatever else the caller wants kept of the point)"""
 
 ARMIJO, CURVATURE = 1e-4, 0.9
 TRIALS = 40
@@ -27,16 +27,16 @@ class LBFGS:
     value: float
     gradient: Tensor
     memory: int = 50
+    # The expected inverse curvature of each coordinate; None stands for ones.
     metric: Tensor | None = None
-    """The expected inverse curvature of each coordinate; None stands for ones."""
     moves: list[Tensor] = field(default_factory=list)
     bends: list[Tensor] = field(default_factory=list)
     length: float = 0.0
     extra: Any = None
+    # Below this step length the line search gives up. If it is not 0, lengths are resolved to a hundredth.
     shortest: float = 0.0
-    """Below this step length the line search gives up. If it is not 0, lengths are resolved to a hundredth."""
+    # Each bend that was seen last, with its 1 / <s, y>.
     _products: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False, repr=False)
-    """Each bend that was seen last, with its 1 / <s, y>."""
 
     @classmethod
     def start(cls, function: Function, x: Tensor, *, memory: int = 50, metric: Tensor | None = None) -> LBFGS:

@@ -16,8 +16,8 @@ from bilevel._util.tensor_lists import broadcast_trials
 
 Product = Callable[[list[Tensor]], list[Tensor]]
 Dot = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+# A step of `Neumann` is 1 over this many times the largest curvature that power iterations have found.
 SAFETY = 1.25
-"""A step of `Neumann` is 1 over this many times the largest curvature that power iterations have found."""
 BETAS = (0.9, 0.999)
 TINY = 1e-8
 
@@ -66,8 +66,8 @@ def conjugate_gradients(
 class LinearSolver(ABC):
     """A solver and its q. A solve changes only `state`, in place; all of it is zero at the start."""
 
+    # Products with A in one solve.
     products: int
-    """Products with A in one solve."""
 
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
         self.steps, self.dot, self.warm_start = steps, dot, warm_start

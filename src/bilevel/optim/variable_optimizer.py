@@ -18,8 +18,8 @@ from bilevel.problem.problem import Projection
 from bilevel.problem.rows import Parts
 from bilevel.problem.variables import Variable
 
+# `partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept.
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
-"""`partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept."""
 
 
 def adam(variable: Variable, rate: float, decay: float = 0.0) -> OptimizerFactory:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bilevel.errors import ProblemError
 
+# (u, v, batch) -> Tensor. u and v arrive as they were passed to `solve`; batch is None without data.
 Objective = Callable[[Any, Any, Any], Tensor]
-"""(u, v, batch) -> Tensor. u and v arrive as they were passed to `solve`; batch is None without data."""
 Projection = Callable[[Tensor], Tensor]
 
 

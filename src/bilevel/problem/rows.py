@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bilevel.errors import OptionError, VariableError
 
+# For each Rows of u, the (index, gradient) pairs of the rows that were read; empty if none were.
 Parts = list[list[tuple[Tensor, Tensor]]]
-"""For each Rows of u, the (index, gradient) pairs of the rows that were read; empty if none were."""
 
 
 def together(*parts: Parts) -> Parts:
@@ -41,8 +41,8 @@ class Rows:
     tensor([0.5000, 0.5000])
     """
 
+    # All rows.
     values: Tensor
-    """All rows."""
 
     def __init__(
         self,

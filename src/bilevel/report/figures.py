@@ -20,23 +20,23 @@ from numpy.typing import NDArray
 from bilevel._util.optional import require
 from bilevel.errors import OptionError
 
+# Stand-ins that matplotlib draws with; the SVG gets the page's colours in their place.
 INK, ACCENT = "#010203", "#040506"
-"""Stand-ins that matplotlib draws with; the SVG gets the page's colours in their place."""
+# The most points of a curve, and bars of a shape; more would not be visible.
 POINTS = 400
-"""The most points of a curve, and bars of a shape; more would not be visible."""
+# The ratio of the largest to the smallest loss above which the axis is logarithmic.
 SPREAD = 50
-"""The ratio of the largest to the smallest loss above which the axis is logarithmic."""
 BINS = 25
+# The most bars without a figure of their shape, and the most bars that are listed.
 MOST_ALONE, MOST_LISTED = 40, 1000
-"""The most bars without a figure of their shape, and the most bars that are listed."""
+# The most characters of a name that are shown next to a bar.
 LONGEST = 60
-"""The most characters of a name that are shown next to a bar."""
+# Pixels of a small image and between two fields of a task; small images across and down in a field.
 CELL, GAP, FIELD = 34, 4, 2
-"""Pixels of a small image and between two fields of a task; small images across and down in a field."""
+# The most characters of the name of a class in a legend; of a longer name, the last ones are shown.
 MOST = 24
-"""The most characters of the name of a class in a legend; of a longer name, the last ones are shown."""
+# Colours of a field, with their opacity: the page behind a task is light or dark.
 RIGHT, WRONG, EMPTY = (110, 190, 130, 255), (225, 105, 95, 255), (128, 128, 128, 40)
-"""Colours of a field, with their opacity: the page behind a task is light or dark."""
 GREY = 128
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK,
@@ -51,8 +51,8 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+# (height, width), (height, width, 3) or (height, width, 4).
 Picture = NDArray[np.uint8]
-"""(height, width), (height, width, 3) or (height, width, 4)."""
 
 
 class Html(str):

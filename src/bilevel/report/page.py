@@ -17,8 +17,8 @@ import numpy as np
 from bilevel._util.optional import require
 from bilevel.report.figures import Html
 
+# Pairs (term, text).
 Facts = Sequence[tuple[str, str]]
-"""Pairs (term, text)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Card:
     """A figure or a table, with the facts that belong to it."""
 
     title: str
+    # `Html`; plain text is escaped.
     figure: str = ""
-    """`Html`; plain text is escaped."""
     facts: Facts = ()
     note: str = ""
     table: Table | None = None
@@ -52,16 +52,16 @@ class Report:
     table: Table
     cards: Sequence[Card]
     settings: Facts
+    # The heading above the cards.
     heading: str = "Convergence"
-    """The heading above the cards."""
+    # One sentence above the cards: how to read the figures.
     legend: str = ""
-    """One sentence above the cards: how to read the figures."""
+    # Sentences above the table.
     notes: Sequence[str] = ()
-    """Sentences above the table."""
+    # More tables, below the first one.
     tables: Sequence[Table] = ()
-    """More tables, below the first one."""
+    # Sentences below the tables.
     remarks: Sequence[str] = ()
-    """Sentences below the tables."""
 
 
 def render(report: Report) -> str:

@@ -19,36 +19,36 @@ from bilevel.report.page import Facts, Table, fill, read
 
 __all__ = ["MOST", "Review", "Suspect", "render_review"]
 
+# The most suspects on one page; of more, the worst are shown.
 MOST = 5000
-"""The most suspects on one page; of more, the worst are shown."""
+# The most classes for which the mistaken pairs are a matrix; for more, as many pairs are listed.
 PAIRS = 20
-"""The most classes for which the mistaken pairs are a matrix; for more, as many pairs are listed."""
+# The longest side of a thumbnail in pixels; the second if there are more than MANY of them.
 SIDE, SMALL_SIDE, MANY = 96, 64, 2000
-"""The longest side of a thumbnail in pixels; the second if there are more than MANY of them."""
+# The longest side of a sheet of thumbnails, in pixels.
 SHEET = 1024
-"""The longest side of a sheet of thumbnails, in pixels."""
+# The most bytes of thumbnails for which the sheets are PNG; above, they are JPEG.
 EXACT = 6_000_000
-"""The most bytes of thumbnails for which the sheets are PNG; above, they are JPEG."""
 
 
 @dataclass(frozen=True)
 class Suspect:
     """A training example whose label is probably wrong."""
 
+    # Its place in the training set.
     index: int
-    """Its place in the training set."""
+    # Its name at the source: a file, a row.
     key: str
-    """Its name at the source: a file, a row."""
+    # The class that the data give, as an index into `Review.classes`.
     label: int
-    """The class that the data give, as an index into `Review.classes`."""
+    # The class that the classifier suggests.
     suggested: int
-    """The class that the classifier suggests."""
+    # In [0, 1]; low if the label does not help on the trusted set.
     importance: float
-    """In [0, 1]; low if the label does not help on the trusted set."""
+    # The probability of the suggested class, in [0, 1].
     confidence: float
-    """The probability of the suggested class, in [0, 1]."""
+    # Orders the suspects, lowest first. None: the importance.
     quality: float | None = None
-    """Orders the suspects, lowest first. None: the importance."""
 
     @property
     def rank(self) -> float:
@@ -60,24 +60,24 @@ class Suspect:
 class Review:
     """The contents of the page, from the top."""
 
+    # Names the run; the browser keeps the decisions under this name.
     run: str
-    """Names the run; the browser keeps the decisions under this name."""
     title: str
     outcome: str
     good: bool
     accuracy: Table | None
     classes: Sequence[str]
+    # The losses `upper` (trusted) and `lower` (training), and `step` if not every step is recorded.
     history: Mapping[str, Sequence[float]]
-    """The losses `upper` (trusted) and `lower` (training), and `step` if not every step is recorded."""
+    # The importances of all training examples.
     importance: NDArray[np.floating[Any]]
-    """The importances of all training examples."""
     suspects: Sequence[Suspect]
+    # Pictures of the suspects, in their order: (n, height, width) or (n, height, width, 3).
     pictures: NDArray[np.uint8] | None
-    """Pictures of the suspects, in their order: (n, height, width) or (n, height, width, 3)."""
+    # For each suspect, the pairs (name, text) that its card shows.
     fields: Sequence[Sequence[tuple[str, str]]] | None
-    """For each suspect, the pairs (name, text) that its card shows."""
+    # The command that applies the exported decisions.
     command: str
-    """The command that applies the exported decisions."""
     settings: Facts
     notes: Sequence[str] = ()
 

@@ -18,8 +18,8 @@ from bilevel._util.optional import require
 from bilevel.errors import OptionError
 from bilevel.results import ALIASES, COLUMNS, History, Solution
 
+# The message after the first Ctrl-C. It is shown at once, because a step can take long.
 ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
-"""The message after the first Ctrl-C. It is shown at once, because a step can take long."""
 
 
 @dataclass

@@ -27,8 +27,8 @@ from bilevel.errors import BilevelError, CheckpointError, reason
 
 VERSION = 1
 FILE = "state.safetensors"
+# The state that was saved before the last.
 BEFORE = "state.before.safetensors"
-"""The state that was saved before the last."""
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ from bilevel.running.callbacks import Callback, Run
 class PausedRun:
     """The state of a run that spent its budget, so that it can continue later with a larger one."""
 
+    # The state to resume from, in checkpoint format; None if there is none.
     state: dict[str, Any] | None = None
-    """The state to resume from, in checkpoint format; None if there is none."""
 
 
 class Loop:

@@ -30,17 +30,17 @@ from bilevel.running.loop import PausedRun
 from bilevel.running.run_once import RunRequest, drawn_seed, run_once
 from bilevel.running.starting_points import Point, copied, drawn, spread_points, write_point
 
+# The relative measures below which an end counts as feasible and as a lower solution, when ends are compared.
 NEAR = 1e-6
-"""The relative measures below which an end counts as feasible and as a lower solution, when ends are compared."""
+# With data, an end counts as feasible below the first, and as a lower solution if its residual is at most so many times
+# the smallest of all: noise leaves none at zero.
 NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
-"""With data, an end counts as feasible below the first, and as a lower solution if its residual is at most so many
-times the smallest of all: noise leaves none at zero."""
+# Ends whose u and v differ by less, relative to their size, are one candidate.
 SAME = 1e-4
-"""Ends whose u and v differ by less, relative to their size, are one candidate."""
 FIRST, LATER, FEW = 500, 300, 4
 AGREE = 3
+# The largest difference of two values of f, relative to 1 + |f|, that counts as none.
 ALIKE = 1e-5
-"""The largest difference of two values of f, relative to 1 + |f|, that counts as none."""
 Runner = Callable[[RunRequest, PausedRun | None], Solution]
 
 

@@ -43,13 +43,13 @@ from bilevel.running.starting_points import copied, lower_conditions, write_poin
 
 ROUNDS = 6
 SEARCHES = 12
+# The default tolerance of a round. t is linear, so measures relative to it fall more slowly.
 TOLERANCE = 1e-6
-"""The default tolerance of a round. t is linear, so measures relative to it fall more slowly."""
 STEADY = 1000.0
+# The largest number of lower solutions that are kept.
 KEPT = 8
-"""The largest number of lower solutions that are kept."""
+# How far above the smallest g, relative to 1 + |g|, a kept lower solution can be.
 TIED = 1e-6
-"""How far above the smallest g, relative to 1 + |g|, a kept lower solution can be."""
 APART = 1e-3
 
 

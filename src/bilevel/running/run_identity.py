@@ -20,8 +20,8 @@ from bilevel.methods.base import Method
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
 
+# How releases before 0.2 described a function or an object: its name and a digest of its code.
 WITH_CODE = re.compile(r"(\S+) [0-9a-f]{12}")
-"""How releases before 0.2 described a function or an object: its name and a digest of its code."""
 
 
 def run_identity(

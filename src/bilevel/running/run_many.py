@@ -20,8 +20,8 @@ from bilevel._util.checks import in_range
 from bilevel._util.parallel_map import Failed, Where, parallel_map
 from bilevel.errors import RunError
 
+# Characters of a file's name from which the rest is a hash: file systems allow 255.
 LONGEST = 150
-"""Characters of a file's name from which the rest is a hash: file systems allow 255."""
 Settings = Mapping[str, Any]
 Found = dict[str, Any]
 HERE = Where()
@@ -31,10 +31,10 @@ HERE = Where()
 class RunItem:
     """One of many runs."""
 
+    # Everything that the result depends on, as JSON can hold it.
     settings: Settings
-    """Everything that the result depends on, as JSON can hold it."""
+    # Roughly how long it takes: the longest runs start first.
     weight: float
-    """Roughly how long it takes: the longest runs start first."""
 
     @property
     def name(self) -> str:

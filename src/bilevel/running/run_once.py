@@ -42,8 +42,8 @@ class RunRequest:
     max_steps: int
     tolerance: float | None
     callbacks: Sequence[Callback]
+    # The folder of the checkpoint.
     folder: Path | None
-    """The folder of the checkpoint."""
     every: int | None
     resume: bool
     log_every: int | None
@@ -52,8 +52,8 @@ class RunRequest:
     accumulate: int
     hypergradient: bool | None
     seed: int | None
+    # The number of the starting point, with `starts`.
     start: int = 0
-    """The number of the starting point, with `starts`."""
 
 
 def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:

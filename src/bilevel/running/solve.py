@@ -21,8 +21,8 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.multistart import run_starts
 from bilevel.running.run_once import RunRequest, run_once
 
+# What u and v can be.
 Optimised = Tensor | nn.Module | Rows | Mapping[str, Tensor] | Mapping[str, Tensor | Rows] | Sequence[Tensor | Rows]
-"""What u and v can be."""
 U = TypeVar("U", bound=Optimised)
 V = TypeVar("V", bound=Optimised)
 

@@ -35,17 +35,17 @@ from bilevel.problem.problem import Problem
 from bilevel.problem.projections import Box
 from bilevel.problem.variables import Variable
 
+# Draws for each start.
 POOL = 4
-"""Draws for each start."""
+# The tensors of u and of v.
 Point = tuple[list[Tensor], list[Tensor]]
-"""The tensors of u and of v."""
+# The draws span the bounds times this, and are clamped to the bounds.
 STRETCH = 1.2
-"""The draws span the bounds times this, and are clamped to the bounds."""
 TINY = 1e-12
+# The number of nearest draws that a draw must beat to count as the best of its valley.
 NEIGHBOURS = 4
-"""The number of nearest draws that a draw must beat to count as the best of its valley."""
+# The tolerance of the lower solutions that are only compared.
 ROUGH = 1e-4
-"""The tolerance of the lower solutions that are only compared."""
 
 
 def copied(variable: Variable) -> list[Tensor]:
@@ -122,8 +122,8 @@ class Draw:
 
     u: list[Tensor]
     v: list[Tensor]
+    # u, in units of the step that a draw makes.
     place: Tensor
-    """u, in units of the step that a draw makes."""
     upper: float
     violation: float
 

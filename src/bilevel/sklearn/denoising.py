@@ -29,10 +29,10 @@ from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Progress
 
+# Called with the count of numbers in one input and the count of classes; returns a network.
 ModuleFactory = Callable[[int, int], nn.Module]
-"""Called with the count of numbers in one input and the count of classes; returns a network."""
+# The number of rows that are predicted together; the last part is padded to it.
 CHUNK = 32
-"""The number of rows that are predicted together; the last part is padded to it."""
 
 
 class _LabelledClasses(ClassifierMixin):  # type: ignore[misc]  # scikit-learn has no types

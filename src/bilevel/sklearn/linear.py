@@ -21,8 +21,8 @@ from bilevel.errors import OptionError
 from bilevel.sklearn.denoising import _LabelledClasses, _plain
 
 AUTO = "auto"
+# Sparse inputs with a larger share of nonzero numbers are faster as dense inputs.
 FULL = 0.1
-"""Sparse inputs with a larger share of nonzero numbers are faster as dense inputs."""
 
 
 class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types

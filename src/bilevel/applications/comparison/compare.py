@@ -31,6 +31,7 @@ from bilevel.results import History, Solution, Status
 from bilevel.running.callbacks import Callback, Run
 from bilevel.running.solve import solve
 
+# Every method by its name on the command line; the algorithms are presets of `Penalty`.
 METHODS: dict[str, Callable[..., Method]] = {
     "penalty": Penalty,
     "algorithm-1": Penalty.algorithm_1,
@@ -42,12 +43,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "value-function": ValueFunction,
     "value-gap": ValueGap,
 }
-"""Every method by its name on the command line; the algorithms are presets of `Penalty`."""
 PRESETS = ("algorithm-1", "algorithm-2")
+# The methods whose `lower_rate` is the step length of gradient descent.
 UNROLLED = ("reverse-mode", "forward-mode")
-"""The methods whose `lower_rate` is the step length of gradient descent."""
+# The number of points on the curve of a run.
 POINTS = 200
-"""The number of points on the curve of a run."""
 TRIAL_STEPS = 4
 
 

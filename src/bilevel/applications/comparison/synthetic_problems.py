@@ -28,8 +28,8 @@ from torch import Tensor
 from bilevel.errors import OptionError
 from bilevel.problem.problem import Problem
 
+# Starting points are uniform in [-BOUND, BOUND].
 BOUND = 5.0
-"""Starting points are uniform in [-BOUND, BOUND]."""
 Term = Callable[[Tensor, Tensor], Tensor]
 Points = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -30,12 +30,12 @@ from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
 from bilevel.running.callbacks import Callback
 
+# The default number of trusted examples of each class.
 PER_CLASS = 10
-"""The default number of trusted examples of each class."""
+# The share of the trusted set that replaces a test set, and the least rows for this, in all and of each class.
 HELD_OUT, LEAST_TRUSTED, LEAST_OF_CLASS = 0.2, 250, 5
-"""The share of the trusted set that replaces a test set, and the least rows for this, in all and of each class."""
+# The largest difference in accuracy that counts as no difference, on any number of rows.
 AS_GOOD = 0.005
-"""The largest difference in accuracy that counts as no difference, on any number of rows."""
 Noise = Literal["symmetric", "asymmetric"]
 
 

@@ -45,17 +45,17 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import claim, digest_of
 from bilevel.running.solve import solve
 
+# The default number of passes over the examples, and the least number of steps.
 PASSES, LEAST_STEPS = 12, 1200
-"""The default number of passes over the examples, and the least number of steps."""
+# The largest log-odds of a right label at the start of a run.
 CERTAIN = 2.5
-"""The largest log-odds of a right label at the start of a run."""
+# If an example is seen less often, its importance moves by less, because few gradients say little about it.
 VISITS = 24
-"""If an example is seen less often, its importance moves by less, because few gradients say little about it."""
+# The size of a batch with fewer than LARGE examples, and with more.
 BATCH = 100, 200
-"""The size of a batch with fewer than LARGE examples, and with more."""
 LARGE = 10_000
+# Called with a stage, the steps done in it, and their number.
 Tell = Callable[[str, int, int], object]
-"""Called with a stage, the steps done in it, and their number."""
 
 
 @dataclass(frozen=True)

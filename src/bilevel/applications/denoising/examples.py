@@ -15,10 +15,10 @@ from bilevel.applications.training import probabilities
 from bilevel.data import Pair
 from bilevel.errors import DataError, OptionError, reason
 
+# Inputs and labels, or a torch Dataset of (input, label).
 Examples = tuple[Tensor | ArrayLike, Tensor | ArrayLike] | Dataset[Any]
-"""Inputs and labels, or a torch Dataset of (input, label)."""
+# What a module raises on inputs that it does not take.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
-"""What a module raises on inputs that it does not take."""
 
 
 def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[Pair, Pair, int]:

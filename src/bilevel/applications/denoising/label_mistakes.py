@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = torch.linspace(-1, 2, 13).exp().tolist()
+# Iterations of expectation-maximisation at each temperature; T starts from its value at the last temperature.
 SWEEPS = 15
-"""Iterations of expectation-maximisation at each temperature; T starts from its value at the last temperature."""
+# Prior counts for each class: of examples with the right label, and with each other label.
 RIGHT, OTHER = 1.0, 0.01
-"""Prior counts for each class: of examples with the right label, and with each other label."""
 TINY = 1e-12
 
 

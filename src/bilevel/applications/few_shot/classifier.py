@@ -16,19 +16,19 @@ from bilevel.applications.training import evaluating
 from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.errors import OptionError
 
+# The factor on the cosines before the softmax; 1 in the paper.
 SCALE = 10.0
-"""The factor on the cosines before the softmax; 1 in the paper."""
+# Keeps the class weights near the class means; 0 in the paper. Without it, a few images are soon separated with
+# certainty, g is flat, and its minimum is not unique. With this value the curvature of g is nearly the same in all
+# directions, and ten steps solve the lower problem.
 PROXIMITY = 5.0
-"""Keeps the class weights near the class means; 0 in the paper. Without it, a few images are soon separated with
-certainty, g is flat, and its minimum is not unique. With this value the curvature of g is nearly the same in all
-directions, and ten steps solve the lower problem."""
+# The standard deviation of random first weights.
 SMALL = 0.01
-"""The standard deviation of random first weights."""
+# The number of images that are embedded at once.
 BATCH = 500
-"""The number of images that are embedded at once."""
 Start = Literal["means", "random"]
+# Called with the number of embedded images and the number of all images.
 Tell = Callable[[int, int], None]
-"""Called with the number of embedded images and the number of all images."""
 BACKBONES = ("conv4", "resnet")
 
 
@@ -46,10 +46,10 @@ class Training:
     erase: bool = False
 
 
+# The settings by the name of the backbone. Those for `resnet` were the best on meta-validation classes of CIFAR-FS with
+# 3,000 steps; no other scale was tried with this decay. For `conv4`, proximity 1 has 0.3 points more, and is less
+# exact.
 TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=4.0, erase=True, scale=20.0)}
-"""The settings by the name of the backbone. Those for `resnet` were the best on meta-validation classes of CIFAR-FS
-with 3,000 steps; no other scale was tried with this decay. For `conv4`, proximity 1 has 0.3 points more, and is less
-exact."""
 
 
 def backbone(name: str, channels: int) -> nn.Module:

@@ -33,8 +33,8 @@ from bilevel.running import checkpoints as checkpoint
 from bilevel.running.callbacks import Callback, Run
 
 ADAPT_STEPS = 100
+# The rate of gradient descent on the classifiers.
 ADAPT_RATE = 0.05
-"""The rate of gradient descent on the classifiers."""
 
 
 @dataclass(frozen=True)

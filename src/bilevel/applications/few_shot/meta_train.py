@@ -43,10 +43,10 @@ from bilevel.results import Solution
 from bilevel.running.callbacks import Callback
 from bilevel.running.solve import solve
 
+# A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient.
 GAMMA, LOWER_STEPS = 4.0, 10
-"""A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient."""
+# The lower rate times the curvature of F, to which the loss adds about 1; from 2 on, F rises.
 REACH = 0.864
-"""The lower rate times the curvature of F, to which the loss adds about 1; from 2 on, F rises."""
 UPPER_RATE = TRAINING["conv4"].rate
 
 

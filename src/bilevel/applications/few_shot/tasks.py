@@ -12,8 +12,8 @@ from bilevel._util.text import agreeing
 from bilevel.data.class_images import ImageClasses
 from bilevel.errors import OptionError
 
+# The number of meta-batches in a pass; each pass has its own seed.
 EPISODES = 100
-"""The number of meta-batches in a pass; each pass has its own seed."""
 
 
 class TaskSampler:

@@ -52,14 +52,14 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.solve import solve
 
 Price = Callable[[nn.Module, Tensor | None], Tensor | float]
+# With at most this many training examples, every step uses all of them.
 FULL = 5000
-"""With at most this many training examples, every step uses all of them."""
 BATCH = 200
 STEPS = 500
+# Learning rates: of the points, as a share of the room that they have, and of a whitened victim.
 RATE, LOWER_RATE = 0.03, 0.01
-"""Learning rates: of the points, as a share of the room that they have, and of a whitened victim."""
+# mu for networks. Much less leaves v too free; with ten times as much, the points see little more than grad g at w.
 TETHER = 0.03
-"""mu for networks. Much less leaves v too free; with ten times as much, the points see little more than grad g at w."""
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,18 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
 
 Kind = Literal["untargeted", "targeted", "clean-label"]
+# The share of the rows that replaces a missing test set, the share of validation rows, and the most of them.
 HELD_OUT, VALIDATION, MOST = 0.2, 0.3, 1000
-"""The share of the rows that replaces a missing test set, the share of validation rows, and the most of them."""
 DEEP_DECAY = 5e-4
 LAST_LAYER = Recipe(optimizer="lbfgs", steps=500, decay=0.005)
+# Passes of Adam over the training rows for networks, and the least number of steps.
 PASSES, LEAST_STEPS = 20, 500
-"""Passes of Adam over the training rows for networks, and the least number of steps."""
+# The shares of poison that an audit searches.
 FRACTIONS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
-"""The shares of poison that an audit searches."""
+# An audit of a bound searches the multiples of epsilon / 16.
 PARTS_OF_EPSILON = 16
-"""An audit of a bound searches the multiples of epsilon / 16."""
+# The share of a class that a targeted attack must turn into the other class.
 SUCCESS = 0.5
-"""The share of a class that a targeted attack must turn into the other class."""
 WANTED = {
     "untargeted": "costs {cost:g} points of accuracy",
     "targeted": f"turns {SUCCESS:.0%} of the class into the other",

@@ -19,8 +19,8 @@ from bilevel.problem.problem import Projection
 from bilevel.problem.projections import Box
 
 Norm = Literal["l2", "linf"]
+# The share by which a perturbation is shortened if rounding leaves it outside of its bound; doubled at each try.
 SHRINK = 1e-6
-"""The share by which a perturbation is shortened if rounding leaves it outside of its bound; doubled at each try."""
 
 
 @dataclass(frozen=True)

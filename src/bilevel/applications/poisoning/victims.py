@@ -23,18 +23,18 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.training import fit
 from bilevel.errors import OptionError, ProblemError
 
+# Maps (scores, labels) to one number for each row.
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Maps (scores, labels) to one number for each row."""
+# A map of inputs that the victim does not train; the model acts on its output.
 Features = Callable[[Tensor], Tensor]
-"""A map of inputs that the victim does not train; the model acts on its output."""
+# L-BFGS stops when no entry of the gradient is larger.
 GRADIENT = 1e-7
-"""L-BFGS stops when no entry of the gradient is larger."""
+# The number of inputs that are passed to a feature map at once.
 ROWS = 256
-"""The number of inputs that are passed to a feature map at once."""
+# The mean of p (1 - p), over classes and rows, of a softmax regression that is right most of the time.
 CURVATURE = 0.03
-"""The mean of p (1 - p), over classes and rows, of a softmax regression that is right most of the time."""
+# The least decay of a whitened model, as a share of the largest eigenvalue.
 LEAST_DECAY = 1e-6
-"""The least decay of a whitened model, as a share of the largest eigenvalue."""
 
 
 def row_losses(scores: Tensor, labels: Tensor) -> Tensor:

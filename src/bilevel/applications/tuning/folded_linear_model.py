@@ -24,12 +24,12 @@ from bilevel.measures.lower_minimum import flatten
 from bilevel.running.run_identity import digest_of
 
 Loss = Literal["squared", "logistic"]
+# The second derivative of each loss in a score: exact for the squared error, an upper bound for the logistic loss.
 CURVATURES = {"squared": 1.0, "logistic": 0.25}
-"""The second derivative of each loss in a score: exact for the squared error, an upper bound for the logistic loss."""
+# The most multiplications that we spend on the inverse of a second derivative.
 DENSE = 4e9
-"""The most multiplications that we spend on the inverse of a second derivative."""
+# If a linear system takes more products than this, the approximate inverse is computed again.
 STALE = 10
-"""If a linear system takes more products than this, the approximate inverse is computed again."""
 
 
 def folds_of(y: np.ndarray, classes: int, folds: int, seed: int) -> Tensor:

@@ -26,11 +26,11 @@ from bilevel._util.checks import in_range, one_of
 from bilevel.errors import OptionError
 
 Parameters = Mapping[str, Tensor]
+# (scores, targets) -> one loss for each example.
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""(scores, targets) -> one loss for each example."""
 REACH = 2.5
+# The least distance of a start from the ends, as a share of half the range: at an end the gradient is zero.
 EDGE = 1e-3
-"""The least distance of a start from the ends, as a share of half the range: at an end the gradient is zero."""
 Scale = Literal["log", "linear"]
 
 

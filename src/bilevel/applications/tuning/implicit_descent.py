@@ -29,18 +29,18 @@ from bilevel.problem.variables import Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 
+# The most Newton steps for one lower minimum, and the most products for one linear system.
 NEWTON, PRODUCTS = 30, 300
-"""The most Newton steps for one lower minimum, and the most products for one linear system."""
+# |grad_v g| at v* and the residual of q, each relative to its first value.
 LOWER_ACCURACY, ADJOINT_ACCURACY = 1e-7, 1e-6
-"""|grad_v g| at v* and the residual of q, each relative to its first value."""
 HALVINGS = 30
+# Seconds between two checkpoints of a descent.
 SAVE_EVERY = 5.0
-"""Seconds between two checkpoints of a descent."""
 Map = Callable[[Tensor], Tensor]
+# Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
 Curvature = Callable[[], tuple[Map, Map]]
-"""Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions."""
+# Called with the number of steps done and the upper objective.
 Watch = Callable[[int, float], object]
-"""Called with the number of steps done and the upper objective."""
 
 
 class ImplicitObjective:

@@ -37,18 +37,18 @@ from bilevel.applications.tuning.implicit_descent import ImplicitObjective, desc
 from bilevel.errors import DataError
 from bilevel.problem.problem import Problem
 
+# The range of the single penalty, in units of the features' curvature.
 LOW, HIGH = 1e-5, 1e4
-"""The range of the single penalty, in units of the features' curvature."""
+# The range of each feature's penalty, in units of the single one.
 BELOW, ABOVE = 1e-3, 1e4
-"""The range of each feature's penalty, in units of the single one."""
+# The cautions of the stages before a smaller one, and the factor on their tolerance.
 STAGES, ROUGH = (1.0, 0.1, 0.01), 10.0
-"""The cautions of the stages before a smaller one, and the factor on their tolerance."""
 START = 0.1
+# The share of the rows that is set apart to decide the caution, and the least number of them.
 SHARE, LEAST = 0.2, 2
-"""The share of the rows that is set apart to decide the caution, and the least number of them."""
 Penalty = Literal["single", "per-feature"]
+# Called with the stage, the steps done in it, and the validation loss.
 Watch = Callable[[str, int, float], object]
-"""Called with the stage, the steps done in it, and the validation loss."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, val
 from bilevel.problem.problem import Problem
 
 Batch = Sequence[Tensor]
+# (values of the hyperparameters, model, batch) -> scalar tensor.
 OwnLoss = Callable[[Mapping[str, Tensor], nn.Module, Batch], Tensor]
-"""(values of the hyperparameters, model, batch) -> scalar tensor."""
 
 
 @dataclass(frozen=True)

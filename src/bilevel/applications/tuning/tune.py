@@ -43,13 +43,13 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import claim, described, digest_of
 from bilevel.running.solve import solve
 
+# Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used.
 Examples = Sequence[Tensor | ArrayLike]
-"""Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used."""
+# Called with the stage, the steps done in it, and their number.
 Watch = Callable[[str, int, int], object]
-"""Called with the stage, the steps done in it, and their number."""
 STEPS, CONVEX_STEPS = 1000, 60
+# A linear layer is tuned without minibatches if its inputs times its outputs are at most this many numbers.
 SMALL = 50_000_000
-"""A linear layer is tuned without minibatches if its inputs times its outputs are at most this many numbers."""
 RATE = 1e-3
 Mode = Literal["convex", "minibatch"]
 

@@ -42,8 +42,8 @@ Kind = Literal["logistic", "ridge", "mlp"]
 Penalty = Literal["per-feature", "per-layer", "single"]
 HELD_OUT = 0.2
 LOSSES: dict[str, Loss] = {"ridge": "squared", "logistic": "logistic"}
+# The number of penalties in the grid, for linear models and for networks.
 GRID, NETWORK_GRID = 11, 5
-"""The number of penalties in the grid, for linear models and for networks."""
 NO_BETTER = (
     "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
     "single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives one penalty for each "

@@ -38,17 +38,17 @@ from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.results import Status
 
+# Pairs that L-BFGS keeps.
 MEMORY = 100
-"""Pairs that L-BFGS keeps."""
+# L-BFGS iterations in a round. After them the multipliers move even if the round did not meet epsilon.
 INNER_STEPS = 50
-"""L-BFGS iterations in a round. After them the multipliers move even if the round did not meet epsilon."""
 RESTARTS = 5
+# Most L-BFGS iterations on v after the last projection of u.
 SETTLING = 20
-"""Most L-BFGS iterations on v after the last projection of u."""
+# The run ends as infeasible after this many raises of the price of a constraint without success.
 RAISES = 8
-"""The run ends as infeasible after this many raises of the price of a constraint without success."""
+# The run ends after this many rounds in a row without progress; a round that cannot move counts several times.
 STALLS = 20
-"""The run ends after this many rounds in a row without progress; a round that cannot move counts several times."""
 
 
 def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
@@ -63,8 +63,8 @@ class AugmentedLagrangianRun:
     engine = "eager"
     draws = 0
     patience = STALLS
+    # A step of at most this length along its direction counts as no step.
     shortest = 0.0
-    """A step of at most this length along its direction counts as no step."""
 
     def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
         self.options, self.context = options, context

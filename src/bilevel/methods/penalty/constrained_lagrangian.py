@@ -29,21 +29,21 @@ from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun, default_tolerance
 from bilevel.methods.penalty.options import PenaltyOptions
 
+# The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints.
 TOLERANCE = 1e-7
-"""The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints."""
+# The goal of the smooth rounds, relative to the sizes of the problem.
 SMOOTH_GOAL = 1e-4
-"""The goal of the smooth rounds, relative to the sizes of the problem."""
 SMOOTH_ROUNDS = 15
+# Factors on the first prices, in turn over several starts: high prices keep a run near its start, low prices let it
+# cross barriers. Every second start also leaves out the smooth rounds.
 PRICES = (1.0, 100.0, 0.1, 100.0)
-"""Factors on the first prices, in turn over several starts: high prices keep a run near its start, low prices let it
-cross barriers. Every second start also leaves out the smooth rounds."""
+# The largest number of pieces in a run.
 PIECES = 30
-"""The largest number of pieces in a run."""
+# The largest number of restarts if each of them halves the gap; otherwise `augmented_lagrangian.RESTARTS`.
 HALVINGS = 20
-"""The largest number of restarts if each of them halves the gap; otherwise `augmented_lagrangian.RESTARTS`."""
 FEASIBLE = 1e-6
+# A run continues at another lower solution if f is smaller there by this much, relative to 1 + |f|.
 LESS = 1e-6
-"""A run continues at another lower solution if f is smaller there by this much, relative to 1 + |f|."""
 
 
 class ConstrainedLagrangianRun(AugmentedLagrangianRun):

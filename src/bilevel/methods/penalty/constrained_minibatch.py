@@ -41,11 +41,11 @@ from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer
 from bilevel.problem.problem import Objective
 from bilevel.problem.variables import Variable
 
+# The first t, relative to the size of an entry of v.
 FIRST_T = 0.1
-"""The first t, relative to the size of an entry of v."""
 T_FACTOR = 0.7
+# The price of a lower constraint in A, relative to the curvature of g.
 RHO = 1.0
-"""The price of a lower constraint in A, relative to the curvature of g."""
 
 
 class ConstrainedMinibatchRun(PenaltyMinibatchRun):

@@ -14,8 +14,8 @@ from bilevel.methods.options import MethodOptions
 from bilevel.optim.variable_optimizer import OptimizerFactory
 
 Mode = Literal["deterministic", "stochastic"]
+# A number, or one for each of the problem's trials.
 Price = float | Sequence[float]
-"""A number, or one for each of the problem's trials."""
 
 STOCHASTIC: dict[str, Any] = {
     "lower_steps": 0,
@@ -32,10 +32,10 @@ STOCHASTIC: dict[str, Any] = {
     "lower_batches": "fresh",
     "cotangent": "same",
 }
+# If the step on u does not move v, other steps must.
 IN_TURN: dict[str, Any] = {"lower_steps": 5}
-"""If the step on u does not move v, other steps must."""
+# `start_lower` resets v in every iteration: v must reach its minimum in each, and a warm-up has no effect.
 EPISODES: dict[str, Any] = {"lower_steps": 5, "joint": False, "warm_up": 0.0}
-"""`start_lower` resets v in every iteration: v must reach its minimum in each, and a warm-up has no effect."""
 STOCHASTIC_ONLY = {
     *STOCHASTIC,
     "rate_power",

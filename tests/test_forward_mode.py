@@ -261,8 +261,8 @@ def test_rows_are_refused():
 @pytest.mark.parametrize(
     ("momentum", "words"),
     [
-        (0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB, and at most 0.01 GiB are allowed"),
-        (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB, and at most 0.01 GiB are allowed"),
+        (0.0, "a matrix of U x V = 1,000 x 3,000 numbers: 0.01 GiB; at most 0.01 GiB are allowed"),
+        (0.5, "two matrices of U x V = 1,000 x 3,000 numbers: 0.02 GiB; at most 0.01 GiB are allowed"),
     ],
 )
 def test_matrix_that_is_too_large_is_refused_with_its_size(momentum, words, monkeypatch):

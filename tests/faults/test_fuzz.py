@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import pickle
@@ -52,6 +53,8 @@ CLAIMS = {
 def test_small_file_that_claims_very_much_is_refused_without_memory(tmp_path, name, make, words):
     content = make()
     assert len(content) < 4000
+    for module in ("pandas", "pyarrow.parquet", "sklearn.compose"):  # the readers import them when they are needed
+        importlib.import_module(module)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     told = fuzz.told(fuzz.readers(tmp_path)[name][0], tmp_path, content)
     assert words in (told or "")

@@ -123,7 +123,9 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
         try:
             version = formats.read_magic(file)
         except ValueError:
-            raise DataError(f"{path} must hold {member.filename!r} as an array; it holds something else.") from None
+            raise DataError(
+                f"{path} must hold {member.filename.removesuffix('.npy')!r} as an array; it holds something else."
+            ) from None
         read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
         shape, _, dtype = read(file)
         held = member.file_size - file.tell()

@@ -19,8 +19,8 @@ from bilevel._util.checks import warn_user
 from bilevel._util.tensor_lists import dot
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, PenalisedObjective
+from bilevel.distributed.averaged_gradients import RankDerivatives
 from bilevel.distributed.process_group import ProcessGroup
-from bilevel.distributed.rank_derivatives import RankDerivatives
 from bilevel.errors import OptionError
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable

@@ -174,8 +174,10 @@ class Loop:
             return Status.STATIONARY if certificate.infeasibility <= (tolerance or 0.0) else status
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
-        if certificate.worst <= tolerance:
-            return Status.CONVERGED if certificate.passes(tolerance) else Status.STATIONARY
+        if certificate.passes(tolerance):
+            return Status.CONVERGED
+        if certificate.worst <= tolerance and certificate.lower_minimiser is False:
+            return Status.STATIONARY
         if certificate.relative_stationarity <= tolerance < certificate.infeasibility:
             return Status.INFEASIBLE
         return Status.STALLED if status is Status.CONVERGED else status

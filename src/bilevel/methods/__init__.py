@@ -1,1 +1,4 @@
-"""The methods, one algorithm a file. `base`, `options`, `minibatch_run`, `two_lower_variables`, `unrolled` are shared."""
+"""The methods, one algorithm a file.
+
+They share `base`, `options`, `minibatch_run`, `two_lower_variables` and `unrolled`.
+"""

@@ -113,7 +113,7 @@ def test_numbers_are_predicted_by_a_network_too(table, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing.csv",), "no file or folder"),
+        (("nothing.csv",), "nothing.csv does not exist"),
         (("TABLE",), "label must name the column"),
         (("TABLE", "--label", "price"), "looks like regression"),
         (("TABLE", "--model", "ridge", "--label", "district"), "must hold numbers to predict"),

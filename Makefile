@@ -6,8 +6,8 @@ SOURCES := pyproject.toml studies/pyproject.toml constraints.txt
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test dev clean
 
-# While packages are being installed, .venv/.unfinished is there. Found at the start, it tells of an interrupted
-# installation, which is begun anew; pip refusing (no network, say) changes nothing and leaves no such mark.
+# .venv/.unfinished exists while packages are being installed. If it exists at the start, an installation was
+# interrupted and is started again. If pip refuses (for example without a network), it is removed and nothing changes.
 ifneq ($(wildcard .venv/.unfinished),)
 .PHONY: .venv/.ready
 endif

@@ -40,9 +40,20 @@ from bilevel import (
 
 STEPS = 20
 COLUMNS = (
-    "upper", "lower", "grad_u", "grad_v", "residual", "violation", "gamma", "lam", "epsilon", "upper_rate",
-    "lower_rate", "evaluations", "advanced",
-)  # fmt: skip
+    "upper",
+    "lower",
+    "grad_u",
+    "grad_v",
+    "residual",
+    "violation",
+    "gamma",
+    "lam",
+    "epsilon",
+    "upper_rate",
+    "lower_rate",
+    "evaluations",
+    "advanced",
+)
 CERTIFICATE = ("stationarity_u", "stationarity_v", "lower_residual", "violation", "hypergradient_error")
 
 
@@ -331,12 +342,32 @@ EVERY = (no_data, batches, accumulate, trials, upper_projection, prepare, episod
 """What every step-wise method supports."""
 SETTINGS: dict[str, Sequence[Callable[[], Setting]]] = {
     "deterministic": (
-        no_data, constraints, lower_inequalities, lower_constraints, lower_constraints_and_starts, projections, starts,
-        starts_in_a_box, all_rows, full_batch_network, prepare_without_data,
+        no_data,
+        constraints,
+        lower_inequalities,
+        lower_constraints,
+        lower_constraints_and_starts,
+        projections,
+        starts,
+        starts_in_a_box,
+        all_rows,
+        full_batch_network,
+        prepare_without_data,
     ),
     "stochastic": (
-        *EVERY, stream, constraints, constraints_and_batches, lower_constraints, lower_constraints_and_batches,
-        projections, projections_and_batches, rows, rows_in_a_box, rows_and_lower_constraints, noisy_network, starts,
+        *EVERY,
+        stream,
+        constraints,
+        constraints_and_batches,
+        lower_constraints,
+        lower_constraints_and_batches,
+        projections,
+        projections_and_batches,
+        rows,
+        rows_in_a_box,
+        rows_and_lower_constraints,
+        noisy_network,
+        starts,
     ),
     "stochastic in turn": (batches, constraints_and_batches, lower_constraints_and_batches, rows, noisy_network),
     "stochastic with differences": (batches, prepare, rows_in_a_box),
@@ -352,7 +383,7 @@ SETTINGS: dict[str, Sequence[Callable[[], Setting]]] = {
     "forward mode with momentum": (batches,),
     "value function": (*EVERY, projections_and_batches, rows, starts_in_a_box),
     "value gap": (*EVERY, projections_and_batches, rows, noisy_network, starts_in_a_box),
-}  # fmt: skip
+}
 ON_RANKS: dict[str, Sequence[Callable[[], Setting]]] = {
     "stochastic": (batches, rows, constraints_and_batches, lower_constraints_and_batches, noisy_network),
     **dict.fromkeys([name for name in METHODS if name not in ("deterministic", "stochastic")], (batches,)),
@@ -392,15 +423,18 @@ def on_rank(names: Sequence[str]) -> dict[str, Any]:
 def record(solution: Solution) -> dict[str, Any]:
     certificate = {name: getattr(solution.certificate, name) for name in CERTIFICATE}
     return {
-        "status": solution.status.name, "steps": solution.steps,
-        "u": packed(solution.u), "v": packed(solution.v),
+        "status": solution.status.name,
+        "steps": solution.steps,
+        "u": packed(solution.u),
+        "v": packed(solution.v),
         "history": {name: _pack(_some(solution.history[name])) for name in COLUMNS},
         "certificate": {name: _pack([value]) for name, value in certificate.items() if value is not None},
         "multipliers": {
             name: _pack([x for tensor in tensors for x in _numbers(tensor)])
-            for name, tensors in solution.multipliers.items() if tensors
+            for name, tensors in solution.multipliers.items()
+            if tensors
         },
-    }  # fmt: skip
+    }
 
 
 def packed(value: Any) -> str:
@@ -484,14 +518,27 @@ def machine() -> dict[str, str]:
     x = torch.arange(1, 97 * 31 + 1, dtype=torch.float64).reshape(97, 31).mul(0.7).frac()
     small = x[:3, :2]
     found = [
-        x.sum(), x.mean(0).sum(), (x @ x.T).sum(), (small.T @ small).sum(), (x @ x[0]).sum(), x.exp().sum(),
-        (x + 0.1).log().sum(), x.tanh().sum(), x.sigmoid().sum(), x.sin().sum(), x.cosh().sum(), x.norm(),
-        x[0].dot(x[1]), torch.linalg.solve(x[:31] + 40 * torch.eye(31, dtype=torch.float64), x[40]).sum(),
-    ]  # fmt: skip
+        x.sum(),
+        x.mean(0).sum(),
+        (x @ x.T).sum(),
+        (small.T @ small).sum(),
+        (x @ x[0]).sum(),
+        x.exp().sum(),
+        (x + 0.1).log().sum(),
+        x.tanh().sum(),
+        x.sigmoid().sum(),
+        x.sin().sum(),
+        x.cosh().sum(),
+        x.norm(),
+        x[0].dot(x[1]),
+        torch.linalg.solve(x[:31] + 40 * torch.eye(31, dtype=torch.float64), x[40]).sum(),
+    ]
     return {
-        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "platform": platform.machine(),
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "platform": platform.machine(),
         "probe": " ".join(value.item().hex() for value in found),
-    }  # fmt: skip
+    }
 
 
 def machine_id(found: Mapping[str, str]) -> str:

@@ -172,7 +172,20 @@ def case(name: str) -> tuple[Problem, Any, Any, Any, Any, dict[str, Any]]:
 
 
 NAMES = (
-    "deterministic", "deterministic_lower_constraints", "stochastic", "stochastic_lower_constraints",
-    "stochastic_rows", "stochastic_network", "algorithm_1", "algorithm_2", "alternating", "approx_grad_cg",
-    "approx_grad_adam", "approx_grad_neumann", "reverse_mode", "forward_mode", "value_function", "value_gap",
-)  # fmt: skip
+    "deterministic",
+    "deterministic_lower_constraints",
+    "stochastic",
+    "stochastic_lower_constraints",
+    "stochastic_rows",
+    "stochastic_network",
+    "algorithm_1",
+    "algorithm_2",
+    "alternating",
+    "approx_grad_cg",
+    "approx_grad_adam",
+    "approx_grad_neumann",
+    "reverse_mode",
+    "forward_mode",
+    "value_function",
+    "value_gap",
+)

@@ -46,10 +46,13 @@ def compare(name: str, found: dict[str, Any]) -> None:
     assert record is not None, f"{name!r} is not recorded; run python tests/test_golden_runs.py --write --only {name!r}"
     tolerance = 0.0 if record["machine"] == here() else TOLERANCE
     lines = differences(record, found, tolerance)
-    assert not lines, "\n".join([
-        f"{name!r} is not the recorded run:", *lines,
-        f"If the commit means to change it: python tests/test_golden_runs.py --write --only {name!r}",
-    ])  # fmt: skip
+    assert not lines, "\n".join(
+        [
+            f"{name!r} is not the recorded run:",
+            *lines,
+            f"If the commit means to change it: python tests/test_golden_runs.py --write --only {name!r}",
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -41,8 +41,11 @@ def test_rate_is_below_the_ceiling(rates, key):
 
 HITS = {
     "where": [
-        "Zero where there are none.", "Where it is asked for, the state is kept.", "The error, where known.",
-        "None where a rank has no data.", "It is kept where that is possible.",
+        "Zero where there are none.",
+        "Where it is asked for, the state is kept.",
+        "The error, where known.",
+        "None where a rank has no data.",
+        "It is kept where that is possible.",
     ],
     "what is, that of": ["It is what is left.", "The rate is that of u.", "Those of v are held.", "That which ends."],
     "of which": ["A set, some of which is empty.", "Of these, one is kept."],
@@ -56,12 +59,18 @@ HITS = {
     "tell": ["The callbacks are told.", "It tells the ranks."],
     "besides": ["Besides, it is nearer.", "What is at hand by now."],
     "may": ["It may be a list."],
-}  # fmt: skip
+}
 PLAIN = [
-    "The folder where the files are.", "It says where a run stands.", "It stays where it is.", "Where it happened.",
-    "Leave it alone.", "It is no longer needed.", "On 3 May it was made.", "It too is kept.",
+    "The folder where the files are.",
+    "It says where a run stands.",
+    "It stays where it is.",
+    "Where it happened.",
+    "Leave it alone.",
+    "It is no longer needed.",
+    "On 3 May it was made.",
+    "It too is kept.",
     "If it is asked for, stop.",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -131,12 +131,18 @@ def interface() -> str:
 
 
 def test_public_names_and_signatures_are_the_recorded_ones():
-    changes = list(difflib.unified_diff(FILE.read_text().splitlines(), interface().splitlines(), "recorded", "now",
-                                        lineterm="", n=0))  # fmt: skip
-    assert not changes, "\n".join([
-        "The public interface is another one:", *changes,
-        "If this is meant, tell it in CHANGELOG.md and run: python tests/test_public_api.py --write",
-    ])  # fmt: skip
+    changes = list(
+        difflib.unified_diff(
+            FILE.read_text().splitlines(), interface().splitlines(), "recorded", "now", lineterm="", n=0
+        )
+    )
+    assert not changes, "\n".join(
+        [
+            "The public interface is another one:",
+            *changes,
+            "If this is meant, tell it in CHANGELOG.md and run: python tests/test_public_api.py --write",
+        ]
+    )
 
 
 def test_each_public_name_is_there_and_has_a_docstring():

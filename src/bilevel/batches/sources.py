@@ -161,8 +161,8 @@ class Sources:
     def __init__(self, data: object, seed: int, device: torch.device, shares: RankShares | None = None) -> None:
         self.pair: tuple[Source, Source] | None = None
         self.device = device
+        # Seconds that the run has waited for data.
         self.waited = 0.0
-        """Seconds that the run has waited for data."""
         if data is None:
             return
         if not isinstance(data, (tuple, list)) or len(data) != 2:

@@ -54,8 +54,8 @@ def build_app(words: Sequence[str] | None = None) -> typer.Typer:
 def _add_plugin(app: typer.Typer, entry: EntryPoint, *, load: bool) -> None:
     """Add a command of another distribution; if it is not loaded, only its name and what it belongs to."""
     if not load:
-        about = entry.dist.metadata if entry.dist is not None else {"Name": entry.value, "Summary": ""}
-        app.command(entry.name, help=f"{about['Name']}: {about['Summary']}")(lambda: None)
+        about = entry.dist.metadata if entry.dist is not None else {"Name": entry.value}
+        app.command(entry.name, help=f"Part of {about['Name']}: see bilevel {entry.name} --help.")(lambda: None)
         return
     command = entry.load()
     if isinstance(command, typer.Typer):

@@ -31,13 +31,12 @@ class Evaluator:
         self.precision: Precision | None = precision
         self.lower_evaluations = 0
         self.upper_evaluations = 0
+        # The rows of u that the last evaluation read, with their leaves.
         self.row_reads: list[list[tuple[Tensor, Tensor]]] = []
-        """The rows of u that the last evaluation read, with their leaves."""
+        # The tensors that `prepare` made, each with the leaf that replaces it (see `detach_prepared`).
         self.cuts: list[tuple[Tensor, Tensor]] = []
-        """The tensors that `prepare` made, each with the leaf that replaces it (see `cut`)."""
 
-    # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
-    # ---------------------------
+    # -- hooks for ranks (see `bilevel.distributed.averaged_gradients`); one process averages nothing
 
     # The derivative of outputs in leaves: see `bilevel._util.tensor_lists`
     gradient = staticmethod(gradient)
@@ -220,8 +219,8 @@ class Evaluator:
     def detach_prepared(self, batches: Sequence[Pair]) -> list[Pair]:
         """Return the batches with new leaves in place of the tensors that `prepare` made from u.
 
-        Derivatives in u are then followed by derivatives in these leaves. They are summed over all uses, and `pulled`
-        takes the sum through `prepare`, which can be a large network, once. Tensors that are not in a tuple, list or
+        Derivatives in u are then followed by derivatives in these leaves. They are summed over all uses, and
+        `backward_through_prepare` takes the sum through `prepare`, which can be a large network, once. Tensors that are not in a tuple, list or
         dict stay as they are, and each use goes through `prepare` again.
         """
         if self.problem.prepare is None:
@@ -239,7 +238,7 @@ class Evaluator:
         return [each_tensor(leaf, pair) for pair in batches]
 
     def backward_through_prepare(self, found: list[Tensor]) -> list[Tensor]:
-        """Return the derivative in u, given the derivatives in the leaves of u and of `cut`."""
+        """Return the derivative in u, given the derivatives in the leaves of u and of `detach_prepared`."""
         count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
         self.cuts = []
         if not made:
@@ -250,7 +249,7 @@ class Evaluator:
     def to_gradients(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        """Return `Gradients` from derivatives in `count` leaves of v, in the leaves of u and `cut`, and in the rows."""
+        """Return `Gradients` from derivatives in `count` leaves of v, in the leaves of u and `detach_prepared`, and in the rows."""
         static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []

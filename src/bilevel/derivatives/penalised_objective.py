@@ -65,10 +65,10 @@ class PenalisedObjective(Evaluator):
     ) -> None:
         super().__init__(problem, u, v, precision)
         self.curvature: Curvature = curvature
+        # The number of linear layers in Gram form in the last evaluation of F.
         self.gram_layers = 0
-        """The number of linear layers in Gram form in the last evaluation of F."""
+        # The form that the lower level's constraints were brought into; `problem` is then without them.
         self.kkt: KKT | None = None
-        """The form that the lower level's constraints were brought into; `problem` is then without them."""
         self._proved = False  # whether an exact evaluation has succeeded
 
     # -- the derivative of F -------------------------------------------------------------------------------------
@@ -202,7 +202,9 @@ class PenalisedObjective(Evaluator):
         """Return the layers of g to use in Gram form: those for which it is cheaper, or all with `curvature="gram"`."""
         if self.curvature == "gram":
             return layers(g, self.v.leaves)
-        found = layers(g, self.v.leaves, LEAST) if self.curvature == "auto" else []
+        # With s and nu the Gram form never wins, so the graph of g is not searched.
+        search = self.curvature == "auto" and not (with_slope and with_nu)
+        found = layers(g, self.v.leaves, LEAST) if search else []
         return [layer for layer in found if layer.wins(with_slope=with_slope, with_nu=with_nu)]
 
     def cotangent(self, slope: Sequence[Tensor], prices: Prices) -> tuple[list[Tensor] | None, list[Tensor]]:
@@ -239,7 +241,7 @@ class PenalisedObjective(Evaluator):
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
         """Return g_vv d, followed by g_uv d with `with_u`, by the present kind of curvature.
 
-        Afterwards `self.tapes` says which rows of u the last entries belong to.
+        Afterwards `self.row_reads` says which rows of u the last entries belong to.
         """
         share = 1.0 / len(batches)
 

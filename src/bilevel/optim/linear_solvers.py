@@ -66,9 +66,6 @@ def conjugate_gradients(
 class LinearSolver(ABC):
     """A solver and its q. A solve changes only `state`, in place; all of it is zero at the start."""
 
-    # Products with A in one solve.
-    products: int
-
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
         self.steps, self.dot, self.warm_start = steps, dot, warm_start
         self.q = [torch.zeros_like(x, requires_grad=False) for x in like]
@@ -104,10 +101,6 @@ class ConjugateGradients(LinearSolver):
     the solve: its further steps are zero.
     """
 
-    def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
-        super().__init__(like, steps, dot, warm_start=warm_start)
-        self.products = steps + warm_start
-
     def _solved(self, product: Product, b: list[Tensor], left: Tensor) -> list[Tensor]:
         start = (list(self.q), self._residual(product, b))
         return conjugate_gradients(product, b, self.dot, steps=self.steps, start=start)[0]
@@ -123,7 +116,6 @@ class Neumann(LinearSolver):
 
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool) -> None:
         super().__init__(like, steps, dot, warm_start=warm_start)
-        self.products = steps + 1 + warm_start
         self.top = [torch.zeros_like(q) for q in self.q]
         self.state["top"] = self.top
 
@@ -155,7 +147,7 @@ class LeastSquares(LinearSolver):
 
     def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool, rate: float) -> None:
         super().__init__(like, steps, dot, warm_start=warm_start)
-        self.products, self.rate = 2 * steps, rate
+        self.rate = rate
         self.mean, self.square = ([torch.zeros_like(q) for q in self.q] for _ in range(2))
         # In float64: 1 - 0.999^t in float32 is off by 6e-5 at the first steps.
         self.count = torch.zeros((), dtype=torch.float64, device=self.q[0].device)

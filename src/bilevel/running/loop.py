@@ -58,12 +58,12 @@ class Loop:
         self.every = every or max(1, setting.max_steps // 10)
         self.log_every = log_every or max(1, min(100, setting.max_steps // 100))
         self.seed, self.identity = seed, identity
+        # The ranks that share the work, and the ranks that end together: without data no work is shared.
         self.ranks, self.together = setting.ranks, together
-        """The ranks that share the work, and the ranks that end together: without data no work is shared."""
         self.writes = together is None or together.first
         self.paused, self.like_v = paused, getattr(state, "like_v", ())
+        # The number of bytes that the steps of this process sent to other ranks, and the number of steps.
         self.sent = self.counted = 0
-        """The number of bytes that the steps of this process sent to other ranks, and the number of steps."""
         self.history = History()
         self.step = 0
         self.seconds = 0.0

@@ -84,8 +84,8 @@ class Inputs:
     """Rows minus a center, as linear maps."""
 
     def __init__(self, x: Tensor, center: Tensor) -> None:
+        # The centred rows; None if they are sparse.
         self.dense: Tensor | None = x - center
-        """The centred rows; None if they are sparse."""
         self._x = self.dense
 
     def scores(self, w: Tensor) -> Tensor:

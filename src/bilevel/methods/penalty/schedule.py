@@ -65,8 +65,8 @@ class Schedule:
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros_like(lam, dtype=torch.int64)
+        # Steps since the last advance, if the host counts them.
         self.counted = 0
-        """Steps since the last advance, if the host counts them."""
         # The running mean of r since the last advance, because r of one minibatch is mostly noise; or the last r.
         self.averaged = averaged
         held = multipliers and (averaged or not self.tolerant)

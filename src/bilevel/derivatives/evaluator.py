@@ -220,8 +220,8 @@ class Evaluator:
         """Return the batches with new leaves in place of the tensors that `prepare` made from u.
 
         Derivatives in u are then followed by derivatives in these leaves. They are summed over all uses, and
-        `backward_through_prepare` takes the sum through `prepare`, which can be a large network, once. Tensors that are not in a tuple, list or
-        dict stay as they are, and each use goes through `prepare` again.
+        `backward_through_prepare` takes the sum through `prepare`, which can be a large network, once. Tensors that are
+        not in a tuple, list or dict stay as they are, and each use goes through `prepare` again.
         """
         if self.problem.prepare is None:
             return list(batches)
@@ -249,7 +249,7 @@ class Evaluator:
     def to_gradients(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        """Return `Gradients` from derivatives in `count` leaves of v, in the leaves of u and `detach_prepared`, and in the rows."""
+        """Return `Gradients` from derivatives in `count` leaves of v, in those of u and `detach_prepared`, and in rows."""
         static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []

@@ -249,7 +249,7 @@ class Evaluator:
     def to_gradients(
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
-        """Return `Gradients` from derivatives in `count` leaves of v, in those of u and `detach_prepared`, and in rows."""
+        """Return `Gradients` from derivatives in `count` leaves of v, the leaves of u and of `prepare`, and rows."""
         static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []

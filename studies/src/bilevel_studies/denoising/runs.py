@@ -119,7 +119,7 @@ def run(
         result = COLUMN_RUNS[settings["column"]](task)
     except OutOfTimeError:
         result = {"partial": True, "steps": sitting.done, "of": sitting.of}
-    seconds = round(sitting.seconds(), 2)
+    seconds = round(sitting.seconds(), 4)
     if result is None or result.get("partial"):
         sitting.pause(seconds)
     return None if result is None else result | {"seconds": seconds, "device": device_name(task.device)}

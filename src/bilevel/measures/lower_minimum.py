@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,11 +55,19 @@ def minimise(d: PenalisedObjective, tolerance: float) -> float:
     return search.value
 
 
-def lower_point(d: PenalisedObjective, generator: torch.Generator, tolerance: float, curvature: float) -> Tensor | None:
+def lower_point(
+    d: PenalisedObjective,
+    generator: torch.Generator,
+    tolerance: float,
+    curvature: float,
+    descend: Callable[[], float] | None = None,
+) -> Tensor | None:
     """Move v away and minimise g again; return a v with a smaller g than at the present point, or None.
 
-    `curvature` is |g_vv|. A decrease counts only if rounding, or an inexact minimum, cannot explain it.
+    `curvature` is |g_vv|. `descend` minimises g from the present v and returns its value; default: `minimise`. A
+    decrease counts only if rounding, or an inexact minimum, cannot explain it.
     """
+    descend = descend or partial(minimise, d, tolerance)
     held = flatten(d.v.leaves)
     at, slope = d.slope(d.prepare([(None, None)], graph=False))
     g = at.sum().item()
@@ -71,7 +80,7 @@ def lower_point(d: PenalisedObjective, generator: torch.Generator, tolerance: fl
         direction *= reach * size / direction.norm()
         for sign in (1, -1):
             write(held + sign * direction, d.v.leaves)
-            value = minimise(d, tolerance)
+            value = descend()
             if value < lowest - margin:
                 best, lowest = flatten(d.v.leaves), value
         if best is not None:

@@ -351,6 +351,9 @@ class MinibatchRun(ABC):
     def scales(self) -> tuple[float, float, float, float]:
         return self._scale_values[0], *self._scale_values
 
+    def unit_step(self) -> float:
+        return 1.0
+
     def episode(self) -> list[Pair] | None:
         return self.last if self.problem.start_lower is not None else None
 

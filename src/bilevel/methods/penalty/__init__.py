@@ -10,9 +10,9 @@ import torch
 
 from bilevel.errors import OptionError
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.constrained_lagrangian import ConstrainedLagrangianRun
 from bilevel.methods.penalty.constrained_minibatch import ConstrainedMinibatchRun
+from bilevel.methods.penalty.deterministic import DeterministicRun
 from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
 from bilevel.methods.penalty.options import EPISODES, IN_TURN, PenaltyOptions, Price
 
@@ -137,7 +137,11 @@ class Penalty(PenaltyOptions):
                     f"precision must be None in deterministic mode, which works to the last digits; got "
                     f"{context.precision!r}. Leave it out, or pass mode='stochastic'."
                 )
-            return (ConstrainedLagrangianRun if problem.constrained_below else AugmentedLagrangianRun)(self, context)
+            if not problem.constrained_below:
+                return DeterministicRun(self, context)
+            run = ConstrainedLagrangianRun(self, context)
+            run.begin()
+            return run
         own = EPISODES if problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.for_batches(own)
         if self.curvature == "gram":

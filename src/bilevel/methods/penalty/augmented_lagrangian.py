@@ -25,16 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import warn_user
-from bilevel._util.nested import Pair, each_tensor
+from bilevel._util.nested import each_tensor
 from bilevel._util.tensor_lists import dot, norm
-from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices, constraint_pull, violation
-from bilevel.errors import OptionError
 from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
 from bilevel.measures.problem_scales import Scales, measure
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.options import PenaltyOptions
+from bilevel.methods.penalty.without_data import RunWithoutData
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.results import Status
 
@@ -51,47 +49,24 @@ RAISES = 8
 STALLS = 20
 
 
-def default_tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """Return the relative accuracy that a certificate can reach in the least precise dtype."""
-    return max(1e-9, 1e3 * max(torch.finfo(dtype).eps for dtype in dtypes))
+class AugmentedLagrangianRun(RunWithoutData):
+    """A run of the deterministic mode for any lower level. Each gradient of F evaluates f and g once."""
 
-
-class AugmentedLagrangianRun:
-    """A run of the deterministic mode. Each gradient of F evaluates f and g once."""
-
-    mode = "deterministic"
-    engine = "eager"
-    draws = 0
+    solver = "augmented Lagrangian"
     patience = STALLS
     # A step of at most this length along its direction counts as no step.
     shortest = 0.0
 
     def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
-        self.options, self.context = options, context
-        self.problem, self.u, self.v = context.problem, context.u, context.v
-        self.u.make_dense()
-        self.derivatives = PenalisedObjective(self.problem, self.u, self.v, options.curvature)
-        self.leaves = [*self.u.leaves, *self.v.leaves]
-        self.split = sum(leaf.numel() for leaf in self.u.leaves)
-        dtype = max((leaf.dtype for leaf in self.leaves), key=lambda dtype: torch.finfo(dtype).eps)
-        coarse = str(dtype).removeprefix("torch.")
-        if torch.finfo(dtype).eps > 1e-4:
-            raise OptionError(f"u and v must be float32 or float64 in deterministic mode; got {coarse}. Use .double().")
-        self.tolerance: float | None = context.tolerance or default_tolerance([dtype])
+        super().__init__(options, context)
         # The goal of the rounds is stricter, so that the certificate passes after the last projection.
-        self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * self.tolerance
-        if context.tolerance is None and dtype != torch.float64:
-            warn_user(
-                f"u or v is {coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, which "
-                "that precision can reach. Use float64 for more digits."
-            )
-        self.status: Status | None = None
-        self.restarts = self.stalls = 0
+        self.goal = (0.05 if self.u.projected or self.v.projected else 0.5) * (self.tolerance or 0.0)
+        self.stalls = 0
         self.search: LBFGS
-        self.minimiser: bool | None = None
-        if self.problem.start_lower is not None:
-            with torch.no_grad():
-                self.problem.start_lower(self.v.value, self._batches(graph=False)[0][0])
+
+    def begin(self) -> None:
+        """Start at the present u and v."""
+        self.start_lower()
         self._minimise_lower()
         self._measure()
         self._start()
@@ -101,9 +76,6 @@ class AugmentedLagrangianRun:
         minimise(self.derivatives, self.goal)
 
     # -- functions of the flat vector z ----------------------------------------------------------------------------
-
-    def _batches(self, *, graph: bool) -> list[Pair]:
-        return self.derivatives.prepare([(None, None)], graph=graph)
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context for one gradient of F."""
@@ -317,9 +289,6 @@ class AugmentedLagrangianRun:
 
     # -- what solve asks -----------------------------------------------------------------------------------------------
 
-    def ended(self) -> Status | None:
-        return self.status
-
     def finish(self) -> bool | None:
         """Project u and v, as the multipliers bring them into their sets only to the tolerance."""
         if self.u.projected:
@@ -345,18 +314,13 @@ class AugmentedLagrangianRun:
                 break
         write(torch.cat([z[: self.split], search.x]), self.leaves)
 
-    def episode(self) -> list[Pair] | None:
-        return None
-
     def prices(self) -> Prices:
         return self.price
-
-    def lam(self) -> Tensor:
-        return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
 
     def state_dict(self) -> dict[str, Any]:
         d = self.derivatives
         return {
+            "solver": self.solver,
             "gamma": self.price.gamma,
             "nu": self.price.nu,
             "gamma_h": self.price.gamma_h,

@@ -26,8 +26,9 @@ from bilevel.measures.constrained_lower_minimum import LowerPoint, Resolved, min
 from bilevel.measures.lower_minimum import flatten, write
 from bilevel.measures.problem_scales import Scales, lower_curvature
 from bilevel.methods.base import RunContext
-from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun, default_tolerance
+from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.options import PenaltyOptions
+from bilevel.methods.penalty.without_data import default_tolerance
 
 # The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints.
 TOLERANCE = 1e-7
@@ -59,7 +60,7 @@ class ConstrainedLagrangianRun(AugmentedLagrangianRun):
         context.u.make_dense()
         if context.tolerance is None:
             dtypes = [leaf.dtype for leaf in (*context.u.leaves, *context.v.leaves)]
-            context = replace(context, tolerance=max(TOLERANCE, default_tolerance(dtypes)))
+            context = replace(context, tolerance=default_tolerance(dtypes, TOLERANCE, self.places))
         prepare = context.problem.prepare
         batch = None if prepare is None else prepare(context.u.value, None)
         self.kkt = KKT(context.problem, context.u, context.v, batch)

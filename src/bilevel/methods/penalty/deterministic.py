@@ -1,0 +1,144 @@
+"""The deterministic mode: which algorithm runs, and when the other one takes over.
+
+Exact multipliers run if g_vv exists and is positive definite at the start. The augmented Lagrangian runs if there are
+upper-level constraints, if g_vv is only known by differences, and if conjugate gradients meet a direction in which g
+does not curve up, at the start or later. It also takes over if exact multipliers end far from a solution. If it then
+ends no better, the end of exact multipliers stands. The column `solver` of the history says which one took a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel.derivatives.penalised_objective import PenalisedObjective
+from bilevel.derivatives.prices import Prices
+from bilevel.measures.lower_minimum import flatten, write
+from bilevel.methods.base import RunContext
+from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
+from bilevel.methods.penalty.exact_run import ExactMultipliersRun
+from bilevel.methods.penalty.options import PenaltyOptions
+from bilevel.results import Status
+
+# An end of exact multipliers that leaves more than this share of the gain is worth a second algorithm.
+FAR = 1e-4
+# The augmented Lagrangian is better if f is smaller by this much, relative to 1 + |f|.
+BETTER = 1e-6
+
+AnyRun = ExactMultipliersRun | AugmentedLagrangianRun
+
+
+class DeterministicRun:
+    """A run without data and without lower constraints. What is asked of it is asked of the present algorithm."""
+
+    mode = "deterministic"
+    engine = "eager"
+    draws = 0
+
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        self.options, self.context = options, context
+        self.kept: ExactMultipliersRun | None = None
+        self.current: AnyRun
+        self.derivatives: PenalisedObjective
+        self.tolerance: float | None
+        self._use(self._first())
+        self.current.warn_of_precision()
+
+    def _first(self) -> AnyRun:
+        """Return the algorithm for the present u and v."""
+        problem = self.context.problem
+        exact = ExactMultipliersRun(self.options, self.context)
+        held = flatten(exact.leaves)
+        d = exact.derivatives
+        still = d.prepare([(None, None)], graph=False)
+        d.hessian_product(still, [torch.ones_like(leaf) for leaf in d.v.leaves], with_u=False)
+        if not (problem.equalities or problem.inequalities or d.curvature == "difference"):
+            exact.begin()
+            if not exact.failed:
+                return exact
+            write(held, exact.leaves)
+        return self._second(d)
+
+    def _second(self, before: PenalisedObjective) -> AugmentedLagrangianRun:
+        """Return the augmented Lagrangian from the present u and v; evaluations are counted on."""
+        run = AugmentedLagrangianRun(self.options, self.context)
+        d = run.derivatives
+        d.curvature, d.lower_evaluations = before.curvature, before.lower_evaluations
+        d.upper_evaluations = before.upper_evaluations
+        run.begin()
+        return run
+
+    def _use(self, run: AnyRun) -> None:
+        self.current, self.derivatives, self.tolerance = run, run.derivatives, run.tolerance
+        self.step = run.step  # without a frame of its own: users see these calls in a debugger
+
+    def ended(self) -> Status | None:
+        """Return how the run ended; change the algorithm first if the other one has something to gain."""
+        run = self.current
+        if isinstance(run, ExactMultipliersRun):
+            if run.failed or (run.status is Status.STALLED and run.left**2 > FAR):
+                run.failed, run.status = False, Status.STALLED
+                self.kept = run
+                self._use(self._second(run.derivatives))
+                return None
+        elif run.status is not None:
+            self._best_of_both()
+        return self.current.status
+
+    def _best_of_both(self) -> None:
+        """Go back to the end of exact multipliers if the augmented Lagrangian ended no better."""
+        run, kept = self.current, self.kept
+        if kept is None or isinstance(run, ExactMultipliersRun):
+            return
+        f, before = float(run.at().f), kept.search.value
+        if run.status is Status.CONVERGED and f <= before + BETTER * (1 + abs(before)):
+            return
+        kept.derivatives.lower_evaluations = run.derivatives.lower_evaluations
+        kept.derivatives.upper_evaluations = run.derivatives.upper_evaluations
+        kept.write_point()
+        self._use(kept)
+        self.kept = None
+
+    # -- what solve asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def solver(self) -> str:
+        return self.current.solver
+
+    def finish(self) -> bool | None:
+        if self.current.status is None:
+            self._best_of_both()
+        return self.current.finish()
+
+    def episode(self) -> list[Pair] | None:
+        return None
+
+    def prices(self) -> Prices:
+        return self.current.prices()
+
+    def lam(self) -> Tensor:
+        return self.current.lam()
+
+    def scales(self) -> tuple[float, float, float, float]:
+        return self.current.scales()
+
+    def unit_step(self) -> float:
+        return self.current.unit_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {} if self.kept is None else {"kept": self.kept.state_dict()}
+        return self.current.state_dict() | {"solver": self.solver} | kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Checkpoints of version 0.1 do not name the algorithm: there was one.
+        kind = ExactMultipliersRun if state.get("solver") == ExactMultipliersRun.solver else AugmentedLagrangianRun
+        run = kind(self.options, self.context)
+        run.load_state_dict(state)
+        self._use(run)
+        self.kept = None
+        if "kept" in state:
+            self.kept = ExactMultipliersRun(self.options, self.context)
+            self.kept.load_state_dict(state["kept"])

@@ -1,0 +1,357 @@
+"""The hypergradient at (u, v) by exact multipliers: what the penalty method tends to as gamma grows (Lemma 3).
+
+With s = grad_v g, the penalised objective F = f + <nu, s> + gamma/2 |s|^2 has, at v, the derivative
+
+    grad_v F = f_v + g_vv w,    grad_u F = f_u + g_uv w,    w = nu + gamma s
+
+The multipliers nu = -q - gamma s with g_vv q = f_v make grad_v F zero, for any gamma. Then grad_u F = f_u - g_uv q is
+the formula of the hypergradient, and it is the hypergradient if s = 0. This is the implicit method (HOAG, Pedregosa
+2016), reached from the penalty. Its objective is phi(u) = f(u, v*(u)), which we read as f - <q, s>: near the minimum
+v* of g, the error of that is of second order in v - v*, and the error of f is of first order.
+
+v is brought near v* by Newton steps, which start at the last v. A step, and q, are solved by conjugate gradients on
+products with g_vv. For a small v we also factorise g_vv now and then: when the products since the last time have cost
+as much. The old factor then serves as the preconditioner.
+
+If v is projected, D is the derivative of its projection P at v - s (for a box: 1 in the free coordinates, 0 at the
+bounds). Only moves D x are possible, so q = D x with (D - D^2 + D g_vv D) x = D f_v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.tensor_lists import dot, norm
+from bilevel.derivatives.penalised_objective import PenalisedObjective
+from bilevel.measures.lower_minimum import flatten, minimise, write
+from bilevel.optim.linear_solvers import conjugate_gradients
+
+Map = Callable[[Tensor], Tensor]
+# Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
+Curvature = Callable[[], tuple[Map, Map]]
+# The most Newton steps for one minimum of g, and the most products for one linear system.
+NEWTON, PRODUCTS = 30, 500
+HALVINGS = 30
+# A v of at most so many numbers has g_vv factorised.
+DENSE = 1000
+# How many columns of g_vv are computed at a time.
+COLUMNS = 64
+# A curvature of g below this share of its largest one counts as zero: this many units in the last place.
+FLAT = 1e3
+# Differences of g below this many units in the last place are rounding errors.
+ROUNDING = 10
+
+
+class FlatError(Exception):
+    """g_vv has no positive curvature in some direction, or the linear system takes too many products."""
+
+
+@dataclass
+class Slope:
+    """g, s = grad_v g and its graph at one v."""
+
+    value: float
+    flat: Tensor
+    graph: list[Tensor]
+    batch: Any
+
+    @property
+    def size(self) -> float:
+        return float(self.flat.norm())
+
+
+@dataclass
+class Point:
+    """f, g and their derivatives at one (u, v). `w` is nu + gamma s."""
+
+    f: float
+    g: float
+    slope: Tensor
+    w: Tensor
+    grad_u: Tensor
+    v: Tensor
+    # |grad_v F|, |f_v| and |r| (|s| if v is not projected).
+    grad_v: float
+    size_f_v: float
+    residual: float
+
+
+class ExactMultipliers:
+    """phi and its derivative, for a problem without data; moves u and v in place.
+
+    Args:
+        d: The problem's derivatives.
+        curvature: Products with g_vv and a preconditioner, if the caller knows better ones than autograd.
+        first: The size of |grad_v g| at a v that is far from the minimum. Default: the size at the first v.
+    """
+
+    def __init__(self, d: PenalisedObjective, curvature: Curvature | None = None, first: float | None = None) -> None:
+        self.d, self.curvature, self.first = d, curvature, first
+        # How near v comes to the minimum, and q to its equation: relative to the first |s| and to |f_v|.
+        self.lower_accuracy, self.adjoint_accuracy = 1e-7, 1e-6
+        self.evaluations = self.newton_steps = self.products = 0
+        self.x: Tensor | None = None
+        self.factor: Tensor | None = None
+        self.since = 0
+        self.top = 0.0
+        # Whether the last evaluation met a g_vv that is not positive definite.
+        self.flat = False
+
+    # -- phi -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, u: Tensor) -> tuple[float, Tensor, Point | None]:
+        """Write u to its leaves, move v to the minimum of g; return phi, phi' and the point.
+
+        phi is infinite, and there is no point, if g_vv is not positive definite there.
+        """
+        write(u, self.d.u.leaves)
+        held = flatten(self.d.v.leaves)
+        try:
+            slope = self.solve_lower()
+            found = self.at(slope)
+            self.flat = False
+        except FlatError:
+            self.flat, found = True, None
+        if found is None or not (math.isfinite(found.f) and bool(torch.isfinite(found.grad_u).all())):
+            write(held, self.d.v.leaves)
+            return math.inf, torch.zeros_like(u), None
+        value = found.f + torch.dot(found.w, found.slope).item()
+        return value, found.grad_u, found
+
+    def at(self, slope: Slope) -> Point:
+        """Return the point at the present (u, v), given s there."""
+        self.evaluations += 1
+        d, count = self.d, len(self.d.v.leaves)
+        f = d.upper(slope.batch[0])
+        found = d.gradient(f, [*d.v.leaves, *d.u.leaves], retain=True)
+        f_v, f_u = flatten(found[:count]), flatten(found[count:])
+        keep = self._tangent(slope.flat)
+        product = self._product(slope)
+        q, self.x = self._solve(slope, product, keep, f_v, self.adjoint_accuracy, self.x)
+        bent = product(q)
+        through = flatten(d.gradient(slope.graph, d.u.leaves, cotangent=self.parts(q), retain=True))
+        w = -q
+        if keep is not None:
+            # Off the face, w is free: it takes up the rest of grad_v F.
+            w = w - (f_v + (w - keep(w)) - bent)
+            left = f_v + (w - keep(w)) - bent
+        else:
+            left = f_v - bent
+        return Point(
+            f=f.item(),
+            g=slope.value,
+            slope=slope.flat,
+            w=w,
+            grad_u=f_u - through,
+            v=flatten(d.v.leaves),
+            grad_v=left.norm().item(),
+            size_f_v=f_v.norm().item(),
+            residual=norm(d.residual(self.parts(slope.flat))).item(),
+        )
+
+    def solve_lower(self) -> Slope:
+        """Move v to the minimum of g at the present u; return s there."""
+        if self.d.v.projected:
+            return self._solve_projected()
+        slope = self._slope()
+        for _ in range(NEWTON):
+            size = slope.size
+            if not math.isfinite(size):
+                raise FlatError
+            if self.first is None:
+                self.first = max(size, 1e-300)
+            if size <= self.lower_accuracy * self.first:
+                break
+            # Far from the minimum a rough direction is enough: the residual can be the square root of the slope.
+            rough = max(min(0.1, (size / self.first) ** 0.5), 1e-3) if size > 1e-3 * self.first else 1e-6
+            self.newton_steps += 1
+            move, _ = self._solve(slope, self._product(slope), None, -slope.flat, rough)
+            better = self._descend(slope, move)
+            if better is None:
+                return self._slope()
+            slope = better
+        return slope
+
+    # -- the lower minimum -----------------------------------------------------------------------------------------
+
+    def _slope(self) -> Slope:
+        """Evaluate g and s at the present u and v."""
+        d = self.d
+        batch = d.prepare([(None, None)], graph=True)[0]
+        g = d.lower(batch[1])
+        graph = d.gradient(g, d.v.leaves, keep_graph=True)
+        return Slope(g.item(), flatten(graph), graph, batch)
+
+    def _descend(self, slope: Slope, move: Tensor) -> Slope | None:
+        """Move v along a Newton step, halved until g falls; return s there, or None if rounding hides any progress."""
+        start, fall = flatten(self.d.v.leaves), torch.dot(slope.flat, move).item()
+        noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
+        length = 1.0
+        for _ in range(HALVINGS):
+            write(start + length * move, self.d.v.leaves)
+            trial = self._slope()
+            if -fall <= noise:  # g cannot tell any more; s can
+                if trial.size <= 0.5 * slope.size:
+                    return trial
+                break
+            if trial.value <= slope.value + 1e-4 * length * fall + noise:
+                return trial
+            length /= 2
+        write(start, self.d.v.leaves)
+        return None
+
+    def _solve_projected(self) -> Slope:
+        """Move v to the minimum of g over its set, by Newton steps on r = v - P(v - s) = 0.
+
+        A step is v - r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient
+        steps take over for a while.
+        """
+        d, patience = self.d, 3
+        slope = self._slope()
+        for _ in range(NEWTON):
+            start = flatten(d.v.leaves)
+            r = flatten(d.residual(self.parts(slope.flat)))
+            size = r.norm().item()
+            if not math.isfinite(size):
+                raise FlatError
+            if self.first is None:
+                self.first = max(size, 1e-300)
+            if size <= self.lower_accuracy * self.first:
+                break
+            self.newton_steps += 1
+            keep, product = self._tangent(slope.flat), self._product(slope)
+            move, _ = self._solve(slope, product, keep, product(r) - r, 1e-6)
+            write(start - r + move, d.v.leaves)
+            d.v.project()
+            trial = self._slope()
+            if flatten(d.residual(self.parts(trial.flat))).norm().item() <= 0.5 * size:
+                slope = trial
+                continue
+            write(start, d.v.leaves)
+            patience -= 1
+            if patience >= 0:
+                minimise(d, self.lower_accuracy)
+            slope = self._slope()
+            if patience < 0:
+                break
+        return slope
+
+    # -- linear systems --------------------------------------------------------------------------------------------
+
+    def _solve(
+        self,
+        slope: Slope,
+        product: Map,
+        keep: Map | None,
+        target: Tensor,
+        accuracy: float,
+        start: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None."""
+        near: Map | None = None
+        if self.curvature is not None:
+            product, near = self.curvature()
+        elif keep is None and target.numel() <= DENSE:
+            near = self._near_inverse(slope)
+
+        def system(x: Tensor) -> Tensor:
+            if keep is None:
+                bent = product(x)
+            else:
+                on = keep(x)
+                bent = keep(product(on)) + on - keep(on)
+            length, bend = torch.dot(x, x).item(), torch.dot(x, bent).item()
+            if not bend > FLAT * torch.finfo(x.dtype).eps * self.top * length:
+                raise FlatError
+            self.top = max(self.top, bend / length)
+            self.products += 1
+            self.since += 1
+            return bent
+
+        b = target if keep is None else keep(target)
+        size = b.norm().item()
+        if size == 0.0:
+            return torch.zeros_like(b), torch.zeros_like(b)
+        first = None
+        if start is not None:
+            rest = b - system(start) if start.any() else b
+            if rest.norm().item() < size:
+                first = ([start], [rest])
+        (x,), square = conjugate_gradients(
+            lambda p: [system(p[0])],
+            [b],
+            dot,
+            steps=PRODUCTS,
+            accuracy=accuracy,
+            start=first,
+            precondition=None if near is None else lambda r: [near(r[0])],
+        )
+        if square.item() > (10 * accuracy * size) ** 2 and square.item() > 1e-6 * size**2:
+            raise FlatError
+        return (x if keep is None else keep(x)), x
+
+    def _near_inverse(self, slope: Slope) -> Map | None:
+        """Return the inverse of an earlier g_vv, or of this one if the products since then have cost as much."""
+        n = slope.flat.numel()
+        if self.since * 4 >= n:
+            self.since = 0
+            factor, failed = torch.linalg.cholesky_ex(self._matrix(slope))
+            self.factor = None if failed.item() else factor
+        factor = self.factor
+        if factor is None:
+            return None
+        return lambda r: torch.cholesky_solve(r[:, None], factor)[:, 0]
+
+    def _matrix(self, slope: Slope) -> Tensor:
+        """Return g_vv."""
+        n = slope.flat.numel()
+        unit = torch.eye(n, dtype=slope.flat.dtype, device=slope.flat.device)
+        product, rows = self._product(slope), []
+        for chunk in unit.split(COLUMNS):
+            try:
+                parts = [
+                    p.reshape(-1, *leaf.shape) for p, leaf in zip(self._split(chunk), self.d.v.leaves, strict=True)
+                ]
+                found = torch.autograd.grad(
+                    slope.graph, self.d.v.leaves, parts, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+                rows.append(
+                    torch.cat(
+                        [
+                            p.new_zeros(p.shape).flatten(1) if x is None else x.flatten(1)
+                            for x, p in zip(found, parts, strict=True)
+                        ],
+                        1,
+                    )
+                )
+            except RuntimeError:  # an operator that cannot be batched
+                rows.append(torch.stack([product(row) for row in chunk]))
+        matrix = torch.cat(rows)
+        return (matrix + matrix.T) / 2
+
+    def _product(self, slope: Slope) -> Map:
+        """Return the product with g_vv."""
+        d = self.d
+        return lambda x: flatten(d.gradient(slope.graph, d.v.leaves, cotangent=self.parts(x), retain=True))
+
+    def _tangent(self, slope: Tensor) -> Map | None:
+        """Return the product with D, the derivative of the projection of v at v - s; None without a projection."""
+        d = self.d
+        if not d.v.projected:
+            return None
+        points = [(v - s).detach().requires_grad_() for v, s in zip(d.v.leaves, self.parts(slope), strict=True)]
+        with torch.enable_grad():
+            moved = d.v.project_leaves(points)
+        return lambda x: flatten(d.gradient(moved, points, cotangent=self.parts(x), retain=True))
+
+    def _split(self, matrix: Tensor) -> list[Tensor]:
+        return list(torch.split(matrix, [leaf.numel() for leaf in self.d.v.leaves], -1))
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        return [part.reshape(leaf.shape) for part, leaf in zip(self._split(vector), self.d.v.leaves, strict=True)]

@@ -1,0 +1,286 @@
+"""A run of the penalty method with exact multipliers: L-BFGS on phi(u), with v kept at its minimum.
+
+    phi and phi' by `exact_multipliers`, more accurate as less is left to gain
+    left = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the fall of
+    phi since the start. Its square is the share of the gain that is still missing: u can have any unit.
+    ends when left <= goal, or when rounding hides any progress
+    at the end: v and q are solved again from other starts; the change of phi' is its error, which counts as left
+    then v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
+
+A step is one L-BFGS iteration. It reads values on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import each_tensor
+from bilevel.derivatives.prices import Prices
+from bilevel.measures.lower_minimum import flatten, lower_point, write
+from bilevel.methods.base import RunContext
+from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, FlatError, Point
+from bilevel.methods.penalty.options import PenaltyOptions
+from bilevel.methods.penalty.without_data import RunWithoutData
+from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, Tangent
+from bilevel.results import Status
+
+# The run goes on to this share of its tolerance, so that the answer is better than what its certificate promises.
+GOAL = 1e-3
+# The errors of v and of q, relative to what is left to gain.
+LOWER, ADJOINT = 1e-4, 1e-2
+# The run ends after so many steps that rounding hides and that bring `left` no lower.
+STALLS = 5
+RESTARTS = 5
+
+
+class ExactMultipliersRun(RunWithoutData):
+    """A run of the deterministic mode while g_vv is positive definite.
+
+    An evaluation of phi evaluates f once, and g once and once more for each Newton step on v.
+    """
+
+    solver = "exact multipliers"
+    digits, places = 1e-6, 1e4
+
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        super().__init__(options, context)
+        self.goal = GOAL * (self.tolerance or 0.0)
+        self.exact = ExactMultipliers(self.derivatives)
+        self.tightest = 20 * torch.finfo(self.v.dtype).eps
+        self.size_f_v = 0.0
+        # Why the augmented Lagrangian has to take over; None while it need not.
+        self.failed = False
+
+    def begin(self) -> None:
+        """Start at the present u and v."""
+        self.start_lower()
+        self.u.project()
+        self.v.project()
+        self._start()
+
+    # -- the set of u ----------------------------------------------------------------------------------------------
+
+    def _set(self) -> tuple[Project | None, Tangent | None]:
+        """Return the projection of the flat u, and its derivative at a point."""
+        if not self.u.projected:
+            return None, None
+
+        def project(x: Tensor) -> Tensor:
+            return flatten(self.u.project_leaves(self._parts(x)))
+
+        def tangent(x: Tensor) -> Any:
+            points = [part.detach().requires_grad_() for part in self._parts(x)]
+            with torch.enable_grad():
+                moved = self.u.project_leaves(points)
+            return lambda rows: self._pulled(moved, points, rows)
+
+        return project, tangent
+
+    def _pulled(self, moved: list[Tensor], points: list[Tensor], rows: Tensor) -> Tensor:
+        """Multiply each row by the derivative of the projection."""
+        sizes = [point.numel() for point in points]
+
+        def pull(cotangents: list[Tensor], batched: bool) -> list[Tensor]:
+            found = torch.autograd.grad(moved, points, cotangents, retain_graph=True, is_grads_batched=batched)
+            return [x.flatten(1 if batched else 0) for x in found]
+
+        parts = torch.split(rows, sizes, 1)
+        try:
+            whole = [p.reshape(-1, *x.shape) for p, x in zip(parts, points, strict=True)]
+            return torch.cat(pull(whole, True), 1)
+        except RuntimeError:  # an operator that cannot be batched
+            each = [[p[i].reshape(x.shape) for p, x in zip(parts, points, strict=True)] for i in range(len(rows))]
+            return torch.stack([torch.cat(pull(row, False)) for row in each])
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        parts = torch.split(x, [leaf.numel() for leaf in self.u.leaves])
+        return [part.reshape(leaf.shape) for part, leaf in zip(parts, self.u.leaves, strict=True)]
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start a search at the present u and v."""
+        self.left, self.best, self.stalls, self.error = 1.0, math.inf, 0, 0.0
+        self._aim(1.0)
+        self.search = ProjectedLBFGS.start(self._phi, flatten(self.u.leaves), *self._set())
+        self.first = self.search.value
+        self.failed = self.search.extra is None
+
+    def _phi(self, x: Tensor) -> tuple[float, Tensor, Point | None]:
+        value, slope, point = self.exact(x)
+        if point is not None:
+            self.size_f_v = max(self.size_f_v, point.size_f_v)
+        return value, slope, point
+
+    def _aim(self, left: float) -> None:
+        """Set how accurate v and q have to be while `left` is left to gain."""
+        self.exact.lower_accuracy = max(LOWER * min(left, 1.0), self.tightest)
+        self.exact.adjoint_accuracy = max(ADJOINT * min(left, 1.0), self.tightest)
+
+    def step(self, k: int) -> Tensor:
+        before = self.search.value
+        moved = self.search.iterate(self._phi)
+        if not moved and self._solved_again():
+            moved = self.search.iterate(self._phi)
+        self.write_point()
+        self.left = self._left(self.search.gradient) if moved else self.left
+        if self.left < 0.9 * self.best:
+            self.best, self.stalls = self.left, 0
+        elif abs(self.search.value - before) <= self.search.noise:
+            self.stalls += 1
+        if not moved and self.exact.flat:
+            self.failed = True
+        elif self.left <= self.goal or not moved or self.stalls >= STALLS:
+            self._check_end(stuck=not moved or self.stalls >= STALLS)
+        else:
+            self._aim(self.left)
+        return self._record()
+
+    def write_point(self) -> None:
+        """Write the point of the search to u and v: the line search can have left another trial there."""
+        write(self.search.x, self.u.leaves)
+        if self.search.extra is not None:
+            write(self.search.extra.v, self.v.leaves)
+
+    @property
+    def gain(self) -> float:
+        """The fall of phi since the start; at least what rounding leaves unknown."""
+        floor = float(torch.finfo(self.v.dtype).eps) ** (2 / 3) * abs(self.search.value)
+        return max(self.first - self.search.value, 0.0) + max(floor, 1e-300)
+
+    def _left(self, slope: Tensor) -> float:
+        """Return the root of the share of the gain that a Newton step along `slope` promises."""
+        return self.search.decrement(slope) / math.sqrt(2 * self.gain)
+
+    def _solved_again(self) -> bool:
+        """Solve v and q at the present u from other starts, as exactly as possible; note how phi' changes.
+
+        Return whether that had not been done before.
+        """
+        before, tight = self.search.gradient, self.exact.adjoint_accuracy <= self.tightest
+        self._aim(0.0)
+        self.write_point()
+        self.exact.x, self.exact.factor, self.exact.since = None, None, self.exact.since + self.v.size
+        v = flatten(self.v.leaves)
+        noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)
+        write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
+        value, slope, point = self._phi(self.search.x)
+        if point is None:
+            return False
+        self.search.value, self.search.gradient, self.search.extra = value, slope, point
+        self.error = self._left(slope - before) if tight else 0.0
+        self.left = self._left(slope)
+        return not tight
+
+    def _check_end(self, *, stuck: bool) -> None:
+        """End here, unless v and q were inexact; if g has a lower point nearby, continue from there."""
+        if self._solved_again():
+            if not stuck and self.left > self.goal:
+                self.stalls = 0
+                return
+            self._solved_again()
+        better = lower_point(self.derivatives, self.context.generator, 1e-6, self.exact.top, self._minimise)
+        self.write_point()
+        self.minimiser = better is None
+        if better is not None and self.restarts < RESTARTS:
+            self.restarts += 1
+            self.minimiser = None
+            write(better, self.v.leaves)
+            self._start()
+            return
+        self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
+        if max(self.left, self.error) > (self.tolerance or 0.0):
+            self.status = Status.STALLED
+
+    def _minimise(self) -> float:
+        """Minimise g from the present v; return its value, infinity if there is no minimum nearby."""
+        try:
+            return self.exact.solve_lower().value
+        except FlatError:
+            return math.inf
+
+    def _record(self) -> Tensor:
+        point, search = self.search.extra, self.search
+        f, g, size_v, residual = (point.f, point.g, point.grad_v, point.residual) if point else (math.nan,) * 4
+        row = [f, g, search.along_face().norm().item(), size_v, residual, 0.0, self._gamma(), 0.0]
+        row += [self.left, search.length, search.length, 0.0]
+        return torch.tensor(row, dtype=torch.float64)
+
+    # -- what solve asks ---------------------------------------------------------------------------------------------
+
+    def finish(self) -> bool | None:
+        if self.minimiser is None and self.search.extra is not None:  # the budget ended before the end was checked
+            better = lower_point(self.derivatives, self.context.generator, 1e-6, self.exact.top, self._minimise)
+            self.write_point()
+            self.minimiser = better is None
+        return self.minimiser
+
+    def _gamma(self) -> float:
+        """Return gamma. Any is right; with this one, gamma s is of the size of w if s is of the size of g_vv v."""
+        if self.options.gamma is not None:
+            return float(self.options.gamma)  # type: ignore[arg-type]
+        point = self.search.extra
+        size = (1 + point.v.norm().item()) * self.exact.top
+        return max(point.w.norm().item() / size, 1e-12) if size > 0 else 1.0
+
+    def prices(self) -> Prices:
+        point, gamma = self.search.extra, self._gamma()
+        residual = flatten(self.derivatives.residual(self.exact.parts(point.slope)))
+        return Prices(
+            gamma=torch.tensor(gamma, dtype=self.v.dtype, device=self.v.device),
+            nu=self.exact.parts(point.w - gamma * residual),
+            gamma_h=[],
+            mu=[],
+        )
+
+    def scales(self) -> tuple[float, float, float, float]:
+        """Return the sizes that make |grad_u F| the part that is left, |grad_v F| the error of q, and |s| that of v."""
+        lower = max(self.exact.top, 1e-300) * (1 + self.search.extra.v.norm().item())
+        return math.sqrt(2 * self.gain / self.unit_step()), max(self.size_f_v, 1e-300), lower, 1.0
+
+    def unit_step(self) -> float:
+        """Return the inverse curvature of phi along its gradient."""
+        along = self.search.along_face()
+        square = torch.dot(along, along).item()
+        return (
+            max(self.search.decrement(self.search.gradient) ** 2 / square, 1e-300) if square > 0 else self.search.rate
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        d, exact = self.derivatives, self.exact
+        point = self.search.extra
+        return {
+            "solver": self.solver,
+            "search": self.search.state_dict(),
+            "point": asdict(point) if point else {},
+            "x": exact.x,
+            "factor": exact.factor,
+            "accuracy": [exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy],
+            "numbers": [self.left, self.best, self.error, self.first, self.size_f_v],
+            "counters": [exact.since, self.stalls, self.restarts],
+            "curvature": d.curvature,
+            "evaluations": [d.lower_evaluations, d.upper_evaluations],
+            "minimiser": self.minimiser,
+            "failed": self.failed,
+            "status": self.status.name if self.status else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        d, exact = self.derivatives, self.exact
+        state = each_tensor(lambda tensor: tensor.to(self.v.device), state)
+        point = Point(**state["point"]) if state["point"] else None
+        project, tangent = self._set()
+        self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
+        exact.x, exact.factor = state["x"], state["factor"]
+        exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy = state["accuracy"]
+        self.left, self.best, self.error, self.first, self.size_f_v = state["numbers"]
+        exact.since, self.stalls, self.restarts = state["counters"]
+        d.curvature = state["curvature"]
+        d.lower_evaluations, d.upper_evaluations = state["evaluations"]
+        self.minimiser, self.failed = state["minimiser"], state["failed"]
+        self.status = Status[state["status"]] if state["status"] else None

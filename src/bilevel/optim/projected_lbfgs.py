@@ -1,0 +1,181 @@
+"""L-BFGS over a set that is known by its projection P, one iteration at a time.
+
+At x with gradient e, D is the derivative of P at x - t e: for a box it keeps the free coordinates, for any set the
+directions along the present face. With H from the pairs (D dx, D dgradient) of earlier moves, the trial points are
+
+    P(x + a d),   d = -D H D e - t (e - D e),   a = 1 first
+
+so coordinates outside the face move to it by a gradient step. If no such point lowers the value, the pairs are dropped
+and the gradient step P(x - a t e) is tried. Without a set, D is the identity, and this is L-BFGS.
+
+A value can be too coarse to compare two points near a minimum. A trial point whose value is equal up to rounding is
+accepted if the slope along the move has fallen (the approximate Wolfe condition of Hager and Zhang, 2005).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.optim.lbfgs import Function
+
+# A step is long enough if the slope along it has fallen to the second of these.
+ARMIJO, CURVATURE = 1e-4, 0.9
+TRIALS = 25
+# Values that differ by less than this many units in the last place are equal.
+ROUNDING = 1000
+# The first move of a new search, relative to 1 + |x|.
+FIRST_MOVE = 0.1
+MEMORY = 50
+# P as a function of the flat vector, and D at a point: it multiplies each row of a matrix.
+Project = Callable[[Tensor], Tensor]
+Tangent = Callable[[Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass
+class ProjectedLBFGS:
+    """A minimisation in progress: the point, its value and gradient, and the pairs (dx, dgradient) as rows."""
+
+    x: Tensor
+    value: float
+    gradient: Tensor
+    project: Project | None = None
+    tangent: Tangent | None = None
+    moves: Tensor = field(default_factory=lambda: torch.empty(0))
+    bends: Tensor = field(default_factory=lambda: torch.empty(0))
+    # The inverse curvature of the last pair: the length t of a gradient step, relative to the gradient.
+    rate: float = 0.0
+    length: float = 0.0
+    extra: Any = None
+
+    @classmethod
+    def start(
+        cls, function: Function, x: Tensor, project: Project | None = None, tangent: Tangent | None = None
+    ) -> ProjectedLBFGS:
+        value, gradient, extra = function(x)
+        search = cls(x.clone(), value, gradient, project, tangent, extra=extra)
+        search.forget()
+        return search
+
+    def forget(self) -> None:
+        """Drop the pairs; the next move has the length of a first one."""
+        self.moves = self.bends = self.x.new_empty(0, self.x.numel())
+        size = self.gradient.norm().item()
+        self.rate = FIRST_MOVE * (1 + self.x.norm().item()) / size if size > 0 and math.isfinite(size) else 1.0
+
+    @property
+    def noise(self) -> float:
+        """Return the difference of two values that rounding can explain."""
+        return ROUNDING * torch.finfo(self.x.dtype).eps * abs(self.value)
+
+    def along_face(self) -> Tensor:
+        """Return the gradient along the present face: the part that a step can still reduce."""
+        keep = self._keep()
+        return self.gradient if keep is None else keep(self.gradient[None])[0]
+
+    def decrement(self, slope: Tensor) -> float:
+        """Return sqrt(<e, H e>) for a slope e along the present face: what it promises is half the square.
+
+        Infinity without a pair, which H comes from.
+        """
+        if not len(self.moves):
+            return math.inf if slope.any() else 0.0
+        return math.sqrt(max(0.0, -torch.dot(slope, self._direction(slope, self._keep())).item()))
+
+    def _keep(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.tangent is None else self.tangent(self.x - self.rate * self.gradient)
+
+    def _direction(self, slope: Tensor, keep: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """Return -D H D e by the two-loop recursion on the pairs along the face."""
+        q = slope if keep is None else keep(slope[None])[0]
+        moves, bends = self.moves, self.bends
+        if keep is not None and len(moves):
+            both = keep(torch.cat([moves, bends]))
+            moves, bends = both[: len(moves)], both[len(moves) :]
+        products, squares = (moves * bends).sum(1), (bends * bends).sum(1)
+        least = torch.finfo(q.dtype).eps * (squares * (moves * moves).sum(1)).sqrt()
+        used = [i for i, curved in enumerate((products > least).tolist()) if curved]
+        tape = []
+        for i in reversed(used):
+            a = torch.dot(moves[i], q) / products[i]
+            q = q - a * bends[i]
+            tape.append(a)
+        q = q * (products[used[-1]] / squares[used[-1]] if used else self.rate)
+        for i, a in zip(used, reversed(tape), strict=True):
+            q = q + (a - torch.dot(bends[i], q) / products[i]) * moves[i]
+        return -q if keep is None else -keep(q[None])[0]
+
+    def iterate(self, function: Function) -> bool:
+        """Take one iteration; return False if no trial point is better."""
+        while True:
+            keep = self._keep()
+            d = self._direction(self.gradient, keep)
+            if keep is not None:
+                d = d - self.rate * (self.gradient - keep(self.gradient[None])[0])
+            if self._search(function, d) or (keep is not None and self._search(function, -self.rate * self.gradient)):
+                return True
+            if not len(self.moves):
+                return False
+            self.forget()
+
+    def _search(self, function: Function, d: Tensor) -> bool:
+        """Move to a trial point along P(x + a d) that is better; return False if there is none."""
+        a, low, high = 1.0, 0.0, math.inf
+        best: tuple[Tensor, float, Tensor, Any] | None = None
+        for _ in range(TRIALS):
+            x = self.x + a * d
+            if self.project is not None:
+                x = self.project(x)
+            move = x - self.x
+            before = torch.dot(self.gradient, move).item()
+            if not before < 0:
+                break
+            value, gradient, extra = function(x)
+            after = torch.dot(gradient, move).item()
+            if self._better(value, before, after):
+                best, low = (x, value, gradient, extra), a
+                if after >= CURVATURE * before:
+                    break
+                # The slope is nearly what it was: go to its zero by the secant.
+                longer = min(max(before / (before - after), 2.0), 100.0) if after > before else 10.0
+            else:
+                high, longer = a, math.inf
+            if high == math.inf:
+                a *= longer
+            elif low > 0:
+                a = (low + high) / 2
+            elif after > 0:
+                a *= min(max(before / (before - after), 0.1), 0.5)
+            else:
+                a *= 0.1 if math.isnan(after) else 0.3
+            if high - low <= 1e-3 * high:
+                break
+        if best is None:
+            return False
+        self._accept(*best)
+        return True
+
+    def _better(self, value: float, before: float, after: float) -> bool:
+        """Return whether a trial value is lower, or equal up to rounding with a slope that has fallen."""
+        if not (math.isfinite(value) and math.isfinite(after)):
+            return False
+        equal = abs(value - self.value) <= self.noise and abs(before) <= self.noise
+        return after <= -(1 - 2 * ARMIJO) * before if equal else value <= self.value + ARMIJO * before
+
+    def _accept(self, x: Tensor, value: float, gradient: Tensor, extra: Any) -> None:
+        move, bend = x - self.x, gradient - self.gradient
+        product, square = torch.dot(move, bend).item(), torch.dot(bend, bend).item()
+        if product > torch.finfo(x.dtype).eps * move.norm().item() * square**0.5:
+            self.moves = torch.cat([self.moves, move[None]])[-MEMORY:]
+            self.bends = torch.cat([self.bends, bend[None]])[-MEMORY:]
+            self.rate = product / square
+        self.length = move.norm().item()
+        self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("x", "value", "gradient", "moves", "bends", "rate", "length")}

@@ -34,7 +34,46 @@ FIRST_MOVE = 0.1
 MEMORY = 50
 # P as a function of the flat vector, and D at a point: it multiplies each row of a matrix.
 Project = Callable[[Tensor], Tensor]
-Tangent = Callable[[Tensor], Callable[[Tensor], Tensor]]
+Keep = Callable[[Tensor], Tensor]
+Tangent = Callable[[Tensor], Keep]
+
+
+class _Face:
+    """The function along one face: its slope D e, its curvature, and the step -D H D e."""
+
+    def __init__(self, keep: Keep | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
+        self.keep, self.rate, self.known = keep, rate, len(moves) > 0
+        self.slope = gradient if keep is None else keep(gradient[None])[0]
+        if keep is not None and self.known:
+            both = keep(torch.cat([moves, bends]))
+            moves, bends = both[: len(moves)], both[len(moves) :]
+        self.moves, self.bends = moves, bends
+        self.products, self.squares = (moves * bends).sum(1), (bends * bends).sum(1)
+        least = torch.finfo(gradient.dtype).eps * (self.squares * (moves * moves).sum(1)).sqrt()
+        self.used = [i for i, curved in enumerate((self.products > least).tolist()) if curved]
+        self.direction = -self.inverse(self.slope)
+
+    def inverse(self, slope: Tensor) -> Tensor:
+        """Return D H e for a slope e along the face, by the two-loop recursion."""
+        q, tape = slope, []
+        for i in reversed(self.used):
+            a = torch.dot(self.moves[i], q) / self.products[i]
+            q = q - a * self.bends[i]
+            tape.append(a)
+        last = self.used[-1] if self.used else None
+        q = q * (self.rate if last is None else self.products[last] / self.squares[last])
+        for i, a in zip(self.used, reversed(tape), strict=True):
+            q = q + (a - torch.dot(self.bends[i], q) / self.products[i]) * self.moves[i]
+        return q if self.keep is None else self.keep(q[None])[0]
+
+    def decrement(self, slope: Tensor) -> float:
+        """Return sqrt(<e, H e>) for a slope e along the face; half its square is the fall that a step promises.
+
+        Infinity without a pair, which H comes from.
+        """
+        if not self.known:
+            return math.inf if slope.any() else 0.0
+        return math.sqrt(max(0.0, torch.dot(slope, self.inverse(slope)).item()))
 
 
 @dataclass
@@ -53,6 +92,9 @@ class ProjectedLBFGS:
     length: float = 0.0
     extra: Any = None
 
+    # The quantities of the present point, made when they are first needed.
+    _face: _Face | None = field(default=None, init=False, repr=False)
+
     @classmethod
     def start(
         cls, function: Function, x: Tensor, project: Project | None = None, tangent: Tangent | None = None
@@ -67,57 +109,34 @@ class ProjectedLBFGS:
         self.moves = self.bends = self.x.new_empty(0, self.x.numel())
         size = self.gradient.norm().item()
         self.rate = FIRST_MOVE * (1 + self.x.norm().item()) / size if size > 0 and math.isfinite(size) else 1.0
+        self._face = None
+
+    def replace(self, value: float, gradient: Tensor, extra: Any) -> None:
+        """Put a better evaluation of the present point in place."""
+        self.value, self.gradient, self.extra, self._face = value, gradient, extra, None
 
     @property
     def noise(self) -> float:
-        """Return the difference of two values that rounding can explain."""
-        return ROUNDING * torch.finfo(self.x.dtype).eps * abs(self.value)
+        """The difference of two values that rounding can explain."""
+        return ROUNDING * float(torch.finfo(self.x.dtype).eps) * abs(self.value)
 
-    def along_face(self) -> Tensor:
-        """Return the gradient along the present face: the part that a step can still reduce."""
-        keep = self._keep()
-        return self.gradient if keep is None else keep(self.gradient[None])[0]
-
-    def decrement(self, slope: Tensor) -> float:
-        """Return sqrt(<e, H e>) for a slope e along the present face: what it promises is half the square.
-
-        Infinity without a pair, which H comes from.
-        """
-        if not len(self.moves):
-            return math.inf if slope.any() else 0.0
-        return math.sqrt(max(0.0, -torch.dot(slope, self._direction(slope, self._keep())).item()))
-
-    def _keep(self) -> Callable[[Tensor], Tensor] | None:
-        return None if self.tangent is None else self.tangent(self.x - self.rate * self.gradient)
-
-    def _direction(self, slope: Tensor, keep: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return -D H D e by the two-loop recursion on the pairs along the face."""
-        q = slope if keep is None else keep(slope[None])[0]
-        moves, bends = self.moves, self.bends
-        if keep is not None and len(moves):
-            both = keep(torch.cat([moves, bends]))
-            moves, bends = both[: len(moves)], both[len(moves) :]
-        products, squares = (moves * bends).sum(1), (bends * bends).sum(1)
-        least = torch.finfo(q.dtype).eps * (squares * (moves * moves).sum(1)).sqrt()
-        used = [i for i, curved in enumerate((products > least).tolist()) if curved]
-        tape = []
-        for i in reversed(used):
-            a = torch.dot(moves[i], q) / products[i]
-            q = q - a * bends[i]
-            tape.append(a)
-        q = q * (products[used[-1]] / squares[used[-1]] if used else self.rate)
-        for i, a in zip(used, reversed(tape), strict=True):
-            q = q + (a - torch.dot(bends[i], q) / products[i]) * moves[i]
-        return -q if keep is None else -keep(q[None])[0]
+    @property
+    def face(self) -> _Face:
+        """The directions that the present point can move in, and what is known of the function along them."""
+        if self._face is None:
+            keep = None if self.tangent is None else self.tangent(self.x - self.rate * self.gradient)
+            self._face = _Face(keep, self.gradient, self.moves, self.bends, self.rate)
+        return self._face
 
     def iterate(self, function: Function) -> bool:
         """Take one iteration; return False if no trial point is better."""
         while True:
-            keep = self._keep()
-            d = self._direction(self.gradient, keep)
-            if keep is not None:
-                d = d - self.rate * (self.gradient - keep(self.gradient[None])[0])
-            if self._search(function, d) or (keep is not None and self._search(function, -self.rate * self.gradient)):
+            d = self.face.direction
+            if self.tangent is not None:
+                d = d - self.rate * (self.gradient - self.face.slope)
+            if self._search(function, d):
+                return True
+            if self.tangent is not None and self._search(function, -self.rate * self.gradient):
                 return True
             if not len(self.moves):
                 return False
@@ -175,7 +194,7 @@ class ProjectedLBFGS:
             self.bends = torch.cat([self.bends, bend[None]])[-MEMORY:]
             self.rate = product / square
         self.length = move.norm().item()
-        self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
+        self.x, self.value, self.gradient, self.extra, self._face = x, value, gradient, extra, None
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("x", "value", "gradient", "moves", "bends", "rate", "length")}

@@ -20,7 +20,8 @@ bounds). Only moves D x are possible, so q = D x with (D - D^2 + D g_vv D) x = D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,17 @@ COLUMNS = 64
 FLAT = 1e3
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Factorise in one thread: on a busy machine, waking others takes longer than a small matrix."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 class FlatError(Exception):
@@ -301,12 +313,19 @@ class ExactMultipliers:
         n = slope.flat.numel()
         if self.since * 4 >= n:
             self.since = 0
-            factor, failed = torch.linalg.cholesky_ex(self._matrix(slope))
+            matrix = self._matrix(slope)
+            with _one_thread():
+                factor, failed = torch.linalg.cholesky_ex(matrix)
             self.factor = None if failed.item() else factor
         factor = self.factor
         if factor is None:
             return None
-        return lambda r: torch.cholesky_solve(r[:, None], factor)[:, 0]
+
+        def solve(r: Tensor) -> Tensor:
+            with _one_thread():
+                return torch.cholesky_solve(r[:, None], factor)[:, 0]
+
+        return solve
 
     def _matrix(self, slope: Slope) -> Tensor:
         """Return g_vv."""

@@ -26,7 +26,7 @@ from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, FlatError, Point
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.without_data import RunWithoutData
-from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, Tangent
+from bilevel.optim.projected_lbfgs import Keep, Project, ProjectedLBFGS, Tangent
 from bilevel.results import Status
 
 # The run goes on to this share of its tolerance, so that the answer is better than what its certificate promises.
@@ -36,6 +36,31 @@ LOWER, ADJOINT = 1e-4, 1e-2
 # The run ends after so many steps that rounding hides and that bring `left` no lower.
 STALLS = 5
 RESTARTS = 5
+
+
+def derivative(moved: list[Tensor], points: list[Tensor]) -> Keep:
+    """Return the map that multiplies each row of a matrix by the derivative of a projection, which is symmetric."""
+    sizes = [point.numel() for point in points]
+
+    def pull(cotangents: list[Tensor], *, batched: bool) -> list[Tensor]:
+        found = torch.autograd.grad(moved, points, cotangents, retain_graph=True, is_grads_batched=batched)
+        return [x.flatten(1 if batched else 0) for x in found]
+
+    def one(row: Tensor) -> Tensor:
+        parts = zip(torch.split(row, sizes), points, strict=True)
+        return torch.cat(pull([p.reshape(x.shape) for p, x in parts], batched=False))
+
+    def rows(matrix: Tensor) -> Tensor:
+        parts = zip(torch.split(matrix, sizes, 1), points, strict=True)
+        try:
+            return torch.cat(pull([p.reshape(-1, *x.shape) for p, x in parts], batched=True), 1)
+        except RuntimeError:  # an operator that cannot be batched
+            return torch.stack([one(row) for row in matrix])
+
+    like = torch.cat([point.detach().reshape(-1) for point in points])
+    probe, diagonal = torch.arange(1, len(like) + 1).to(like), one(torch.ones_like(like))
+    # If each coordinate is projected for itself, as by a box, the derivative is diagonal.
+    return (lambda matrix: matrix * diagonal) if torch.equal(one(probe), probe * diagonal) else rows
 
 
 class ExactMultipliersRun(RunWithoutData):
@@ -73,29 +98,13 @@ class ExactMultipliersRun(RunWithoutData):
         def project(x: Tensor) -> Tensor:
             return flatten(self.u.project_leaves(self._parts(x)))
 
-        def tangent(x: Tensor) -> Any:
+        def tangent(x: Tensor) -> Keep:
             points = [part.detach().requires_grad_() for part in self._parts(x)]
             with torch.enable_grad():
                 moved = self.u.project_leaves(points)
-            return lambda rows: self._pulled(moved, points, rows)
+            return derivative(moved, points)
 
         return project, tangent
-
-    def _pulled(self, moved: list[Tensor], points: list[Tensor], rows: Tensor) -> Tensor:
-        """Multiply each row by the derivative of the projection."""
-        sizes = [point.numel() for point in points]
-
-        def pull(cotangents: list[Tensor], batched: bool) -> list[Tensor]:
-            found = torch.autograd.grad(moved, points, cotangents, retain_graph=True, is_grads_batched=batched)
-            return [x.flatten(1 if batched else 0) for x in found]
-
-        parts = torch.split(rows, sizes, 1)
-        try:
-            whole = [p.reshape(-1, *x.shape) for p, x in zip(parts, points, strict=True)]
-            return torch.cat(pull(whole, True), 1)
-        except RuntimeError:  # an operator that cannot be batched
-            each = [[p[i].reshape(x.shape) for p, x in zip(parts, points, strict=True)] for i in range(len(rows))]
-            return torch.stack([torch.cat(pull(row, False)) for row in each])
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         parts = torch.split(x, [leaf.numel() for leaf in self.u.leaves])
@@ -128,7 +137,7 @@ class ExactMultipliersRun(RunWithoutData):
         if not moved and self._solved_again():
             moved = self.search.iterate(self._phi)
         self.write_point()
-        self.left = self._left(self.search.gradient) if moved else self.left
+        self.left = self._left(self.search.face.slope) if moved else self.left
         if self.left < 0.9 * self.best:
             self.best, self.stalls = self.left, 0
         elif abs(self.search.value - before) <= self.search.noise:
@@ -155,7 +164,7 @@ class ExactMultipliersRun(RunWithoutData):
 
     def _left(self, slope: Tensor) -> float:
         """Return the root of the share of the gain that a Newton step along `slope` promises."""
-        return self.search.decrement(slope) / math.sqrt(2 * self.gain)
+        return self.search.face.decrement(slope) / math.sqrt(2 * self.gain)
 
     def _solved_again(self) -> bool:
         """Solve v and q at the present u from other starts, as exactly as possible; note how phi' changes.
@@ -172,9 +181,9 @@ class ExactMultipliersRun(RunWithoutData):
         value, slope, point = self._phi(self.search.x)
         if point is None:
             return False
-        self.search.value, self.search.gradient, self.search.extra = value, slope, point
+        self.search.replace(value, slope, point)
         self.error = self._left(slope - before) if tight else 0.0
-        self.left = self._left(slope)
+        self.left = self._left(self.search.face.slope)
         return not tight
 
     def _check_end(self, *, stuck: bool) -> None:
@@ -207,7 +216,7 @@ class ExactMultipliersRun(RunWithoutData):
     def _record(self) -> Tensor:
         point, search = self.search.extra, self.search
         f, g, size_v, residual = (point.f, point.g, point.grad_v, point.residual) if point else (math.nan,) * 4
-        row = [f, g, search.along_face().norm().item(), size_v, residual, 0.0, self._gamma(), 0.0]
+        row = [f, g, search.face.slope.norm().item(), size_v, residual, 0.0, self._gamma(), 0.0]
         row += [self.left, search.length, search.length, 0.0]
         return torch.tensor(row, dtype=torch.float64)
 
@@ -245,11 +254,10 @@ class ExactMultipliersRun(RunWithoutData):
 
     def unit_step(self) -> float:
         """Return the inverse curvature of phi along its gradient."""
-        along = self.search.along_face()
-        square = torch.dot(along, along).item()
-        return (
-            max(self.search.decrement(self.search.gradient) ** 2 / square, 1e-300) if square > 0 else self.search.rate
-        )
+        face = self.search.face
+        square = torch.dot(face.slope, face.slope).item()
+        left = face.decrement(face.slope) ** 2
+        return left / square if square > 0 and math.isfinite(left) and left > 0 else self.search.rate
 
     def state_dict(self) -> dict[str, Any]:
         d, exact = self.derivatives, self.exact

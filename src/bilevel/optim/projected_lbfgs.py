@@ -5,8 +5,8 @@ directions along the present face. With H from the pairs (D dx, D dgradient) of 
 
     P(x + a d),   d = -D H D e - t (e - D e),   a = 1 first
 
-so coordinates outside the face move to it by a gradient step. If no such point lowers the value, the pairs are dropped
-and the gradient step P(x - a t e) is tried. Without a set, D is the identity, and this is L-BFGS.
+so coordinates outside the face move to it by a gradient step. If no such point lowers the value, the gradient step
+P(x - a t e) is tried. Without a set, D is the identity, and this is L-BFGS.
 
 A value can be too coarse to compare two points near a minimum. A trial point whose value is equal up to rounding is
 accepted if the slope along the move has fallen (the approximate Wolfe condition of Hager and Zhang, 2005).
@@ -42,9 +42,9 @@ class _Face:
     """The function along one face: its slope D e, its curvature, and the step -D H D e."""
 
     def __init__(self, keep: Keep | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
-        self.keep, self.rate, self.known = keep, rate, len(moves) > 0
+        self.keep, self.rate = keep, rate
         self.slope = gradient if keep is None else keep(gradient[None])[0]
-        if keep is not None and self.known:
+        if keep is not None and len(moves):
             both = keep(torch.cat([moves, bends]))
             moves, bends = both[: len(moves)], both[len(moves) :]
         self.moves, self.bends = moves, bends
@@ -67,12 +67,7 @@ class _Face:
         return q if self.keep is None else self.keep(q[None])[0]
 
     def decrement(self, slope: Tensor) -> float:
-        """Return sqrt(<e, H e>) for a slope e along the face; half its square is the fall that a step promises.
-
-        Infinity without a pair, which H comes from.
-        """
-        if not self.known:
-            return math.inf if slope.any() else 0.0
+        """Return sqrt(<e, H e>) for a slope e along the face."""
         return math.sqrt(max(0.0, torch.dot(slope, self.inverse(slope)).item()))
 
 
@@ -94,6 +89,7 @@ class ProjectedLBFGS:
 
     # The quantities of the present point, made when they are first needed.
     _face: _Face | None = field(default=None, init=False, repr=False)
+    _promise: float | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def start(
@@ -109,11 +105,12 @@ class ProjectedLBFGS:
         self.moves = self.bends = self.x.new_empty(0, self.x.numel())
         size = self.gradient.norm().item()
         self.rate = FIRST_MOVE * (1 + self.x.norm().item()) / size if size > 0 and math.isfinite(size) else 1.0
-        self._face = None
+        self._face = self._promise = None
 
     def replace(self, value: float, gradient: Tensor, extra: Any) -> None:
         """Put a better evaluation of the present point in place."""
-        self.value, self.gradient, self.extra, self._face = value, gradient, extra, None
+        self.value, self.gradient, self.extra = value, gradient, extra
+        self._face = self._promise = None
 
     @property
     def noise(self) -> float:
@@ -128,28 +125,36 @@ class ProjectedLBFGS:
             self._face = _Face(keep, self.gradient, self.moves, self.bends, self.rate)
         return self._face
 
+    @property
+    def promise(self) -> float:
+        """-<e, P(x + d) - x>: twice the decrease that the model promises. Infinity if there is no model yet."""
+        if self._promise is None:
+            e, x = self.gradient, self._trial(self.step)
+            self._promise = max(0.0, torch.dot(e, self.x - x).item())
+            if self._promise > 0 and not len(self.moves):
+                self._promise = math.inf
+        return self._promise
+
+    @property
+    def step(self) -> Tensor:
+        """-D H D e - t (e - D e): the move of the next trial point, before it is projected."""
+        return self.face.direction - self.rate * (self.gradient - self.face.slope)
+
+    def _trial(self, d: Tensor) -> Tensor:
+        return self.x + d if self.project is None else self.project(self.x + d)
+
     def iterate(self, function: Function) -> bool:
         """Take one iteration; return False if no trial point is better."""
-        while True:
-            d = self.face.direction
-            if self.tangent is not None:
-                d = d - self.rate * (self.gradient - self.face.slope)
-            if self._search(function, d):
-                return True
-            if self.tangent is not None and self._search(function, -self.rate * self.gradient):
-                return True
-            if not len(self.moves):
-                return False
-            self.forget()
+        if self._search(function, self.step):
+            return True
+        return self.tangent is not None and self._search(function, -self.rate * self.gradient)
 
     def _search(self, function: Function, d: Tensor) -> bool:
         """Move to a trial point along P(x + a d) that is better; return False if there is none."""
         a, low, high = 1.0, 0.0, math.inf
         best: tuple[Tensor, float, Tensor, Any] | None = None
         for _ in range(TRIALS):
-            x = self.x + a * d
-            if self.project is not None:
-                x = self.project(x)
+            x = self._trial(a * d)
             move = x - self.x
             before = torch.dot(self.gradient, move).item()
             if not before < 0:
@@ -194,7 +199,8 @@ class ProjectedLBFGS:
             self.bends = torch.cat([self.bends, bend[None]])[-MEMORY:]
             self.rate = product / square
         self.length = move.norm().item()
-        self.x, self.value, self.gradient, self.extra, self._face = x, value, gradient, extra, None
+        self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
+        self._face = self._promise = None
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("x", "value", "gradient", "moves", "bends", "rate", "length")}

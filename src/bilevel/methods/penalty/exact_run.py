@@ -133,11 +133,9 @@ class ExactMultipliersRun(RunWithoutData):
 
     def step(self, k: int) -> Tensor:
         before = self.search.value
-        moved = self.search.iterate(self._phi)
-        if not moved and self._solved_again():
-            moved = self.search.iterate(self._phi)
+        moved = self._move()
         self.write_point()
-        self.left = self._left(self.search.face.slope) if moved else self.left
+        self.left = self._left() if moved else self.left
         if self.left < 0.9 * self.best:
             self.best, self.stalls = self.left, 0
         elif abs(self.search.value - before) <= self.search.noise:
@@ -149,6 +147,15 @@ class ExactMultipliersRun(RunWithoutData):
         else:
             self._aim(self.left)
         return self._record()
+
+    def _move(self) -> bool:
+        """Take an iteration of the search; return False if there is no better point."""
+        if self.search.iterate(self._phi) or (self._solved_again() and self.search.iterate(self._phi)):
+            return True
+        if self.search.promise <= self.search.noise:
+            return False
+        self.search.forget()
+        return self.search.iterate(self._phi)
 
     def write_point(self) -> None:
         """Write the point of the search to u and v: the line search can have left another trial there."""
@@ -162,9 +169,9 @@ class ExactMultipliersRun(RunWithoutData):
         floor = float(torch.finfo(self.v.dtype).eps) ** (2 / 3) * abs(self.search.value)
         return max(self.first - self.search.value, 0.0) + max(floor, 1e-300)
 
-    def _left(self, slope: Tensor) -> float:
-        """Return the root of the share of the gain that a Newton step along `slope` promises."""
-        return self.search.face.decrement(slope) / math.sqrt(2 * self.gain)
+    def _left(self) -> float:
+        """Return the root of the share of the gain that a step of L-BFGS promises."""
+        return math.sqrt(self.search.promise / (2 * self.gain))
 
     def _solved_again(self) -> bool:
         """Solve v and q at the present u from other starts, as exactly as possible; note how phi' changes.
@@ -182,8 +189,8 @@ class ExactMultipliersRun(RunWithoutData):
         if point is None:
             return False
         self.search.replace(value, slope, point)
-        self.error = self._left(slope - before) if tight else 0.0
-        self.left = self._left(self.search.face.slope)
+        self.error = self.search.face.decrement(slope - before) / math.sqrt(2 * self.gain) if tight else 0.0
+        self.left = self._left()
         return not tight
 
     def _check_end(self, *, stuck: bool) -> None:
@@ -217,7 +224,7 @@ class ExactMultipliersRun(RunWithoutData):
         point, search = self.search.extra, self.search
         f, g, size_v, residual = (point.f, point.g, point.grad_v, point.residual) if point else (math.nan,) * 4
         row = [f, g, search.face.slope.norm().item(), size_v, residual, 0.0, self._gamma(), 0.0]
-        row += [self.left, search.length, search.length, 0.0]
+        row += [min(self.left, 1.0), search.length, search.length, 0.0]
         return torch.tensor(row, dtype=torch.float64)
 
     # -- what solve asks ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ end early. Each trial has its own numbers.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -14,12 +15,19 @@ from torch import Tensor
 
 from bilevel._util.tensor_lists import broadcast_trials
 
+Map = Callable[[Tensor], Tensor]
 Product = Callable[[list[Tensor]], list[Tensor]]
 Dot = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 # A step of `Neumann` is 1 over this many times the largest curvature that power iterations have found.
 SAFETY = 1.25
 BETAS = (0.9, 0.999)
 TINY = 1e-8
+# A curvature below this many units in the last place of the largest one counts as zero.
+FLAT = 1e3
+
+
+class FlatError(Exception):
+    """A has no positive curvature in some direction, or the system takes too many products."""
 
 
 def conjugate_gradients(
@@ -61,6 +69,51 @@ def conjugate_gradients(
         p = _add(z, torch.where(going, new / torch.where(going, slope, 1.0), 0.0), p)
         slope = new
     return q, square
+
+
+def solve_flat(
+    product: Map,
+    b: Tensor,
+    *,
+    steps: int,
+    accuracy: float,
+    start: Tensor | None = None,
+    precondition: Map | None = None,
+    top: float = 0.0,
+) -> tuple[Tensor, float]:
+    """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
+
+    This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|. It
+    raises `FlatError` if a direction has no positive curvature, relative to the largest one met and to `top`, or if
+    |b - A x| is above a thousandth of |b| after so many steps.
+    """
+    x, r = torch.zeros_like(b), b
+    size = math.sqrt(torch.dot(b, b).item())
+    flat = FLAT * torch.finfo(b.dtype).eps
+    if size == 0.0:
+        return x, top
+    if start is not None:
+        rest = b - product(start)
+        if torch.dot(rest, rest).item() < size**2:
+            x, r = start, rest
+    z = r if precondition is None else precondition(r)
+    p, slope = z, torch.dot(r, z).item()
+    for _ in range(steps):
+        left = math.sqrt(torch.dot(r, r).item())
+        if left <= accuracy * size:
+            return x, top
+        bent = product(p)
+        bend, length = torch.dot(p, bent).item(), torch.dot(p, p).item()
+        if not bend > flat * top * length:
+            raise FlatError
+        top = max(top, bend / length)
+        x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
+        z = r if precondition is None else precondition(r)
+        slope, before = torch.dot(r, z).item(), slope
+        p = torch.add(z, p, alpha=slope / before)
+    if not left <= max(1e-3, accuracy) * size:
+        raise FlatError
+    return x, top
 
 
 class LinearSolver(ABC):

@@ -127,10 +127,11 @@ class ProjectedLBFGS:
 
     @property
     def promise(self) -> float:
-        """-<e, P(x + d) - x>: twice the decrease that the model promises. Infinity if there is no model yet."""
+        """Twice the decrease that the model promises along the face, and outside it. Infinity without a model."""
         if self._promise is None:
-            e, x = self.gradient, self._trial(self.step)
-            self._promise = max(0.0, torch.dot(e, self.x - x).item())
+            outside, steepest = self.gradient - self.face.slope, self._trial(-self.rate * self.gradient)
+            square = self.face.decrement(self.face.slope) ** 2
+            self._promise = square + max(0.0, torch.dot(outside, self.x - steepest).item())
             if self._promise > 0 and not len(self.moves):
                 self._promise = math.inf
         return self._promise
@@ -157,8 +158,9 @@ class ProjectedLBFGS:
             x = self._trial(a * d)
             move = x - self.x
             before = torch.dot(self.gradient, move).item()
-            if not before < 0:
-                break
+            if not before < 0:  # at the bounds, the point is not along d any more
+                a *= 0.3
+                continue
             value, gradient, extra = function(x)
             after = torch.dot(gradient, move).item()
             if self._better(value, before, after):

@@ -28,12 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.tensor_lists import dot, norm
+from bilevel._util.tensor_lists import norm
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten, minimise, write
-from bilevel.optim.linear_solvers import conjugate_gradients
+from bilevel.optim.linear_solvers import FlatError, Map, solve_flat
 
-Map = Callable[[Tensor], Tensor]
 # Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
 Curvature = Callable[[], tuple[Map, Map]]
 # The most Newton steps for one minimum of g, and the most products for one linear system.
@@ -43,10 +42,13 @@ HALVINGS = 30
 DENSE = 1000
 # How many columns of g_vv are computed at a time.
 COLUMNS = 64
-# A curvature of g below this share of its largest one counts as zero: this many units in the last place.
-FLAT = 1e3
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
+
+
+def _joined(gradients: list[Tensor]) -> Tensor:
+    """Return gradients as one vector; unlike `flatten`, without a copy of a single one."""
+    return gradients[0].reshape(-1) if len(gradients) == 1 else flatten(gradients)
 
 
 @contextmanager
@@ -58,10 +60,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
-
-
-class FlatError(Exception):
-    """g_vv has no positive curvature in some direction, or the linear system takes too many products."""
 
 
 @dataclass
@@ -180,8 +178,8 @@ class ExactMultipliers:
                 self.first = max(size, 1e-300)
             if size <= self.lower_accuracy * self.first:
                 break
-            # Far from the minimum a rough direction is enough: the residual can be the square root of the slope.
-            rough = max(min(0.1, (size / self.first) ** 0.5), 1e-3) if size > 1e-3 * self.first else 1e-6
+            # A Newton step leaves a residual of the order of the square of this one: more accuracy is in vain.
+            rough = min(0.1, 0.3 * max(self.lower_accuracy * self.first / size, size / self.first))
             self.newton_steps += 1
             move, _ = self._solve(slope, self._product(slope), None, -slope.flat, rough)
             better = self._descend(slope, move)
@@ -198,7 +196,7 @@ class ExactMultipliers:
         batch = d.prepare([(None, None)], graph=True)[0]
         g = d.lower(batch[1])
         graph = d.gradient(g, d.v.leaves, keep_graph=True)
-        return Slope(g.item(), flatten(graph), graph, batch)
+        return Slope(g.item(), _joined(graph).detach(), graph, batch)
 
     def _descend(self, slope: Slope, move: Tensor) -> Slope | None:
         """Move v along a Newton step, halved until g falls; return s there, or None if rounding hides any progress."""
@@ -273,39 +271,17 @@ class ExactMultipliers:
             near = self._near_inverse(slope)
 
         def system(x: Tensor) -> Tensor:
-            if keep is None:
-                bent = product(x)
-            else:
-                on = keep(x)
-                bent = keep(product(on)) + on - keep(on)
-            length, bend = torch.dot(x, x).item(), torch.dot(x, bent).item()
-            if not bend > FLAT * torch.finfo(x.dtype).eps * self.top * length:
-                raise FlatError
-            self.top = max(self.top, bend / length)
             self.products += 1
             self.since += 1
-            return bent
+            if keep is None:
+                return product(x)
+            on = keep(x)
+            return keep(product(on)) + on - keep(on)
 
         b = target if keep is None else keep(target)
-        size = b.norm().item()
-        if size == 0.0:
-            return torch.zeros_like(b), torch.zeros_like(b)
-        first = None
-        if start is not None:
-            rest = b - system(start) if start.any() else b
-            if rest.norm().item() < size:
-                first = ([start], [rest])
-        (x,), square = conjugate_gradients(
-            lambda p: [system(p[0])],
-            [b],
-            dot,
-            steps=PRODUCTS,
-            accuracy=accuracy,
-            start=first,
-            precondition=None if near is None else lambda r: [near(r[0])],
+        x, self.top = solve_flat(
+            system, b, steps=PRODUCTS, accuracy=accuracy, start=start, precondition=near, top=self.top
         )
-        if square.item() > (10 * accuracy * size) ** 2 and square.item() > 1e-6 * size**2:
-            raise FlatError
         return (x if keep is None else keep(x)), x
 
     def _near_inverse(self, slope: Slope) -> Map | None:
@@ -357,7 +333,7 @@ class ExactMultipliers:
     def _product(self, slope: Slope) -> Map:
         """Return the product with g_vv."""
         d = self.d
-        return lambda x: flatten(d.gradient(slope.graph, d.v.leaves, cotangent=self.parts(x), retain=True))
+        return lambda x: _joined(d.gradient(slope.graph, d.v.leaves, cotangent=self.parts(x), retain=True))
 
     def _tangent(self, slope: Tensor) -> Map | None:
         """Return the product with D, the derivative of the projection of v at v - s; None without a projection."""
@@ -370,7 +346,8 @@ class ExactMultipliers:
         return lambda x: flatten(d.gradient(moved, points, cotangent=self.parts(x), retain=True))
 
     def _split(self, matrix: Tensor) -> list[Tensor]:
-        return list(torch.split(matrix, [leaf.numel() for leaf in self.d.v.leaves], -1))
+        sizes = [leaf.numel() for leaf in self.d.v.leaves]
+        return [matrix] if len(sizes) == 1 else list(torch.split(matrix, sizes, -1))
 
     def parts(self, vector: Tensor) -> list[Tensor]:
         return [part.reshape(leaf.shape) for part, leaf in zip(self._split(vector), self.d.v.leaves, strict=True)]

@@ -23,9 +23,10 @@ from bilevel._util.nested import each_tensor
 from bilevel.derivatives.prices import Prices
 from bilevel.measures.lower_minimum import flatten, lower_point, write
 from bilevel.methods.base import RunContext
-from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, FlatError, Point
+from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, Point
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.without_data import RunWithoutData
+from bilevel.optim.linear_solvers import FlatError
 from bilevel.optim.projected_lbfgs import Keep, Project, ProjectedLBFGS, Tangent
 from bilevel.results import Status
 

@@ -287,7 +287,8 @@ class ExactMultipliers:
     def _near_inverse(self, slope: Slope) -> Map | None:
         """Return the inverse of an earlier g_vv, or of this one if the products since then have cost as much."""
         n = slope.flat.numel()
-        if self.since * 4 >= n:
+        # Up to COLUMNS products are one batched backward pass, which costs less than half of them.
+        if self.since >= (n / 2 if n <= COLUMNS else n):
             self.since = 0
             matrix = self._matrix(slope)
             with _one_thread():

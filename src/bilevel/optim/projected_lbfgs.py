@@ -39,7 +39,13 @@ Tangent = Callable[[Tensor], Keep]
 
 
 class _Face:
-    """The function along one face: its slope D e, its curvature, and the step -D H D e."""
+    """The function along one face: its slope D e, its inverse curvature D H D, and the step -D H D e.
+
+    H has the compact form of Byrd, Nocedal and Schnabel (1994): with the pairs as rows of S and Y, R the upper triangle
+    of S Y', C its diagonal and t the scale of H,
+
+        H e = t e + S' a - t Y' b,   b = R^-1 S e,   a = R^-T (C b + t Y Y' b - t Y e)
+    """
 
     def __init__(self, keep: Keep | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
         self.keep, self.rate = keep, rate
@@ -47,24 +53,24 @@ class _Face:
         if keep is not None and len(moves):
             both = keep(torch.cat([moves, bends]))
             moves, bends = both[: len(moves)], both[len(moves) :]
-        self.moves, self.bends = moves, bends
-        self.products, self.squares = (moves * bends).sum(1), (bends * bends).sum(1)
-        least = torch.finfo(gradient.dtype).eps * (self.squares * (moves * moves).sum(1)).sqrt()
-        self.used = [i for i, curved in enumerate((self.products > least).tolist()) if curved]
+        products, squares = (moves * bends).sum(1), (bends * bends).sum(1)
+        curved = products > torch.finfo(gradient.dtype).eps * (squares * (moves * moves).sum(1)).sqrt()
+        self.moves, self.bends = moves[curved], bends[curved]
+        if len(self.moves):
+            self.upper = torch.triu(self.moves @ self.bends.T)
+            self.rate = (products[curved][-1] / squares[curved][-1]).item()
+            self.inner = torch.diag(products[curved]) + self.rate * (self.bends @ self.bends.T)
         self.direction = -self.inverse(self.slope)
 
     def inverse(self, slope: Tensor) -> Tensor:
-        """Return D H e for a slope e along the face, by the two-loop recursion."""
-        q, tape = slope, []
-        for i in reversed(self.used):
-            a = torch.dot(self.moves[i], q) / self.products[i]
-            q = q - a * self.bends[i]
-            tape.append(a)
-        last = self.used[-1] if self.used else None
-        q = q * (self.rate if last is None else self.products[last] / self.squares[last])
-        for i, a in zip(self.used, reversed(tape), strict=True):
-            q = q + (a - torch.dot(self.bends[i], q) / self.products[i]) * self.moves[i]
-        return q if self.keep is None else self.keep(q[None])[0]
+        """Return D H e for a slope e along the face."""
+        found = self.rate * slope
+        if len(self.moves):
+            b = torch.linalg.solve_triangular(self.upper, (self.moves @ slope)[:, None], upper=True)
+            rest = self.inner @ b - self.rate * (self.bends @ slope)[:, None]
+            a = torch.linalg.solve_triangular(self.upper.T, rest, upper=False)
+            found = found + (self.moves.T @ a - self.rate * (self.bends.T @ b))[:, 0]
+        return found if self.keep is None else self.keep(found[None])[0]
 
     def decrement(self, slope: Tensor) -> float:
         """Return sqrt(<e, H e>) for a slope e along the face."""

@@ -53,13 +53,14 @@ class DeterministicRun:
         exact = ExactMultipliersRun(self.options, self.context)
         held = flatten(exact.leaves)
         d = exact.derivatives
-        still = d.prepare([(None, None)], graph=False)
-        d.hessian_product(still, [torch.ones_like(leaf) for leaf in d.v.leaves], with_u=False)
-        if not (problem.equalities or problem.inequalities or d.curvature == "difference"):
-            exact.begin()
-            if not exact.failed:
-                return exact
-            write(held, exact.leaves)
+        if not (problem.equalities or problem.inequalities):
+            still = d.prepare([(None, None)], graph=False)
+            d.hessian_product(still, [torch.ones_like(leaf) for leaf in d.v.leaves], with_u=False)
+            if d.curvature != "difference":
+                exact.begin()
+                if not exact.failed:
+                    return exact
+                write(held, exact.leaves)
         return self._second(d)
 
     def _second(self, before: PenalisedObjective) -> AugmentedLagrangianRun:

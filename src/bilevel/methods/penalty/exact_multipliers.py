@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.tensor_lists import norm
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.optim.linear_solvers import FlatError, Map, solve_flat
@@ -71,25 +70,27 @@ class Slope:
     graph: list[Tensor]
     batch: Any
 
-    @property
-    def size(self) -> float:
-        return float(self.flat.norm())
-
 
 @dataclass
 class Point:
-    """f, g and their derivatives at one (u, v). `w` is nu + gamma s."""
+    """f, g and their derivatives at one (u, v). `residual` is r (s if v is not projected), and w is nu + gamma r."""
 
     f: float
     g: float
-    slope: Tensor
+    residual: Tensor
     w: Tensor
     grad_u: Tensor
     v: Tensor
-    # |grad_v F|, |f_v| and |r| (|s| if v is not projected).
+    # |grad_v F|
     grad_v: float
-    size_f_v: float
-    residual: float
+
+
+def _better(slope: Slope, trial: Slope, fall: float) -> bool:
+    """Return whether g has fallen as promised; if rounding hides that, whether |s| has halved."""
+    noise = ROUNDING * torch.finfo(slope.flat.dtype).eps * abs(slope.value)
+    if -fall <= noise:
+        return bool(trial.flat.norm() <= 0.5 * slope.flat.norm())
+    return trial.value <= slope.value + 1e-4 * fall + noise
 
 
 class ExactMultipliers:
@@ -109,9 +110,12 @@ class ExactMultipliers:
         self.x: Tensor | None = None
         self.factor: Tensor | None = None
         self.since = 0
+        # The largest |f_v| met, and the largest curvature of g.
+        self.size_f_v = 0.0
         self.top = 0.0
-        # Whether the last evaluation met a g_vv that is not positive definite.
+        # Whether the last evaluation met a g_vv that is not positive definite, and its f and g.
         self.flat = False
+        self.last = (0.0, 0.0)
 
     # -- phi -----------------------------------------------------------------------------------------------------
 
@@ -122,17 +126,15 @@ class ExactMultipliers:
         """
         write(u, self.d.u.leaves)
         held = flatten(self.d.v.leaves)
+        self.flat, found = False, None
         try:
-            slope = self.solve_lower()
-            found = self.at(slope)
-            self.flat = False
+            found = self.at(self.minimise())
         except FlatError:
-            self.flat, found = True, None
+            self.flat = True
         if found is None or not (math.isfinite(found.f) and bool(torch.isfinite(found.grad_u).all())):
             write(held, self.d.v.leaves)
-            return math.inf, torch.zeros_like(u), None
-        value = found.f + torch.dot(found.w, found.slope).item()
-        return value, found.grad_u, found
+            return math.inf, torch.full_like(u, math.nan), None
+        return found.f + torch.dot(found.w, found.residual).item(), found.grad_u, found
 
     def at(self, slope: Slope) -> Point:
         """Return the point at the present (u, v), given s there."""
@@ -153,40 +155,55 @@ class ExactMultipliers:
             left = f_v + (w - keep(w)) - bent
         else:
             left = f_v - bent
+        self.last = (f.item(), slope.value)
+        self.size_f_v = max(self.size_f_v, f_v.norm().item())
         return Point(
             f=f.item(),
             g=slope.value,
-            slope=slope.flat,
+            residual=self._residual(slope),
             w=w,
             grad_u=f_u - through,
             v=flatten(d.v.leaves),
             grad_v=left.norm().item(),
-            size_f_v=f_v.norm().item(),
-            residual=norm(d.residual(self.parts(slope.flat))).item(),
         )
 
-    def solve_lower(self) -> Slope:
+    def minimise(self) -> Slope:
         """Move v to the minimum of g at the present u; return s there."""
         if self.d.v.projected:
-            return self._solve_projected()
+            return self._minimise_projected()
         slope = self._slope()
         for _ in range(NEWTON):
-            size = slope.size
-            if not math.isfinite(size):
-                raise FlatError
-            if self.first is None:
-                self.first = max(size, 1e-300)
-            if size <= self.lower_accuracy * self.first:
+            if self._enough(slope.flat):
                 break
             # A Newton step leaves a residual of the order of the square of this one: more accuracy is in vain.
-            rough = min(0.1, 0.3 * max(self.lower_accuracy * self.first / size, size / self.first))
-            self.newton_steps += 1
+            far = slope.flat.norm().item() / self.first
+            rough = min(0.1, 0.3 * max(self.lower_accuracy / far, far))
             move, _ = self._solve(slope, self._product(slope), None, -slope.flat, rough)
-            better = self._descend(slope, move)
-            if better is None:
+            start, fall = flatten(self.d.v.leaves), torch.dot(slope.flat, move).item()
+            length = 1.0
+            for _ in range(HALVINGS):
+                write(start + length * move, self.d.v.leaves)
+                trial = self._slope()
+                if better := _better(slope, trial, length * fall):
+                    break
+                length /= 2
+            if not better:  # rounding hides any progress
+                write(start, self.d.v.leaves)
                 return self._slope()
-            slope = better
+            slope = trial
         return slope
+
+    def _enough(self, residual: Tensor) -> bool:
+        """Return whether v is near enough to the minimum; count a Newton step if not."""
+        size = residual.norm().item()
+        if not math.isfinite(size):
+            raise FlatError
+        if self.first is None:
+            self.first = max(size, 1e-300)
+        if size <= self.lower_accuracy * self.first:
+            return True
+        self.newton_steps += 1
+        return False
 
     # -- the lower minimum -----------------------------------------------------------------------------------------
 
@@ -196,51 +213,27 @@ class ExactMultipliers:
         batch = d.prepare([(None, None)], graph=True)[0]
         g = d.lower(batch[1])
         graph = d.gradient(g, d.v.leaves, keep_graph=True)
-        return Slope(g.item(), _joined(graph).detach(), graph, batch)
+        self.last = (0.0, g.item())
+        return Slope(self.last[1], _joined(graph).detach(), graph, batch)
 
-    def _descend(self, slope: Slope, move: Tensor) -> Slope | None:
-        """Move v along a Newton step, halved until g falls; return s there, or None if rounding hides any progress."""
-        start, fall = flatten(self.d.v.leaves), torch.dot(slope.flat, move).item()
-        noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
-        length = 1.0
-        for _ in range(HALVINGS):
-            write(start + length * move, self.d.v.leaves)
-            trial = self._slope()
-            if -fall <= noise:  # g cannot tell any more; s can
-                if trial.size <= 0.5 * slope.size:
-                    return trial
-                break
-            if trial.value <= slope.value + 1e-4 * length * fall + noise:
-                return trial
-            length /= 2
-        write(start, self.d.v.leaves)
-        return None
-
-    def _solve_projected(self) -> Slope:
+    def _minimise_projected(self) -> Slope:
         """Move v to the minimum of g over its set, by Newton steps on r = v - P(v - s) = 0.
 
-        A step is v - r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient
-        steps take over for a while.
+        A step is -r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient steps
+        take over for a while.
         """
         d, patience = self.d, 3
         slope = self._slope()
         for _ in range(NEWTON):
-            start = flatten(d.v.leaves)
-            r = flatten(d.residual(self.parts(slope.flat)))
-            size = r.norm().item()
-            if not math.isfinite(size):
-                raise FlatError
-            if self.first is None:
-                self.first = max(size, 1e-300)
-            if size <= self.lower_accuracy * self.first:
+            start, r = flatten(d.v.leaves), self._residual(slope)
+            if patience < 0 or self._enough(r):
                 break
-            self.newton_steps += 1
             keep, product = self._tangent(slope.flat), self._product(slope)
             move, _ = self._solve(slope, product, keep, product(r) - r, 1e-6)
             write(start - r + move, d.v.leaves)
             d.v.project()
             trial = self._slope()
-            if flatten(d.residual(self.parts(trial.flat))).norm().item() <= 0.5 * size:
+            if self._residual(trial).norm().item() <= 0.5 * r.norm().item():
                 slope = trial
                 continue
             write(start, d.v.leaves)
@@ -248,9 +241,10 @@ class ExactMultipliers:
             if patience >= 0:
                 minimise(d, self.lower_accuracy)
             slope = self._slope()
-            if patience < 0:
-                break
         return slope
+
+    def _residual(self, slope: Slope) -> Tensor:
+        return _joined(self.d.residual(self.parts(slope.flat)))
 
     # -- linear systems --------------------------------------------------------------------------------------------
 

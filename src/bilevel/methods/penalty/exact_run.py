@@ -78,7 +78,6 @@ class ExactMultipliersRun(RunWithoutData):
         self.goal = GOAL * (self.tolerance or 0.0)
         self.exact = ExactMultipliers(self.derivatives)
         self.tightest = 20 * torch.finfo(self.v.dtype).eps
-        self.size_f_v = 0.0
         # Why the augmented Lagrangian has to take over; None while it need not.
         self.failed = False
 
@@ -117,15 +116,9 @@ class ExactMultipliersRun(RunWithoutData):
         """Start a search at the present u and v."""
         self.left, self.best, self.stalls, self.error = 1.0, math.inf, 0, 0.0
         self._aim(1.0)
-        self.search = ProjectedLBFGS.start(self._phi, flatten(self.u.leaves), *self._set())
+        self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
         self.first = self.search.value
         self.failed = self.search.extra is None
-
-    def _phi(self, x: Tensor) -> tuple[float, Tensor, Point | None]:
-        value, slope, point = self.exact(x)
-        if point is not None:
-            self.size_f_v = max(self.size_f_v, point.size_f_v)
-        return value, slope, point
 
     def _aim(self, left: float) -> None:
         """Set how accurate v and q have to be while `left` is left to gain."""
@@ -134,29 +127,33 @@ class ExactMultipliersRun(RunWithoutData):
 
     def step(self, k: int) -> Tensor:
         before = self.search.value
-        moved = self._move()
+        moved = (
+            self.search.iterate(self.exact)
+            or (self._solved_again() and self.search.iterate(self.exact))
+            or (self._may_restart_search() and self.search.iterate(self.exact))
+        )
         self.write_point()
         self.left = self._left() if moved else self.left
         if self.left < 0.9 * self.best:
             self.best, self.stalls = self.left, 0
         elif abs(self.search.value - before) <= self.search.noise:
             self.stalls += 1
+        if not moved and not all(map(math.isfinite, self.exact.last)):
+            return self._record(*self.exact.last)  # the loop reports it
         if not moved and self.exact.flat:
             self.failed = True
         elif self.left <= self.goal or not moved or self.stalls >= STALLS:
             self._check_end(stuck=not moved or self.stalls >= STALLS)
         else:
             self._aim(self.left)
-        return self._record()
+        return self._record(self.search.extra.f, self.search.extra.g)
 
-    def _move(self) -> bool:
-        """Take an iteration of the search; return False if there is no better point."""
-        if self.search.iterate(self._phi) or (self._solved_again() and self.search.iterate(self._phi)):
-            return True
+    def _may_restart_search(self) -> bool:
+        """Drop the model of phi; return False if it promises no more than rounding hides."""
         if self.search.promise <= self.search.noise:
             return False
         self.search.forget()
-        return self.search.iterate(self._phi)
+        return True
 
     def write_point(self) -> None:
         """Write the point of the search to u and v: the line search can have left another trial there."""
@@ -186,7 +183,7 @@ class ExactMultipliersRun(RunWithoutData):
         v = flatten(self.v.leaves)
         noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)
         write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
-        value, slope, point = self._phi(self.search.x)
+        value, slope, point = self.exact(self.search.x)
         if point is None:
             return False
         self.search.replace(value, slope, point)
@@ -217,14 +214,14 @@ class ExactMultipliersRun(RunWithoutData):
     def _minimise(self) -> float:
         """Minimise g from the present v; return its value, infinity if there is no minimum nearby."""
         try:
-            return self.exact.solve_lower().value
+            return self.exact.minimise().value
         except FlatError:
             return math.inf
 
-    def _record(self) -> Tensor:
+    def _record(self, f: float, g: float) -> Tensor:
         point, search = self.search.extra, self.search
-        f, g, size_v, residual = (point.f, point.g, point.grad_v, point.residual) if point else (math.nan,) * 4
-        row = [f, g, search.face.slope.norm().item(), size_v, residual, 0.0, self._gamma(), 0.0]
+        residual = point.residual.norm().item()
+        row = [f, g, search.face.slope.norm().item(), point.grad_v, residual, 0.0, self._gamma(), 0.0]
         row += [min(self.left, 1.0), search.length, search.length, 0.0]
         return torch.tensor(row, dtype=torch.float64)
 
@@ -247,10 +244,9 @@ class ExactMultipliersRun(RunWithoutData):
 
     def prices(self) -> Prices:
         point, gamma = self.search.extra, self._gamma()
-        residual = flatten(self.derivatives.residual(self.exact.parts(point.slope)))
         return Prices(
             gamma=torch.tensor(gamma, dtype=self.v.dtype, device=self.v.device),
-            nu=self.exact.parts(point.w - gamma * residual),
+            nu=self.exact.parts(point.w - gamma * point.residual),
             gamma_h=[],
             mu=[],
         )
@@ -258,7 +254,7 @@ class ExactMultipliersRun(RunWithoutData):
     def scales(self) -> tuple[float, float, float, float]:
         """Return the sizes that make |grad_u F| the part that is left, |grad_v F| the error of q, and |s| that of v."""
         lower = max(self.exact.top, 1e-300) * (1 + self.search.extra.v.norm().item())
-        return math.sqrt(2 * self.gain / self.unit_step()), max(self.size_f_v, 1e-300), lower, 1.0
+        return math.sqrt(2 * self.gain / self.unit_step()), max(self.exact.size_f_v, 1e-300), lower, 1.0
 
     def unit_step(self) -> float:
         """Return the inverse curvature of phi along its gradient."""
@@ -277,7 +273,7 @@ class ExactMultipliersRun(RunWithoutData):
             "x": exact.x,
             "factor": exact.factor,
             "accuracy": [exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy],
-            "numbers": [self.left, self.best, self.error, self.first, self.size_f_v],
+            "numbers": [self.left, self.best, self.error, self.first, exact.size_f_v],
             "counters": [exact.since, self.stalls, self.restarts],
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
@@ -294,7 +290,7 @@ class ExactMultipliersRun(RunWithoutData):
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
         exact.x, exact.factor = state["x"], state["factor"]
         exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy = state["accuracy"]
-        self.left, self.best, self.error, self.first, self.size_f_v = state["numbers"]
+        self.left, self.best, self.error, self.first, exact.size_f_v = state["numbers"]
         exact.since, self.stalls, self.restarts = state["counters"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]

@@ -148,13 +148,11 @@ class ExactMultipliers:
         q, self.x = self._solve(slope, product, keep, f_v, self.adjoint_accuracy, self.x)
         bent = product(q)
         through = flatten(d.gradient(slope.graph, d.u.leaves, cotangent=self.parts(q), retain=True))
-        w = -q
-        if keep is not None:
-            # Off the face, w is free: it takes up the rest of grad_v F.
-            w = w - (f_v + (w - keep(w)) - bent)
-            left = f_v + (w - keep(w)) - bent
+        if keep is None:
+            w, left = -q, f_v - bent
         else:
-            left = f_v - bent
+            w = bent - q - f_v  # so that grad_v F, which is f_v + w - D w + g_vv D w then, is zero if D w = -q
+            left = keep(w) + q
         self.last = (f.item(), slope.value)
         self.size_f_v = max(self.size_f_v, f_v.norm().item())
         return Point(

@@ -35,6 +35,7 @@ from bilevel import (
 )
 from bilevel._util.random_state import seeded
 from bilevel.derivatives.penalised_objective import PenalisedObjective
+from bilevel.methods.penalty.exact_multipliers import ExactMultipliers
 from bilevel.results import COLUMNS
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
@@ -64,11 +65,15 @@ class Case:
     """Evaluations of f and of g after which the divergence test spoils them: in the middle of its run."""
     answer: Callable[[Quadratic], tuple[Tensor, Tensor]] = Quadratic.solution
     """Where the method ends."""
+    late: int = 11
+    """A step that is not one of the first, before the end of the run."""
 
 
 CASES = [
     # The run ends at a relative stationarity of 1e-8; the problem's condition number is about 10.
-    Case("deterministic", Penalty(), False, 200, 1e-6),
+    Case("deterministic", Penalty(), False, 200, 1e-6, calls=(5, 9), late=5),
+    # Differences have no exact multipliers, and the errors of differences.
+    Case("augmented lagrangian", Penalty(curvature="difference"), False, 200, 1e-6),
     # Adam's steps at the end are about 0.05 / steps, and gamma keeps a bias of the order 1/gamma before nu removes it.
     Case(
         "stochastic",
@@ -114,7 +119,7 @@ def named(case: Case) -> str:
 
 
 each = pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=named)
-stepwise = pytest.mark.parametrize("case", CASES[1:], ids=named)
+stepwise = pytest.mark.parametrize("case", CASES[2:], ids=named)
 others = pytest.mark.parametrize("case", OTHERS, ids=named)
 with_data = pytest.mark.parametrize("case", [case for case in [*CASES, *OTHERS] if case.data], ids=named)
 
@@ -153,7 +158,7 @@ def test_known_answer_is_reached(quadratic, case):
     solution = run(quadratic, case)
     assert quadratic.error(solution.u, solution.v, case.answer(quadratic)) < case.error
     assert solution.status in (Status.CONVERGED, Status.MAX_STEPS)
-    assert solution.mode == ("deterministic" if case.name == "deterministic" else "stochastic")
+    assert solution.mode == ("deterministic" if case in CASES[:2] else "stochastic")
 
 
 @each
@@ -180,11 +185,11 @@ def test_other_seed_gives_other_bits_with_data(quadratic, case):
 
 
 @each
-@pytest.mark.parametrize("stop", [1, 11])
-def test_stopped_run_resumes_bit_for_bit(quadratic, case, stop, tmp_path):
-    short = replace(case, steps=25)
-    straight = run(quadratic, short, checkpoint=tmp_path / "straight", every=7)
-    options = {"checkpoint": tmp_path / "halves", "every": 7}
+@pytest.mark.parametrize("early", [True, False])
+def test_stopped_run_resumes_bit_for_bit(quadratic, case, early, tmp_path):
+    short, stop = replace(case, steps=25), 1 if early else case.late
+    straight = run(quadratic, short, checkpoint=tmp_path / "straight", every=4)
+    options = {"checkpoint": tmp_path / "halves", "every": 4}
     half = run(quadratic, short, callbacks=[StopAt(stop)], log_every=1, **options)
     assert half.status is Status.STOPPED
     assert half.steps == stop
@@ -319,7 +324,37 @@ def test_settings_cost_their_stated_number_of_evaluations(
     assert recorded == lower[1:]
 
 
-def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypatch):
+def test_exact_multipliers_evaluate_f_once_and_g_twice_for_each_phi_of_a_quadratic(quadratic, monkeypatch):
+    """One Newton step brings v to the minimum of a quadratic: g is evaluated before and after it."""
+    phis = 0
+    phi = ExactMultipliers.__call__
+
+    def counted(self, u):
+        nonlocal phis
+        phis += 1
+        return phi(self, u)
+
+    monkeypatch.setattr("bilevel.methods.penalty.exact_multipliers.ExactMultipliers.__call__", counted)
+    counter, noted = Counter(quadratic.problem), []
+
+    class Note(Callback):
+        def start(self, run):
+            noted.append(phis)
+
+        log = start
+
+    solution = run(quadratic, CASES[0], problem=counter.problem, callbacks=[counter, Note()], log_every=1)
+    assert solution.status is Status.CONVERGED
+    steps = [b - a for a, b in pairwise(noted)][:-1]  # the last step holds the end check
+    assert len(steps) > 3
+    assert max(steps) <= 2
+    assert counter.each_step("upper")[:-1] == steps
+    assert counter.each_step("lower")[:-1] == [2 * count for count in steps]
+    recorded = solution.history["evaluations"]
+    assert [b - a for a, b in pairwise(recorded)][:-1] == [2 * count for count in steps[1:]]
+
+
+def test_augmented_lagrangian_evaluates_once_for_each_gradient(quadratic, monkeypatch):
     gradients = 0
     penalised = PenalisedObjective.penalised
 
@@ -329,7 +364,9 @@ def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypa
         return penalised(self, *args, **options)
 
     monkeypatch.setattr(PenalisedObjective, "penalised", counted)
+    # A constraint that never holds anything back: exact multipliers leave it to the augmented Lagrangian.
     counter = Counter(quadratic.problem)
+    problem = replace(counter.problem, inequalities=lambda u, v, _: v[:1] - 100)
     noted = []
 
     class Note(Callback):
@@ -338,14 +375,9 @@ def test_deterministic_mode_evaluates_once_for_each_gradient(quadratic, monkeypa
 
         log = start
 
-    solution = run(
-        quadratic,
-        replace(CASES[0], method=Penalty(curvature="exact")),
-        problem=counter.problem,
-        callbacks=[counter, Note()],
-        log_every=1,
-    )
+    solution = run(quadratic, CASES[0], problem=problem, callbacks=[counter, Note()], log_every=1)
     assert solution.status is Status.CONVERGED
+    assert set(solution.history["solver"]) == {"augmented Lagrangian"}
     steps = [b - a for a, b in pairwise(noted)][:-1]  # the last step holds the end check
     assert len(steps) > 5
     assert min(steps) >= 1

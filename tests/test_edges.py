@@ -198,7 +198,9 @@ def test_generator_of_a_batch_sampler_is_seeded_for_each_pass():
 
 
 def test_maximum_of_the_lower_objective_is_not_called_converged_in_stochastic_mode():
-    problem = Problem(lambda u, v, _: ((u - 1) ** 2 + v**2).sum(), lambda u, v, _: (((v * v - 1) ** 2) / 4).sum())
+    problem = Problem(
+        lambda u, v, _: ((u - 1) ** 2 + v**2).sum(), lambda u, v, _: (((v * v - 1) ** 2) / 4 + 0 * u).sum()
+    )
     u, v = leaf(1.0), leaf(0.0)
     solution = solve(problem, Penalty(mode="stochastic"), u, v, max_steps=50, tolerance=1e-2, seed=0)
     assert solution.certificate.lower_minimiser is False
@@ -435,3 +437,13 @@ def test_default_rate_does_not_move_the_product_of_many_layers_by_more_than_a_ha
     v, u = nn.Sequential(*layers), torch.zeros((), requires_grad=True)
     found = solve(Problem(flat, flat), Penalty(), u, v, ([y], [y]), max_steps=1, seed=0, hypergradient=False)
     assert found.history["lower_rate"][0] == pytest.approx(most, rel=1e-6)
+
+
+def test_objective_that_u_or_v_cannot_change_is_named_at_the_first_evaluation():
+    square, both = lambda u, v, _: (v * v).sum(), lambda u, v, _: ((v - u) ** 2).sum()
+    with pytest.raises(ProblemError, match="upper or lower must depend on u"):
+        solve(Problem(square, square), Penalty(), leaf(1.0), leaf(1.0), max_steps=1)
+    with pytest.warns(BilevelWarning, match="lower does not depend on u"):
+        solve(Problem(both, square), Penalty(), leaf(1.0), leaf(1.0), max_steps=1)
+    with pytest.warns(BilevelWarning, match="upper does not depend on v"):
+        solve(Problem(lambda u, v, _: (u * u).sum(), both), Penalty(), leaf(1.0), leaf(1.0), max_steps=1)

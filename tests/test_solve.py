@@ -227,10 +227,30 @@ def test_hypergradient_is_solved_for_only_where_asked_or_small(quadratic):
     assert solution.certificate.hypergradient_error is None
     big = torch.zeros(2000, dtype=torch.float64)
     problem = Problem(lambda u, v, _: torch.sum((v - 1) ** 2), lambda u, v, _: torch.sum((v - u) ** 2))
-    for asked in (None, True):
+    for asked, data in ((None, None), (None, ([0], [0])), (True, ([0], [0]))):
         u, v = leaf(0.0), big.clone().requires_grad_()
-        solution = solve(problem, plain(), u, v, max_steps=1, seed=0, hypergradient=asked)
-        assert (solution.certificate.hypergradient_error is None) is (asked is None)
+        solution = solve(problem, plain(), u, v, data, max_steps=1, seed=0, hypergradient=asked)
+        assert (solution.certificate.hypergradient_error is None) is (asked is None and data is not None)
+
+
+def test_hypergradient_is_called_unknown_where_g_curves_down():
+    problem = Problem(lambda u, v, _: torch.sum((v - 1) ** 2 + u * u), lambda u, v, _: torch.sum(u * v - v * v / 2))
+    solution = solve(problem, plain(), leaf(0.0), leaf(0.5), max_steps=1, seed=0)
+    assert solution.certificate.hypergradient_error is None
+    assert "curves down" in solution.certificate.hypergradient_unknown
+    assert "curves down" in str(solution)
+    assert "curves down" in repr(solution)
+
+
+def test_last_line_names_the_usual_end_with_data_only_and_says_what_a_large_error_calls_for(quadratic):
+    for data, usual in ((None, False), (quadratic.data(), True)):
+        u, v = quadratic.start()
+        solution = solve(quadratic.problem, plain(), u, v, data, max_steps=1, seed=0)
+        assert solution.status is Status.MAX_STEPS
+        assert ("usual end" in str(solution)) is usual
+        assert solution.certificate.hypergradient_error > 0.1
+        assert "Hypergradient error" in str(solution)
+        assert "ApproxGrad()" in str(solution)
 
 
 def test_stochastic_run_ends_as_converged_when_the_tolerance_is_met(quadratic):

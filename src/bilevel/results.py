@@ -36,11 +36,16 @@ COLUMNS = (
     "lower_rate",
     "evaluations",
     "advanced",
+    "solver",
 )
 # Other names of columns.
 ALIASES = {"f": "upper", "g": "lower"}
 # Why the schedule advanced after a step; the history stores the position in this tuple.
 REASONS = ("", "tolerance", "smoothed", "steps")
+# Which algorithm took a step without data; the history stores the position in this tuple.
+SOLVERS = ("", "exact multipliers", "augmented Lagrangian")
+# The columns that are stored as positions.
+CODED = {"advanced": REASONS, "solver": SOLVERS}
 
 
 class Status(enum.Enum):
@@ -54,7 +59,7 @@ class Status(enum.Enum):
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
     INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
-    MAX_STEPS = "The budget of steps is spent (on minibatches the usual end): see the certificate."
+    MAX_STEPS = "The budget of steps is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 
@@ -62,6 +67,8 @@ class Status(enum.Enum):
         return self.value
 
 
+# A relative error of the hypergradient above this one is worth a sentence.
+LARGE = 0.1
 # What a user can do after each status.
 NEXT = {
     Status.CONVERGED: "use u and v, which were updated in place.",
@@ -88,6 +95,7 @@ class History:
     - `upper_rate`, `lower_rate`: the learning rates; the step length in deterministic mode.
     - `evaluations`: the evaluations of the lower objective so far.
     - `advanced`: the rule that moved the schedule after the step: `tolerance`, `smoothed`, `steps` or an empty string.
+    - `solver`: without data, the algorithm that took the step: `exact multipliers` or `augmented Lagrangian`.
 
     >>> history = History()
     >>> history.append({"step": 1, "upper": 0.5})
@@ -100,7 +108,7 @@ class History:
 
     def append(self, row: Mapping[str, float]) -> None:
         for name, column in self._columns.items():
-            column.append(row.get(name, math.nan))
+            column.append(row.get(name, 0.0 if name in CODED else math.nan))
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -111,8 +119,8 @@ class History:
             known = [*ALIASES, *COLUMNS]
             raise KeyError(f"history has no column {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}.")
         values = self._columns[name]
-        if name == "advanced":
-            return [REASONS[int(code)] for code in values]
+        if name in CODED:
+            return [CODED[name][int(code)] for code in values]
         if name in ("step", "evaluations"):
             return [int(value) for value in values]
         return values.tolist()
@@ -122,7 +130,7 @@ class History:
         for i in range(start, len(self)):
             row: dict[str, Any] = {name: column[i] for name, column in self._columns.items()}
             row["step"], row["evaluations"] = int(row["step"]), int(row["evaluations"])
-            row["advanced"] = REASONS[int(row["advanced"])]
+            row |= {key: words[int(row[key])] for key, words in CODED.items()}
             yield row
 
     def truncate(self, length: int) -> None:
@@ -143,7 +151,9 @@ class History:
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[float]]) -> History:
         history = cls()
-        history._columns = {name: array("d", values) for name, values in zip(COLUMNS, lists, strict=True)}
+        # Lists of version 0.1 have no last column.
+        rows = [*lists, [0.0] * len(lists[0])] if len(lists) < len(COLUMNS) else lists
+        history._columns = {name: array("d", values) for name, values in zip(COLUMNS, rows, strict=True)}
         return history
 
 
@@ -174,8 +184,9 @@ class Certificate:
             without lower constraints, or if it was not tried (with data it is not).
         lower_starts: The number of these points.
         hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients.
-            None if it was not requested, under `project_lower` or lower constraints, or if the conjugate gradients
-            fail: g_vv is not positive definite, or too ill-conditioned for this precision.
+            None if it was not requested, under `project_lower` or lower constraints, or if it is unknown.
+        hypergradient_unknown: Why the conjugate gradients failed: g_vv is not positive definite, or too
+            ill-conditioned for this precision or for their number of products. Empty if they did not.
         damping: lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I.
         batches: The number of batches measured; 0 without data.
         full_data: Whether these were all batches.
@@ -199,6 +210,7 @@ class Certificate:
     lower_gap: float | None = None
     lower_starts: int = 0
     hypergradient_error: float | None = None
+    hypergradient_unknown: str = ""
     damping: float = 0.0
     batches: int = 0
     full_data: bool = True
@@ -305,7 +317,24 @@ class Solution(Generic[U, V]):
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.status.value} {self.message}".strip()
+        return " ".join([self.status.value, *([self.message] if self.message else []), *self._hints()])
+
+    def _hints(self) -> list[str]:
+        """Return what a user can learn from the certificate, in one or two sentences."""
+        c = self.certificate
+        found = []
+        if self.status is Status.MAX_STEPS and c.batches:
+            found.append("With minibatches this is the usual end.")
+        if self.status in (Status.CONVERGED, Status.DIVERGED):
+            return found
+        if c.hypergradient_unknown:
+            found.append(f"The error of the hypergradient is unknown: {c.hypergradient_unknown}.")
+        elif c.hypergradient_error is not None and c.hypergradient_error > LARGE:
+            found.append(
+                f"Hypergradient error {c.hypergradient_error:.0%}: v is not at its minimum, or the penalty is low. Try "
+                "more steps, or ApproxGrad()."
+            )
+        return found
 
     def __repr__(self) -> str:
         c = self.certificate
@@ -319,7 +348,9 @@ class Solution(Generic[U, V]):
             f"  violation, relative: {c.infeasibility:.2g}",
             f"  v minimises g: {'not checked' if c.lower_minimiser is None else 'yes' if c.lower_minimiser else 'no'}",
         ]
-        if c.hypergradient_error is not None:
+        if c.hypergradient_unknown:
+            lines.append(f"  hypergradient error: unknown, {c.hypergradient_unknown}")
+        elif c.hypergradient_error is not None:
             lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}")
         if self.candidates:
             lines.append(f"  distinct ends of the starts: {len(self.candidates)}, see .candidates")

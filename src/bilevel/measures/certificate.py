@@ -23,8 +23,8 @@ from bilevel.results import Certificate
 
 # The largest number of batches of each source for a certificate.
 BATCHES = 64
-# Up to this size of v, a certificate includes the error of the hypergradient by default.
-SMALL = 1000
+# Up to this size of v, a certificate includes the error of the hypergradient by default: without data, and with data.
+LARGEST, SMALL = 1_000_000, 1000
 CG_ITERATIONS = 200
 
 
@@ -32,6 +32,7 @@ class Measurable(Protocol):
     """The part of a run's state that a certificate needs."""
 
     derivatives: PenalisedObjective
+    tolerance: float | None
 
     def prices(self) -> Prices: ...
     def lam(self) -> Tensor: ...
@@ -91,16 +92,17 @@ def _measure(
     if direct is not None:
         total[:count] = [a + b for a, b in zip(total[:count], direct, strict=True)]
     slope_u = total[count:]
-    error = None
-    if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and d.v.size <= SMALL)):
-        error = _hypergradient_error(d, lower, slopes, slope_u)
+    scale_u, scale, lower_scale, violation_scale = state.scales()
+    error, unknown = None, ""
+    small = d.v.size <= (SMALL if sources else LARGEST)
+    if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and small)):
+        error, unknown = _hypergradient_error(d, lower, slopes, slope_u, (state.tolerance or 0.0) * scale_u)
     if d.u.projected:
         rate = state.unit_step()
         moved = d.u.project_leaves([x.detach() - rate * y for x, y in zip(d.u.leaves, slope_u, strict=True)])
         slope_u = [(x.detach() - y) / rate for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)
     own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
-    scale_u, scale, lower_scale, violation_scale = state.scales()
     prices = state.prices()
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(),
@@ -113,6 +115,7 @@ def _measure(
         scale_u=scale_u,
         lower_minimiser=minimiser,
         hypergradient_error=error,
+        hypergradient_unknown=unknown,
         damping=_damping(state.lam(), prices.gamma),
         batches=max(len(upper), len(lower)) if sources else 0,
         full_data=full,
@@ -139,11 +142,20 @@ def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
         return _solved(d, lower, f_v)[0]
 
 
-def _solved(d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Solve g_vv q = target; return q and the largest relative residual of a trial."""
+def _solved(
+    d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor]
+) -> tuple[list[Tensor], float, float]:
+    """Solve g_vv q = target; return q, the largest relative residual of a trial, and the least curvature met."""
     count = len(d.v.leaves)
+    bends: list[Tensor] = []
+
+    def product(p: list[Tensor]) -> list[Tensor]:
+        bent = _product(d, lower, p)[:count]
+        bends.append((d.dot(p, bent) / d.dot(p, p)).min())
+        return bent
+
     q, square = conjugate_gradients(
-        lambda p: _product(d, lower, p)[:count],
+        product,
         target,
         d.dot,
         steps=min(CG_ITERATIONS, 2 * d.v.size),
@@ -152,7 +164,7 @@ def _solved(d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Ten
     )
     start = d.dot(target, target)
     relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
-    return q, float(relative.max().sqrt())
+    return q, float(relative.max().sqrt()), float(torch.stack(bends).min()) if bends else 0.0
 
 
 # Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`.
@@ -189,14 +201,19 @@ def _product(d: PenalisedObjective, lower: Sequence[_Maker], direction: Sequence
 
 
 def _hypergradient_error(
-    d: PenalisedObjective, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor]
-) -> float | None:
-    """Return the relative error of grad_u F against f_u - g_uv q, with q from conjugate gradients; None without q."""
+    d: PenalisedObjective, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor], least: float
+) -> tuple[float | None, str]:
+    """Return the relative error of grad_u F against f_u - g_uv q, or why it is unknown.
+
+    `least` is the size of f_u and g_uv q below which their difference is zero for all purposes.
+    """
     count = len(d.v.leaves)
-    q, left = _solved(d, lower, slopes[:count])
-    if left > 1e-3:
-        return None
+    q, left, bend = _solved(d, lower, slopes[:count])
+    if not left <= 1e-3:
+        if bend <= 0:
+            return None, "g curves down, or not at all, in some direction of v"
+        return None, f"conjugate gradients did not solve g_vv q = f_v in {min(CG_ITERATIONS, 2 * d.v.size)} products"
     through = _product(d, lower, q)[count:]
     exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]
-    size = norm(slopes[count:]).item() + norm(through).item()
-    return norm([a - b for a, b in zip(found, exact, strict=True)]).item() / size if size > 0 else None
+    size = max(norm(slopes[count:]).item() + norm(through).item(), least)
+    return (norm([a - b for a, b in zip(found, exact, strict=True)]).item() / size if size > 0 else None), ""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping, undisturbed
 from bilevel._util.tensor_lists import gradient
@@ -162,7 +163,11 @@ def first_pairs(sources: Sources) -> list[Pair]:
 def first_evaluation(d: PenalisedObjective, sources: Sources) -> None:
     """Refuse a problem that `solve` cannot solve, before it changes anything."""
     with keeping(d.v.buffers() + d.u.buffers()):
-        _evaluate(d, first_pairs(sources))
+        _, _, depends, coupled = _evaluate(d, first_pairs(sources))
+    if not coupled:
+        warn_user("lower does not depend on u: u cannot change v, and only the terms of u in upper are minimised.")
+    elif not depends and not d.problem.equalities and not d.problem.inequalities:
+        warn_user("upper does not depend on v: the lower problem cannot change the answer.")
 
 
 def _evaluate(d: PenalisedObjective, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, bool, bool]:
@@ -211,6 +216,11 @@ def _evaluate(d: PenalisedObjective, pairs: Sequence[Pair]) -> tuple[Tensor, Ten
                 "detach them, convert them with .item(), or compute under torch.no_grad()."
             )
         coupled = any(_reaches(x, wrt[count:]) for x in (g, *h, *below))
+        if not coupled and not _reaches(f, wrt[count:]):
+            raise ProblemError(
+                "upper or lower must depend on u; neither does. Use u as it is passed in, and do not detach it, "
+                "convert it with .item(), or compute under torch.no_grad()."
+            )
         return f.detach(), g.detach(), _reaches(f, wrt[:count]), coupled
 
 

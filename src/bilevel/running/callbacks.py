@@ -16,7 +16,7 @@ from typing import Any
 from bilevel._util.checks import in_range
 from bilevel._util.optional import require
 from bilevel.errors import OptionError
-from bilevel.results import ALIASES, COLUMNS, History, Solution
+from bilevel.results import ALIASES, CODED, COLUMNS, History, Solution
 
 # The message after the first Ctrl-C. It is shown at once, because a step can take long.
 ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
@@ -137,6 +137,10 @@ class Progress(Callback):
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
 
+    def end(self, solution: Solution) -> None:
+        if self._bar is not None:
+            self._bar.console.print(f"{self.label}: {solution}", markup=False, highlight=False)
+
     def interrupted(self) -> None:
         if self._bar is not None:
             with suppress(OSError):  # not by the bar, which can be writing now; a notebook has no file
@@ -186,7 +190,7 @@ class TensorBoard(Callback):
     def log(self, run: Run) -> bool | None:
         for row in run.rows():
             for name, value in row.items():
-                if name not in ("step", "advanced") and not math.isnan(value):
+                if name not in ("step", *CODED) and not math.isnan(value):
                     self._writer.add_scalar(name, value, row["step"])
         return None
 

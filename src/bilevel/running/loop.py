@@ -24,7 +24,7 @@ from bilevel.distributed.synchronise import agree_on_end, average_buffers, resto
 from bilevel.measures.certificate import certify
 from bilevel.methods.base import RECORD, MethodState, RunContext
 from bilevel.problem.variables import Variable
-from bilevel.results import Certificate, History, Solution, Status
+from bilevel.results import SOLVERS, Certificate, History, Solution, Status
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback, Run
 
@@ -67,7 +67,7 @@ class Loop:
         self.history = History()
         self.step = 0
         self.seconds = 0.0
-        self.pending: list[tuple[Tensor, int, float, int]] = []
+        self.pending: list[tuple[Tensor, dict[str, float]]] = []
         self.message = ""
         self.finished: Status | None = None
         self.interrupted = False
@@ -94,12 +94,14 @@ class Loop:
                     callback.start(watch)
                 while status is None and self.step < self.setting.max_steps:
                     sent = 0 if self.ranks is None else self.ranks.payload
+                    solver = getattr(self.state, "solver", "")
                     record = self.state.step(self.step)
                     self.step += 1
                     if self.ranks is not None:
                         self.sent, self.counted = self.sent + self.ranks.payload - sent, self.counted + 1
                     self.seconds = time.perf_counter() - started
-                    self.pending.append((record, self.step, self.seconds, self.state.derivatives.lower_evaluations))
+                    done = {"step": self.step, "seconds": self.seconds, "solver": SOLVERS.index(solver)}
+                    self.pending.append((record, done | {"evaluations": self.state.derivatives.lower_evaluations}))
                     status = self._after_step(watch)
                 solution = self._end(status or Status.MAX_STEPS, hypergradient)
             for callback in self.callbacks:
@@ -187,13 +189,13 @@ class Loop:
         if not self.pending:
             return None
         pending, self.pending = self.pending, []
-        table = torch.stack([record for record, *_ in pending]).cpu().tolist()
-        for values, (_, step, seconds, evaluations) in zip(table, pending, strict=True):
+        table = torch.stack([record for record, _ in pending]).cpu().tolist()
+        for values, (_, done) in zip(table, pending, strict=True):
             row = dict(zip(RECORD, values, strict=True))
             for name, value in row.items():
                 if not math.isfinite(value):
-                    return self._diverged(f"At step {step}, {name} is {value}.")
-            self.history.append(row | {"step": step, "seconds": seconds, "evaluations": evaluations})
+                    return self._diverged(f"At step {done['step']}, {name} is {value}.")
+            self.history.append(row | done)
         finite = self._finite()
         if self.together is not None:
             finite, self.interrupted = agree_on_end(self.together, table, finite, self.interrupted, self.step)

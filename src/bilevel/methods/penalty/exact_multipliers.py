@@ -301,7 +301,7 @@ class ExactMultipliers:
         n = slope.flat.numel()
         unit = torch.eye(n, dtype=slope.flat.dtype, device=slope.flat.device)
         product, rows = self._product(slope), []
-        for chunk in unit.split(COLUMNS):
+        for chunk in torch.split(unit, COLUMNS):
             try:
                 parts = [
                     p.reshape(-1, *leaf.shape) for p, leaf in zip(self._split(chunk), self.d.v.leaves, strict=True)

@@ -164,7 +164,7 @@ class ExactMultipliersRun(RunWithoutData):
     @property
     def gain(self) -> float:
         """The fall of phi since the start; at least what rounding leaves unknown."""
-        floor = float(torch.finfo(self.v.dtype).eps) ** (2 / 3) * abs(self.search.value)
+        floor: float = torch.finfo(self.v.dtype).eps ** (2 / 3) * abs(self.search.value)
         return max(self.first - self.search.value, 0.0) + max(floor, 1e-300)
 
     def _left(self) -> float:

@@ -26,6 +26,7 @@ from bilevel import (
     Status,
     solve,
 )
+from bilevel.errors import BilevelWarning
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 

@@ -11,7 +11,7 @@ from bilevel.errors import MissingPackageError
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 # The extra that brings a module.
 EXTRAS = {
-    **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2", "markupsafe"), "apps"),
+    **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2"), "apps"),
     **dict.fromkeys(("pandas", "pyarrow"), "tables"),
     "tensorboard": "tensorboard",
     "ray": "ray",

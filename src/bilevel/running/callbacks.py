@@ -1,4 +1,4 @@
-"""Callbacks of a run: progress bar, CSV and TensorBoard writers, early stopping. Nothing else in the library prints."""
+"""Callbacks of a run: progress bar, CSV and TensorBoard writers, early stopping."""
 
 from __future__ import annotations
 
@@ -242,8 +242,3 @@ class EarlyStopping(Callback):
         for step, now in values:
             if now < self.best - self.least * abs(self.best) or self.best == math.inf:
                 self.best, self.best_step = now, step
-
-
-def show(text: str) -> None:
-    """Print to standard output."""
-    print(text)

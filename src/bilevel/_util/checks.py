@@ -1,4 +1,4 @@
-"""Checks of options, whose errors name the option, the rule and the value; warnings that point at the user's line."""
+"""Messages to users: checks whose errors name the option, the rule and the value; warnings; counts in sentences."""
 
 from __future__ import annotations
 
@@ -71,3 +71,19 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, BilevelWarning, stacklevel=level)
+
+
+def counted(count: int, noun: str) -> str:
+    """The count and its noun, whose plural ends in s."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def agreeing(count: int, one: str, many: str) -> str:
+    """Return the singular for a count of one, else the plural."""
+    return one if count == 1 else many
+
+
+def first_of(names: Iterable[object], most: int) -> str:
+    """Join names for a sentence; a long list is cut after the first ones."""
+    some = list(map(str, names))
+    return ", ".join(some[:most]) + (", ..." if len(some) > most else "")

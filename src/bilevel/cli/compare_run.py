@@ -16,9 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.checks import did_you_mean, in_range
+from bilevel._util.checks import counted, did_you_mean, in_range
 from bilevel._util.parallel_map import ONCE, one_thread
-from bilevel._util.text import counted
 from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,

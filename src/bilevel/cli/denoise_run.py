@@ -19,8 +19,8 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from bilevel._util.atomic_files import atomic_write
+from bilevel._util.checks import agreeing
 from bilevel._util.parallel_map import one_thread
-from bilevel._util.text import agreeing
 from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.run_folder import RunFolder, made_by
 from bilevel.data.class_images import ImageClasses, read_like

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bilevel._util.checks import did_you_mean
+from bilevel._util.checks import did_you_mean, first_of
 from bilevel._util.random_state import seeded
-from bilevel._util.text import first_of
 from bilevel.applications.comparison.compare import Start, Subject
 from bilevel.applications.comparison.synthetic_problems import nth
 from bilevel.applications.default_classifier import KINDS, Classifier, classifier

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.checks import in_range
-from bilevel._util.text import counted
+from bilevel._util.checks import counted, in_range
 from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.poisoning.audit import (
     AttackGoal,

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range, one_of
-from bilevel._util.text import agreeing, first_of
+from bilevel._util.checks import agreeing, first_of, in_range, one_of
 from bilevel.errors import BilevelError, DataError, OptionError, reason
 
 Kind = Literal["images", "table", "arrays"]

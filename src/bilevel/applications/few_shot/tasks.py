@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range
-from bilevel._util.text import agreeing
+from bilevel._util.checks import agreeing, in_range
 from bilevel.data.class_images import ImageClasses
 from bilevel.errors import OptionError
 

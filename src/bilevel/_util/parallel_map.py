@@ -10,17 +10,16 @@ import socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from bilevel._util.optional import require
 from bilevel.errors import BilevelError, OptionError, reason
-
-Submit = Callable[..., Future[Any]]
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,13 @@ class Failed:
     why: str
     # Where it happened.
     trace: str = ""
-    # Whether its process is gone.
-    died: bool = False
+
+
+class Worker(NamedTuple):
+    """What does one run at a time: this process, another one, or a part of a cluster. `end` ends it and its run."""
+
+    submit: Callable[..., Future[Any]]
+    end: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -60,33 +64,31 @@ def parallel_map(
     the generator, end the runs that are under way.
     """
     local = _processes if where.workers > 1 and len(items) > 1 else _here
-    tries = dict.fromkeys(range(len(items)), 0)
-    # It is not known which of several runs has killed its process: all that were lost with it run one at a time.
-    suspects: list[int] = []
-    while tries and not late():
-        waiting, lost, busy = deque(suspects or tries), list[int](), dict[Future[Any], int]()
-        # A pool ends after a failure: an error of a GPU spoils its process for later runs.
-        with (local if where.address is None else _cluster)(where) as (submit, workers):
-            healthy, most = True, 1 if suspects else workers
-            while busy or (waiting and healthy and not late()):
-                while waiting and healthy and len(busy) < most and not late():
-                    try:
-                        busy |= {submit(attempted, function, items[waiting[0]]): waiting.popleft()}
-                    except BrokenExecutor:  # a process has just died
-                        healthy = False
+    waiting, tries = deque(range(len(items))), [0] * len(items)
+    busy: dict[Future[Any], tuple[int, Worker]] = {}
+    with (local if where.address is None else _cluster)(where) as (begin, count):
+        free = [begin() for _ in range(count)]
+        try:
+            while busy or (waiting and not late()):
+                while free and waiting and not late():
+                    position, worker = waiting.popleft(), free.pop()
+                    busy[worker.submit(attempted, function, items[position])] = position, worker
                 for done in wait(busy, return_when=FIRST_COMPLETED).done:
-                    position, result = busy.pop(done), _outcome(done)
+                    (position, worker), result = busy.pop(done), _outcome(done)
                     if isinstance(result, BilevelError):
                         raise result
-                    healthy = healthy and not isinstance(result, Failed)
-                    if isinstance(result, Failed) and result.died and not suspects:
-                        lost.append(position)
-                        continue
+                    failed = isinstance(result, Failed)
+                    if failed:  # an error of a GPU spoils its process for later runs
+                        worker.end()
+                    free.append(begin() if failed else worker)
                     tries[position] += 1
-                    if not isinstance(result, Failed) or tries[position] > where.retries:
-                        del tries[position]
+                    if failed and tries[position] <= where.retries:
+                        waiting.append(position)
+                    else:
                         yield position, result
-        suspects = lost or [position for position in suspects if position in tries]
+        finally:
+            for worker in (*free, *(worker for _, worker in busy.values())):
+                worker.end()
 
 
 def attempted(function: Callable[[Any], Any], item: Any) -> Any:
@@ -115,11 +117,11 @@ def _outcome(done: Future[Any]) -> Any:
     try:
         return done.result()
     except Exception as error:  # several libraries raise here
-        return Failed(f"its process ended ({type(error).__name__}: {reason(error)})", died=True)
+        return Failed(f"its process ended ({type(error).__name__}: {reason(error)})")
 
 
 @contextmanager
-def _here(where: Where) -> Iterator[tuple[Submit, int]]:
+def _here(where: Where) -> Iterator[tuple[Callable[[], Worker], int]]:
     """Run in this process, at once."""
 
     def submit(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -128,40 +130,28 @@ def _here(where: Where) -> Iterator[tuple[Submit, int]]:
         return done
 
     with one_thread() if where.one_thread else nullcontext():
-        yield submit, 1
+        yield lambda: Worker(submit), 1
 
 
 @contextmanager
-def _processes(where: Where) -> Iterator[tuple[Submit, int]]:
-    """Run in processes of this machine."""
+def _processes(where: Where) -> Iterator[tuple[Callable[[], Worker], int]]:
+    """Run in processes of this machine. Each has its own pool, so that a process that dies takes one run with it."""
     loky = require("joblib.externals.loky", extra="apps")
-    pool = loky.ProcessPoolExecutor(where.workers, initializer=_begin_worker)
-    try:
-        yield lambda _, *arguments: pool.submit(_attempted_in_worker, *arguments), where.workers
-    finally:
-        pool.shutdown(wait=True, kill_workers=True)
+
+    def begin() -> Worker:
+        pool = loky.ProcessPoolExecutor(1, initializer=_begin_process)
+        return Worker(pool.submit, partial(pool.shutdown, wait=True, kill_workers=True))
+
+    yield begin, where.workers
 
 
-def _begin_worker() -> None:
+def _begin_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, except in `solve`
     torch.set_num_threads(1)
 
 
-_spoilt = False
-
-
-def _attempted_in_worker(function: Callable[[Any], Any], item: Any) -> Any:
-    """In a worker: run no other item after one that failed."""
-    global _spoilt
-    if _spoilt:
-        return Failed("a run before it failed in its process", died=True)
-    result = attempted(function, item)
-    _spoilt = isinstance(result, Failed)
-    return result
-
-
 @contextmanager
-def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
+def _cluster(where: Where) -> Iterator[tuple[Callable[[], Worker], int]]:
     """Run on a Ray cluster. (joblib's backend for Ray cannot return results as they come.)"""
     ray = require("ray", extra="ray")
     mine = not ray.is_initialized()
@@ -179,7 +169,7 @@ def _cluster(where: Where) -> Iterator[tuple[Submit, int]]:
         return references[-1].future()  # type: ignore[no-any-return]
 
     try:
-        yield submit, max(1, int(ray.cluster_resources().get("CPU", 1)))
+        yield lambda: Worker(submit), max(1, int(ray.cluster_resources().get("CPU", 1)))
     finally:
         for reference in references:
             ray.cancel(reference, force=True)

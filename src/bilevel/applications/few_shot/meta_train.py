@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel import Callback, Penalty, Problem, Solution, solve
 from bilevel._util.checks import in_range, one_of
 from bilevel.applications.few_shot.classifier import (
     PROXIMITY,
@@ -36,12 +37,7 @@ from bilevel.data.class_images import ImageClasses
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.errors import OptionError, reason
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
 from bilevel.optim.variable_optimizer import OptimizerFactory
-from bilevel.problem.problem import Problem
-from bilevel.results import Solution
-from bilevel.running.callbacks import Callback
-from bilevel.running.solve import solve
 
 # A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient.
 GAMMA, LOWER_STEPS = 4.0, 10

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
 from bilevel._util.checks import in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.bounds import Bound, Within, norms
@@ -43,13 +44,7 @@ from bilevel.applications.poisoning.victims import (
 )
 from bilevel.applications.training import probabilities
 from bilevel.data import Pair
-from bilevel.errors import DataError, ProblemError
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Callback
-from bilevel.running.solve import solve
 
 Price = Callable[[nn.Module, Tensor | None], Tensor | float]
 # With at most this many training examples, every step uses all of them.

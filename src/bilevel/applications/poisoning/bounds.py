@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bilevel import Box, DataError, OptionError
 from bilevel._util.checks import in_range, one_of
-from bilevel.errors import DataError, OptionError
 from bilevel.problem.problem import Projection
-from bilevel.problem.projections import Box
 
 Norm = Literal["l2", "linf"]
 # The share by which a perturbation is shortened if rounding leaves it outside of its bound; doubled at each try.

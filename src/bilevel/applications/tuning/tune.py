@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bilevel import Callback, DataError, OptionError, Penalty, ProblemError, Solution, Status, solve
 from bilevel._util.checks import in_range, one_of
 from bilevel.applications.training import evaluating, fit
 from bilevel.applications.tuning.hyperparameters import (
@@ -35,13 +36,8 @@ from bilevel.applications.tuning.hyperparameters import (
 )
 from bilevel.applications.tuning.implicit_descent import descend
 from bilevel.applications.tuning.losses import OwnLoss, TrainingLoss
-from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import claim, described, digest_of
-from bilevel.running.solve import solve
 
 # Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used.
 Examples = Sequence[Tensor | ArrayLike]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bilevel import Callback, DataError, OptionError
 from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
@@ -33,8 +34,6 @@ from bilevel.applications.tuning.linear_tuning import (
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.tune import train_with, tune
 from bilevel.data import Labelled, Pair, split_test
-from bilevel.errors import DataError, OptionError
-from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import digest_of
 from bilevel.running.run_many import ResultFolder, RunItem, Settings
 

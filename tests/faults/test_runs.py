@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-from bilevel._util.parallel_map import Where
 from bilevel.errors import DataError, MissingPackageError, OptionError, RunError
-from bilevel.running.run_many import ResultFolder, RunItem, run_items, run_many
+from bilevel.running.run_many import ResultFolder, RunItem, Where, run_items, run_many
 
 NO_RAY = "Ray is not installed: pip install 'bilevel[ray]'"
 

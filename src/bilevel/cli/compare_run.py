@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 
 from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import counted, did_you_mean, in_range
-from bilevel._util.parallel_map import ONCE, one_thread
 from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,
@@ -34,7 +33,7 @@ from bilevel.cli.progress import Bar, show_table
 from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, refuse_if, report_result
 from bilevel.errors import OptionError
 from bilevel.methods.base import Method
-from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
+from bilevel.running.run_many import ONCE, Found, ResultFolder, RunItem, Settings, one_thread, run_items
 
 NAMES = [example.name for example in examples()]
 RATES = {"upper_rate", "lower_rate"}

@@ -30,7 +30,7 @@ from bilevel.applications.few_shot import (
     feature_count,
     meta_train,
 )
-from bilevel.applications.few_shot.classifier import BACKBONES, SCALE
+from bilevel.applications.few_shot.tasks import BACKBONES, SCALE
 from bilevel.cli.fewshot_output import (
     EMBEDDINGS,
     FILES,

@@ -28,7 +28,7 @@ from bilevel.applications.poisoning.audit import (
     target_of,
     wanted_of,
 )
-from bilevel.applications.poisoning.bounds import Bound
+from bilevel.applications.poisoning.goals import Bound
 from bilevel.cli.denoise_run import threads_for
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table

@@ -17,16 +17,16 @@ from bilevel._util.atomic_files import write_whole
 from bilevel._util.checks import in_range, one_of
 from bilevel._util.optional import require
 from bilevel._util.random_state import derived, seeded
-from bilevel.applications.few_shot.classifier import (
+from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
     CosineClassifier,
     Start,
+    TaskSampler,
     Tell,
     embed,
     support_loss,
 )
-from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.running import checkpoints as checkpoint

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from bilevel import Callback, Penalty, Problem, Solution, solve
 from bilevel._util.checks import in_range, one_of
-from bilevel.applications.few_shot.classifier import (
+from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
     TRAINING,
     CosineClassifier,
     Start,
+    TaskSampler,
     embed,
     pixels,
     support_loss,
     task_loss,
 )
-from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.training import Augment
 from bilevel.data.class_images import ImageClasses
 from bilevel.derivatives.mixed_precision import Precision

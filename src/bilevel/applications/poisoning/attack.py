@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
 from bilevel._util.checks import in_range
 from bilevel.applications.denoising.examples import Examples, examples
-from bilevel.applications.poisoning.bounds import Bound, Within, norms
-from bilevel.applications.poisoning.goals import Goal
+from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
 from bilevel.applications.poisoning.victims import (
     Features,
     Loss,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +46,6 @@ def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) ->
     return (w * losses).sum() / w.sum()
 
 
-@dataclass
-class _Uncounted:
-    """The variable that an engine asks for, and counters of evaluations, which stay at zero."""
-
-    v: Variable
-    lower_evaluations: int = 0
-    upper_evaluations: int = 0
-
-
 class Trainer:
     """Trains a model on examples on its device, once or several times, with one recorded step.
 
@@ -79,7 +71,8 @@ class Trainer:
         self.x, self.y, self.w = (tensor.to(self.v.device) for tensor in tensors)
         self.decay = decay
         self.descent = VariableOptimizer(self.v, adam(self.v, 1.0, decay), "optimizer")
-        self.derivatives = _Uncounted(self.v)
+        # Engines count evaluations of objectives, which a training has not.
+        self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
         self._engines = partial(Engines, engine, self, gradients=steps)
         self.engines = self._engines()
 
@@ -119,9 +112,8 @@ class Trainer:
                     break
         self.model.eval()
 
-    def inner(self, index: Tensor, rate: Tensor) -> Tensor:
-        loss: Tensor = self.engines.inner.wrap(self.step)(index, rate)
-        return loss
+    def inner(self, index: Tensor, rate: Tensor) -> Any:
+        return self.engines.inner.wrap(self.step)(index, rate)
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:
         """Take one step on the weighted mean loss of some rows."""

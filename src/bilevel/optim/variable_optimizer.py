@@ -267,15 +267,13 @@ class RowAdam:
     def norm_square(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the squared norm of the sum of the gradients in `parts`."""
         index, gradient = self.joined(parts)
-        total: Tensor = (gradient * gradient / self._summed(index, torch.ones_like(gradient))).sum()
-        return total
+        return (gradient * gradient / self._summed(index, torch.ones_like(gradient))).sum()
 
     @torch.no_grad()
     def length(self, index: Tensor, gradient: Tensor) -> Tensor:
         """Return the root mean square of the gradients of `joined`; a row that is named twice counts once."""
         share = 1 / self._summed(index, torch.ones_like(gradient))
-        found: Tensor = ((gradient * gradient * share).sum() / share.sum()).sqrt()
-        return found
+        return ((gradient * gradient * share).sum() / share.sum()).sqrt()
 
     def _summed(self, index: Tensor, values: Tensor) -> Tensor:
         """Return for each entry the sum of the values of its row. The scratch tensor is zero before and after."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
@@ -89,17 +90,11 @@ class TwoLowerVariablesRun(MinibatchRun):
     @contextmanager
     def _at_w(self) -> Iterator[None]:
         """Give v the values of w inside."""
-        live = [*self.v.leaves, *self.v.buffers(), *self.u.buffers()]
-        held = [tensor.detach().clone() for tensor in live]
-        with torch.no_grad():
-            for leaf, w in zip(self.v.leaves, self.w, strict=True):
-                leaf.copy_(w)
-        try:
-            yield
-        finally:
+        with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
             with torch.no_grad():
-                for tensor, value in zip(live, held, strict=True):
-                    tensor.copy_(value)
+                for leaf, w in zip(self.v.leaves, self.w, strict=True):
+                    leaf.copy_(w)
+            yield
 
     @torch.no_grad()
     def _meet(self) -> None:

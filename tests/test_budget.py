@@ -32,7 +32,7 @@ STATEMENTS = {
     "optim": 413,
     "problem": 273,
     "report": 361,
-    "running": 1304,
+    "running": 1302,
     "sklearn": 289,
     "studies": 4960,
 }

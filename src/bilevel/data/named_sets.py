@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.data.labelled import Labelled, reading, split_test
 from bilevel.errors import DataError
 

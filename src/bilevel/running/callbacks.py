@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import in_range, require
 from bilevel.errors import OptionError
 from bilevel.results import ALIASES, COLUMNS, History, Solution
 

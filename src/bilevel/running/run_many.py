@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import in_range, require
 from bilevel.errors import BilevelError, OptionError, RunError, reason
 
 # Characters of a file's name from which the rest is a hash: file systems allow 255.

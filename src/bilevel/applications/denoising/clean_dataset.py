@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from bilevel import Callback, DataError, OptionError
-from bilevel._util.checks import agreeing, counted, first_of, in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import agreeing, counted, first_of, in_range, require
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
 from bilevel.applications.training import Augment, accuracy, fit

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import in_range, one_of
-from bilevel._util.optional import require
+from bilevel._util.checks import in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.tasks import (
     PROXIMITY,

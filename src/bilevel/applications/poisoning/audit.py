@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import Callback, DataError, OptionError
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import in_range, require
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, evaluate, unmoved
 from bilevel.applications.poisoning.goals import Bound, Goal, clean_label, targeted, untargeted

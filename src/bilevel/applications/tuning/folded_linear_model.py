@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel._util.tensor_lists import gradient
 from bilevel.applications.tuning.implicit_descent import Map
 from bilevel.errors import DataError

@@ -22,7 +22,7 @@ STATEMENTS = {
     "_util": 228,
     "applications": 3005,
     "batches": 339,
-    "cli": 1417,
+    "cli": 1416,
     "data": 1249,
     "derivatives": 883,
     "distributed": 488,

@@ -117,7 +117,6 @@ def _budget(budgets: Mapping[str, float | None]) -> Budget:
         options = " and ".join(f"--{unit}" for unit in given)
         raise OptionError(f"{options} are different ways to set the budget; give one of them.")
     ((unit, most),) = given.items()
-    in_range(f"--{unit}", most, above=0)
     return Budget(unit, most)  # type: ignore[arg-type]
 
 

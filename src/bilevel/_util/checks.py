@@ -62,6 +62,12 @@ def in_range(
         raise OptionError(f"{name} must be {' and '.join(words)}; got {value!r}.")
 
 
+def check_counts(**counts: int | None) -> None:
+    """Refuse what is not a whole number of at least 1; None passes."""
+    for name, count in counts.items():
+        in_range(name, count, least=1, whole=True)
+
+
 def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
     if not isinstance(value, bool) and not (optional and value is None):
         raise OptionError(f"{name} must be True or False; got {value!r}.")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range
+from bilevel._util.checks import check_counts
 from bilevel._util.nested import detached
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
@@ -58,7 +58,7 @@ class ReverseMode(UnrolledOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("truncate", self.truncate, least=1, whole=True)
+        check_counts(truncate=self.truncate)
         if self.truncate is not None and self.truncate > self.lower_steps:
             raise OptionError(f"truncate must be at most lower_steps={self.lower_steps}; got {self.truncate}.")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bilevel._util.checks import in_range, require
+from bilevel._util.checks import check_counts, require
 from bilevel.errors import OptionError
 from bilevel.results import ALIASES, COLUMNS, History, Solution
 
@@ -221,7 +221,7 @@ class EarlyStopping(Callback):
             raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
         if value is not None and not callable(value):
             raise OptionError(f"value must be a function of no arguments; got {value!r}.")
-        in_range("patience", patience, least=1, whole=True)
+        check_counts(patience=patience)
         self.monitor, self.patience, self.least, self.value = monitor, patience, least, value
         self.best, self.best_step = math.inf, 0
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import in_range, require
+from bilevel._util.checks import check_counts, in_range, require
 from bilevel.errors import BilevelError, OptionError, RunError, reason
 
 # Characters of a file's name from which the rest is a hash: file systems allow 255.
@@ -319,7 +319,7 @@ def run_many(
     >>> run_many(lambda item: {"square": item["x"] ** 2}, [{"x": 2}, {"x": 3}], tempfile.mkdtemp())
     [{'square': 4}, {'square': 9}]
     """
-    in_range("workers", workers, least=1, whole=True)
+    check_counts(workers=workers)
     in_range("retries", retries, least=0, whole=True)
     wanted, results = [RunItem(item, 0) for item in items], ResultFolder(Path(folder))
     if not run_items(wanted, results, function, where=Where(workers, address, gpus, retries)):

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
 from bilevel.engines.engine import ENGINES
 from bilevel.errors import OptionError
@@ -92,9 +92,7 @@ def solve(
     [0.4, 0.4, 0.4]
     """
     _check(problem, method, callbacks)
-    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
-    for name, count in (counts | {"starts": starts}).items():
-        in_range(name, count, least=1, whole=True)
+    check_counts(max_steps=max_steps, every=every, log_every=log_every, accumulate=accumulate, starts=starts)
     in_range("tolerance", tolerance, above=0)
     in_range("seed", seed, least=0, whole=True)
     one_of("engine", engine, ENGINES)

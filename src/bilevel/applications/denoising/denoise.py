@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, Status, solve, weighted_mean
-from bilevel._util.checks import in_range
+from bilevel._util.checks import check_counts, in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
@@ -120,8 +120,7 @@ def denoise(
         raise OptionError(f"model must be an nn.Module; got {type(model).__name__}.")
     began = time.perf_counter()
     pair, pair_trusted, classes = with_trusted(train, trusted, model)
-    for name, value in {"batch": batch, "steps": steps, "final_steps": final_steps}.items():
-        in_range(name, value, least=1, whole=True)
+    check_counts(batch=batch, steps=steps, final_steps=final_steps)
     in_range("rate", rate, above=0)
     y, count = pair[1], len(pair[1])
     size = min(batch or BATCH[count >= LARGE], count)

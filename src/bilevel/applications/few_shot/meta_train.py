@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import Callback, Penalty, Problem, Solution, solve
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
@@ -162,7 +162,7 @@ def meta_train(
 
     >>> meta_train(network, TaskSampler(classes, ways=5, shots=1), steps=1000)  # doctest: +SKIP
     """
-    in_range("steps", steps, least=1, whole=True)
+    check_counts(steps=steps)
     in_range("proximity", proximity, least=0)
     one_of("start", start, ("means", "random"))
     features = feature_count(representation, sampler.classes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from bilevel._util.checks import agreeing, in_range, one_of
+from bilevel._util.checks import agreeing, check_counts, in_range, one_of
 from bilevel.applications.networks import cosine_logits, few_shot_cnn, mini_imagenet_resnet
 from bilevel.applications.training import evaluating
 from bilevel.data.class_images import ImageClasses
@@ -57,8 +57,7 @@ class TaskSampler:
         episodes: int = EPISODES,
     ) -> None:
         in_range("ways", ways, least=2, whole=True)
-        for name, value in {"shots": shots, "queries": queries, "tasks": tasks, "episodes": episodes}.items():
-            in_range(name, value, least=1, whole=True)
+        check_counts(shots=shots, queries=queries, tasks=tasks, episodes=episodes)
         if ways > len(classes.names):
             raise OptionError(
                 f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (a folder "

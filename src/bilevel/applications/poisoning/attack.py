@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
-from bilevel._util.checks import in_range
+from bilevel._util.checks import check_counts, in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
 from bilevel.applications.poisoning.victims import (
@@ -140,8 +140,7 @@ def attack(
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
-    in_range("steps", steps, least=1, whole=True)
-    in_range("batch", batch, least=1, whole=True)
+    check_counts(steps=steps, batch=batch)
     in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)

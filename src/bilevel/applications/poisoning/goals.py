@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel import Box, DataError, OptionError
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.data import Pair
 from bilevel.problem.problem import Projection
@@ -128,7 +128,7 @@ def targeted(
     x, y = train
     if source == wanted:
         raise OptionError(f"source and wanted must be two classes; both are {source}.")
-    in_range("points", points, least=1, whole=True)
+    check_counts(points=points)
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for label, count in ((source, points - points // 2), (wanted, points // 2)):
@@ -187,7 +187,7 @@ def clean_label(
 
 
 def _refuse(points: int, rows: int, where: str, *, all_of_it: bool = False) -> None:
-    in_range("points", points, least=1, whole=True)
+    check_counts(points=points)
     if points > rows or (points == rows and not all_of_it):
         rule = "at most" if all_of_it else "below"
         raise OptionError(f"points must be {rule} the {rows} examples of {where} that they begin from; got {points}.")

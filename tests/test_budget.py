@@ -28,7 +28,7 @@ STATEMENTS = {
     "distributed": 488,
     "engines": 380,
     "measures": 725,
-    "methods": 2123,
+    "methods": 2119,
     "optim": 413,
     "problem": 273,
     "report": 361,

@@ -98,7 +98,7 @@ class Method(Protocol):
 
 
 def copy_state(mine: Any, saved: Any) -> None:
-    """Copy saved tensors in place into tensors, lists or dicts of the same structure."""
+    """Copy tensors in place into a tensor, list or dict of the same structure."""
     if isinstance(mine, Tensor):
         mine.copy_(saved)
         return

@@ -163,13 +163,11 @@ class _Run(Unrolled):
     @torch.no_grad()
     def _put(self, point: Sequence[Tensor]) -> None:
         count, buffers = len(self.v.leaves), (*self.v.buffers(), *self.u.buffers())
-        for leaf, value in zip(self.v.leaves, point[:count], strict=True):
-            leaf.copy_(value)
+        copy_state(self.v.leaves, point[:count])
         if buffers:
             # The graph of `prepare` was made with these values, so autograd must not count this as a change.
             with preserve_version_counter(buffers):
-                for buffer, value in zip(buffers, point[count:], strict=True):
-                    buffer.copy_(value)
+                copy_state(buffers, point[count:])
 
     # -- what the engines and solve ask --------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import RECORD, RunContext
+from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
@@ -92,15 +92,13 @@ class TwoLowerVariablesRun(MinibatchRun):
         """Give v the values of w inside."""
         with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
             with torch.no_grad():
-                for leaf, w in zip(self.v.leaves, self.w, strict=True):
-                    leaf.copy_(w)
+                copy_state(self.v.leaves, self.w)
             yield
 
     @torch.no_grad()
     def _meet(self) -> None:
         """Give w the values of v."""
-        for w, leaf in zip(self.w, self.v.leaves, strict=True):
-            w.copy_(leaf)
+        copy_state(self.w, self.v.leaves)
 
     def _warmed(self, k: int) -> None:
         self._meet()

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,15 +86,20 @@ def parallel_map(
             while busy or (waiting and not late()):
                 while free and waiting and not late():
                     position, worker = waiting.popleft(), free.pop()
-                    busy[worker.submit(attempted, function, items[position])] = position, worker
+                    try:
+                        busy[worker.submit(attempted, function, items[position])] = position, worker
+                    except BrokenExecutor:  # its process has died since its last run
+                        worker.end()
+                        free.append(begin())
+                        waiting.appendleft(position)
                 for done in wait(busy, return_when=FIRST_COMPLETED).done:
                     (position, worker), result = busy.pop(done), _outcome(done)
-                    if isinstance(result, BilevelError):
-                        raise result
                     failed = isinstance(result, Failed)
                     if failed:  # an error of a GPU spoils its process for later runs
                         worker.end()
                     free.append(begin() if failed else worker)
+                    if isinstance(result, BilevelError):
+                        raise result
                     tries[position] += 1
                     if failed and tries[position] <= where.retries:
                         waiting.append(position)

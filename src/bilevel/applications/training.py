@@ -24,7 +24,7 @@ from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
 from bilevel.engines.engine import Engines
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 

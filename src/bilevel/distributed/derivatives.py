@@ -30,9 +30,7 @@ from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.weighted_mean import evaluating_share
 from bilevel.errors import OptionError
-from bilevel.problem.problem import Problem
-from bilevel.problem.rows import Parts
-from bilevel.problem.variables import Variable
+from bilevel.problem import Parts, Problem, Variable
 
 
 class RankDerivatives(PenalisedObjective):

@@ -28,7 +28,7 @@ from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions, no_projection
 from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
-from bilevel.problem.rows import together
+from bilevel.problem import together
 
 # The default learning rate of Adam on q, relative to the size of an entry of q.
 LINEAR_SHARE = 0.1

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bilevel._util.checks import check_counts, factory, in_range, one_of
 from bilevel.errors import OptionError
 from bilevel.optim.variable_optimizer import OptimizerFactory
-from bilevel.problem.problem import Problem
+from bilevel.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -27,7 +27,7 @@ from bilevel.errors import OptionError
 from bilevel.methods.base import MethodState, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
-from bilevel.problem.rows import Parts, together
+from bilevel.problem import Parts, together
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

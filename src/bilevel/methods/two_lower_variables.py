@@ -33,8 +33,7 @@ from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
-from bilevel.problem.rows import together
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable, together
 
 GAMMA = RECORD.index("gamma")
 

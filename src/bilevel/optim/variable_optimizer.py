@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import OptionError
-from bilevel.problem.problem import Projection
-from bilevel.problem.rows import Parts, Rows
-from bilevel.problem.variables import Variable
+from bilevel.problem import Parts, Projection, Rows, Variable
 
 # `partial(torch.optim.Adam, lr=1e-3)`, or any function from parameters to an optimizer; its groups are kept.
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]

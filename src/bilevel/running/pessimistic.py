@@ -32,8 +32,7 @@ from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.measures.problem_check import variables
 from bilevel.measures.problem_scales import measure
 from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Objective, Problem, Projection
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Problem, Projection, Variable
 from bilevel.results import Solution, Status
 from bilevel.running.callbacks import Callback
 from bilevel.running.loop import PausedRun

@@ -14,8 +14,7 @@ from bilevel.engines.engine import ENGINES
 from bilevel.errors import OptionError
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Method
-from bilevel.problem.problem import Problem
-from bilevel.problem.rows import Rows
+from bilevel.problem import Problem, Rows
 from bilevel.results import Solution
 from bilevel.running.callbacks import Callback
 from bilevel.running.multistart import run_starts

@@ -24,7 +24,7 @@ from bilevel import Box, DataError, OptionError
 from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.data import Pair
-from bilevel.problem.problem import Projection
+from bilevel.problem import Projection
 
 Norm = Literal["l2", "linf"]
 SHARPER = 1.5

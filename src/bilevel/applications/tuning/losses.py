@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel.applications.training import evaluating
 from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
-from bilevel.problem.problem import Problem
+from bilevel.problem import Problem
 
 Batch = Sequence[Tensor]
 # (values of the hyperparameters, model, batch) -> scalar tensor.

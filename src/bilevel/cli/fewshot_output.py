@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from bilevel import History
 from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
@@ -20,7 +21,6 @@ from bilevel.data.image_folders import SUFFIXES
 from bilevel.errors import DataError, OptionError, reason
 from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.results import History
 
 WEIGHTS = "representation.safetensors"
 EMBEDDINGS = "embeddings.npz"

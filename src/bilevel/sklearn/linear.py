@@ -14,10 +14,10 @@ from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from bilevel import OptionError
 from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, from_scipy, invertible
 from bilevel.applications.tuning.linear_tuning import Penalty, tune_cautiously
-from bilevel.errors import OptionError
 from bilevel.sklearn.denoising import _LabelledClasses, _plain
 
 AUTO = "auto"

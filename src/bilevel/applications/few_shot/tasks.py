@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from bilevel import OptionError
 from bilevel._util.checks import agreeing, check_counts, in_range, one_of
 from bilevel.applications.networks import cosine_logits, few_shot_cnn, mini_imagenet_resnet
 from bilevel.applications.training import evaluating
 from bilevel.data.class_images import ImageClasses
 from bilevel.derivatives.mixed_precision import Precision, reduced
-from bilevel.errors import OptionError
 
 # The number of meta-batches in a pass; each pass has its own seed.
 EPISODES = 100

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bilevel import OptionError, ProblemError
 from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel._util.random_state import seeded
 from bilevel.applications.training import fit
-from bilevel.errors import OptionError, ProblemError
 
 # Maps (scores, labels) to one number for each row.
 Loss = Callable[[Tensor, Tensor], Tensor]

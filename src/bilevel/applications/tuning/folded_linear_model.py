@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
+from bilevel import DataError
 from bilevel._util.checks import require
 from bilevel._util.tensor_lists import gradient
 from bilevel.applications.tuning.implicit_descent import Map
-from bilevel.errors import DataError
 from bilevel.measures.lower_minimum import flatten
 from bilevel.running.run_identity import digest_of
 

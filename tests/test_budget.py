@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 361,
     "running": 1295,
     "sklearn": 289,
-    "studies": 4960,
+    "studies": 4955,
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

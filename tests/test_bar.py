@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bilevel.cli import progress as bar
 from bilevel.cli.main import main
-from bilevel.cli.progress import LINES, Bar, stages
+from bilevel.cli.progress import Bar, stages
 
 
 @pytest.fixture
@@ -19,10 +19,8 @@ def clock(monkeypatch):
     """The seconds that lines go by."""
     now = [0.0]
     monkeypatch.setattr("bilevel.cli.progress.time.monotonic", lambda: now[0])
-    LINES.begin()
-    yield now
-    monkeypatch.undo()
-    LINES.begin()
+    monkeypatch.setattr("bilevel.cli.progress._last", 0.0)
+    return now
 
 
 def test_a_pipe_has_a_line_for_what_is_done_whenever_time_has_passed(clock, capsys):

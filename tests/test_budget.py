@@ -18,23 +18,23 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 231,
-    "_util": 359,
-    "applications": 3072,
-    "batches": 339,
-    "cli": 1433,
-    "data": 1257,
+    "top": 229,
+    "_util": 232,
+    "applications": 2999,
+    "batches": 336,
+    "cli": 1416,
+    "data": 1248,
     "derivatives": 883,
-    "distributed": 501,
+    "distributed": 486,
     "engines": 380,
-    "measures": 726,
-    "methods": 2127,
-    "optim": 422,
-    "problem": 273,
+    "measures": 725,
+    "methods": 2117,
+    "optim": 411,
+    "problem": 278,
     "report": 361,
-    "running": 1196,
-    "sklearn": 290,
-    "studies": 4960,
+    "running": 1295,
+    "sklearn": 289,
+    "studies": 4955,
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

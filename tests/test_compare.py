@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -22,9 +23,8 @@ from bilevel.applications.comparison.compare import (
     synthetic,
 )
 from bilevel.applications.comparison.synthetic_problems import examples, nth
-from bilevel.cli import compare_run
+from bilevel.cli import compare_run, progress
 from bilevel.cli.main import main
-from bilevel.cli.progress import LINES
 
 FILE = """
 import torch
@@ -55,7 +55,7 @@ def file(tmp_path):
 
 
 def run(capsys, *arguments):
-    LINES.begin()  # as in a new process
+    progress._last = time.monotonic()  # as in a new process
     code = main(["compare", *map(str, arguments)])
     output, errors = capsys.readouterr()
     return code, output, " ".join(re.sub(r"[│╭╮╰╯─]", " ", errors).split())

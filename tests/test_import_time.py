@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import bilevel
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.cli.main import main
 
 HEAVY = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "PIL", "pandas", "pyarrow", "jinja2", "joblib", "ray"}

@@ -27,8 +27,16 @@ from bilevel.applications.poisoning.audit import (
     prepare,
     smallest,
 )
-from bilevel.applications.poisoning.bounds import Bound, Within, norms
-from bilevel.applications.poisoning.goals import Goal, clean_label, raised_loss, targeted, untargeted
+from bilevel.applications.poisoning.goals import (
+    Bound,
+    Goal,
+    Within,
+    clean_label,
+    norms,
+    raised_loss,
+    targeted,
+    untargeted,
+)
 from bilevel.applications.poisoning.victims import CURVATURE, Recipe, Whitened, decayed, mapped, trained, whitened
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError, ProblemError

@@ -30,7 +30,7 @@ from bilevel import (
 from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import RunContext
-from bilevel.optim.row_adam import RowAdam
+from bilevel.optim.variable_optimizer import RowAdam
 
 RATE = torch.tensor(0.05, dtype=torch.float64)
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.comparison.synthetic_problems import examples
 from bilevel.applications.default_classifier import KINDS
-from bilevel.applications.few_shot.classifier import BACKBONES, TRAINING
+from bilevel.applications.few_shot.tasks import BACKBONES, TRAINING
 from bilevel.cli import commands
 from bilevel.cli.compare_run import EVALUATIONS
 from bilevel.cli.denoise_run import FIT

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted
 from bilevel.applications.denoising.clean_dataset import prepare
 from bilevel.applications.networks import few_shot_cnn
 from bilevel.cli.fewshot_output import image_files, write_embeddings

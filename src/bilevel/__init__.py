@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from bilevel.methods.reverse_mode import ReverseMode
     from bilevel.methods.value_function import ValueFunction
     from bilevel.methods.value_gap import ValueGap
-    from bilevel.problem.problem import Problem
-    from bilevel.problem.projections import Ball, Box, Simplex
-    from bilevel.problem.rows import Rows
+    from bilevel.problem import Ball, Box, Problem, Rows, Simplex
     from bilevel.results import Certificate, History, Solution, Status
     from bilevel.running.callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
     from bilevel.running.pessimistic import solve_pessimistic
@@ -93,9 +91,7 @@ _MODULES = {
     "methods.reverse_mode": ["ReverseMode"],
     "methods.value_function": ["ValueFunction"],
     "methods.value_gap": ["ValueGap"],
-    "problem.problem": ["Problem"],
-    "problem.projections": ["Ball", "Box", "Simplex"],
-    "problem.rows": ["Rows"],
+    "problem": ["Ball", "Box", "Problem", "Rows", "Simplex"],
     "results": ["Certificate", "History", "Solution", "Status"],
     "running.callbacks": ["CSVHistory", "Callback", "EarlyStopping", "Progress", "Run", "TensorBoard"],
     "running.run_many": ["run_many"],

@@ -127,7 +127,7 @@ def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
     from bilevel_studies.poisoning.clean_label_batch import collide
 
     from bilevel.applications.poisoning.attack import attack
-    from bilevel.applications.poisoning.bounds import Bound
+    from bilevel.applications.poisoning.goals import Bound
 
     bound = Bound(epsilon, "linf")
     if method == "bilevel, Penalty":
@@ -146,7 +146,7 @@ def attacked(task: Task, method: str, goal: Goal, epsilon: float) -> Tensor:
 
 def settled(points: Tensor, goal: Goal, epsilon: float) -> Tensor:
     """The points in the pixel box and the bound."""
-    from bilevel.applications.poisoning.bounds import Bound, Within
+    from bilevel.applications.poisoning.goals import Bound, Within
 
     return Within(goal.base, 0.0, 1.0, Bound(epsilon, "linf")).settled(points.to(goal.base))
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bilevel import Penalty, Problem, solve
-from bilevel._util.parallel_map import Where, parallel_map
+from bilevel.running.run_many import Where, parallel_map
 
 STEPS = 3000
 

@@ -26,8 +26,13 @@ import torch  # noqa: E402
 from bilevel_studies.study import FiledStore, table  # noqa: E402
 
 from bilevel._util.atomic_files import write_whole  # noqa: E402
-from bilevel._util.parallel_map import ONCE  # noqa: E402
-from bilevel.running.run_many import Found, RunItem, Settings, run_items  # noqa: E402
+from bilevel.running.run_many import (  # noqa: E402
+    ONCE,
+    Found,
+    RunItem,
+    Settings,
+    run_items,
+)
 
 READERS = {
     "npz": ".npz files",

@@ -43,7 +43,7 @@ from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.optim.row_adam import RowAdam
+from bilevel.optim.variable_optimizer import RowAdam
 from bilevel.problem.variables import Variable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,7 @@ import torch
 from bilevel_studies.poisoning.clean_label_batch import collide
 from test_poisoning import Map, digits  # noqa: F401
 
-from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.goals import clean_label, untargeted
+from bilevel.applications.poisoning.goals import Bound, clean_label, untargeted
 from bilevel.errors import OptionError
 
 

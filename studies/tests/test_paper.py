@@ -22,10 +22,9 @@ from bilevel_studies.synthetic.results import GOAL, Results
 from bilevel_studies.synthetic.runs import general, run
 from test_models import NETWORKS
 
-from bilevel._util.parallel_map import Where
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.cli.main import main
-from bilevel.running.run_many import ResultFolder, RunItem, run_items
+from bilevel.running.run_many import ResultFolder, RunItem, Where, run_items
 
 TINY = replace(
     synthetic.QUICK,

@@ -15,7 +15,7 @@ from common import needs
 from test_sync import HostReadError, NoHostReadErrors, gpu, watched
 
 from bilevel.applications.poisoning import goals
-from bilevel.applications.poisoning.bounds import Bound, norms
+from bilevel.applications.poisoning.goals import Bound, norms
 from bilevel.applications.poisoning.victims import Recipe, trained
 from bilevel.cli.main import main
 from bilevel.errors import DataError, OptionError

@@ -13,9 +13,8 @@ from bilevel_studies.poisoning.runs import method
 from bilevel_studies.poisoning.study import COLUMNS, PAPER, PARTS, PERCENTS, TARGETED, UNTARGETED
 from common import needs
 
-from bilevel._util.parallel_map import Where
 from bilevel.cli.main import main
-from bilevel.running.run_many import ResultFolder, RunItem, run_items
+from bilevel.running.run_many import ResultFolder, RunItem, Where, run_items
 
 needs_mnist = needs("mnist")
 

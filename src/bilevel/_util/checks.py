@@ -1,4 +1,7 @@
-"""Checks of options, whose errors name the option, the rule and the value; warnings that point at the user's line."""
+"""Messages to users: checks whose errors name the option, the rule and the value; warnings; words for counts; packages.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import torch
+from bilevel.errors import BilevelWarning, MissingPackageError, OptionError
 
-from bilevel.errors import BilevelWarning, OptionError
-
-# The paths of code that a warning does not point at: this package, torch and context managers.
-OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
+# The names of packages whose modules have another name.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+# The extra that brings a module.
+EXTRAS = {
+    **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2"), "apps"),
+    **dict.fromkeys(("pandas", "pyarrow"), "tables"),
+    "tensorboard": "tensorboard",
+    "ray": "ray",
+}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -52,6 +62,12 @@ def in_range(
         raise OptionError(f"{name} must be {' and '.join(words)}; got {value!r}.")
 
 
+def check_counts(**counts: int | None) -> None:
+    """Refuse what is not a whole number of at least 1; None passes."""
+    for name, count in counts.items():
+        in_range(name, count, least=1, whole=True)
+
+
 def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
     if not isinstance(value, bool) and not (optional and value is None):
         raise OptionError(f"{name} must be True or False; got {value!r}.")
@@ -59,6 +75,8 @@ def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
 
 def factory(name: str, value: object) -> None:
     """Refuse an optimizer in place of what makes one; None passes."""
+    import torch
+
     if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
         raise OptionError(
             f"{name} must be a factory such as partial(torch.optim.Adam, lr=1e-3), not an optimizer; got {value!r}."
@@ -67,7 +85,48 @@ def factory(name: str, value: object) -> None:
 
 def warn_user(message: str) -> None:
     """Warn with a `BilevelWarning` that points at the first line outside this package, torch and context managers."""
+    import torch
+
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, BilevelWarning, stacklevel=level)
+
+
+def counted(count: int, noun: str) -> str:
+    """The count and its noun, whose plural ends in s."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def agreeing(count: int, one: str, many: str) -> str:
+    """Return the singular for a count of one, else the plural."""
+    return one if count == 1 else many
+
+
+def first_of(names: Iterable[object], most: int) -> str:
+    """Join names for a sentence; a long list is cut after the first ones."""
+    some = list(map(str, names))
+    return ", ".join(some[:most]) + (", ..." if len(some) > most else "")
+
+
+def require(module: str, extra: str) -> Any:
+    """Return an optional module, or raise `MissingPackageError` with the command that installs it.
+
+    >>> require("math", extra="apps").sqrt(4.0)
+    2.0
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MissingPackageError(how_to_install(module, extra)) from None
+
+
+def how_to_install(module: str, extra: str | None = None) -> str:
+    """Return the sentence that names the package of a missing module and the extra that brings it."""
+    name = module.partition(".")[0]
+    extra = extra or EXTRAS.get(name)
+    package = DISTRIBUTIONS.get(name, name)
+    return f"This needs {package}: pip install {package if extra is None else repr(f'bilevel[{extra}]')}."

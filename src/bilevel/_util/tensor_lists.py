@@ -11,8 +11,7 @@ from torch import Tensor
 def dot(a: Sequence[Tensor], b: Sequence[Tensor], *, trials: bool = False) -> Tensor:
     """Return <a, b> over all tensors, as a tensor; with `trials`, one for each entry of the leading dimension."""
     products = (x * y for x, y in zip(a, b, strict=True))
-    total: Tensor = torch.stack([x.reshape(x.shape[0], -1).sum(1) if trials else torch.sum(x) for x in products]).sum(0)
-    return total
+    return torch.stack([x.reshape(x.shape[0], -1).sum(1) if trials else torch.sum(x) for x in products]).sum(0)
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:

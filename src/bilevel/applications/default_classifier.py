@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from bilevel import OptionError
 from bilevel._util.checks import one_of
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks
 from bilevel.applications.augmentation import crop, crop_and_flip
 from bilevel.applications.training import Augment
-from bilevel.errors import OptionError
 
 KINDS = ("auto", "linear", "mlp", "cnn")
 # Hidden units of the MLP with fewer than WIDE inputs, and with more.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from bilevel.errors import OptionError
+from bilevel import OptionError
 
 
 def linear(inputs: int = 784, classes: int = 10) -> nn.Sequential:

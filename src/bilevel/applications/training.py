@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
 from bilevel.engines.engine import Engines
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 
@@ -43,15 +44,6 @@ def weighted_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) ->
     """Return the weighted mean of the cross-entropies."""
     losses = cross_entropy(model(x), y, reduction="none")
     return (w * losses).sum() / w.sum()
-
-
-@dataclass
-class _Uncounted:
-    """The variable that an engine asks for, and counters of evaluations, which stay at zero."""
-
-    v: Variable
-    lower_evaluations: int = 0
-    upper_evaluations: int = 0
 
 
 class Trainer:
@@ -79,7 +71,8 @@ class Trainer:
         self.x, self.y, self.w = (tensor.to(self.v.device) for tensor in tensors)
         self.decay = decay
         self.descent = VariableOptimizer(self.v, adam(self.v, 1.0, decay), "optimizer")
-        self.derivatives = _Uncounted(self.v)
+        # Engines count evaluations of objectives, which a training has not.
+        self.derivatives: Any = SimpleNamespace(v=self.v, lower_evaluations=0, upper_evaluations=0)
         self._engines = partial(Engines, engine, self, gradients=steps)
         self.engines = self._engines()
 
@@ -119,9 +112,8 @@ class Trainer:
                     break
         self.model.eval()
 
-    def inner(self, index: Tensor, rate: Tensor) -> Tensor:
-        loss: Tensor = self.engines.inner.wrap(self.step)(index, rate)
-        return loss
+    def inner(self, index: Tensor, rate: Tensor) -> Any:
+        return self.engines.inner.wrap(self.step)(index, rate)
 
     def step(self, index: Tensor, rate: Tensor) -> Tensor:
         """Take one step on the weighted mean loss of some rows."""

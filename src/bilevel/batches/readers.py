@@ -104,11 +104,6 @@ def weighted(batch: Any, weight: float) -> Any:
     return batch if weight == 1.0 else BatchShare(batch, weight)
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors in tuples, lists and dicts."""
-    return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
-
-
 def _leaves(batch: Any) -> list[Any]:
     """Everything in tuples, lists and dicts."""
     if isinstance(batch, dict):
@@ -256,7 +251,7 @@ def reader(items: Any, name: str, copies: DeviceCopies, shares: RankShares | Non
     With `shares`, it gives this rank's share of each batch.
     """
     shares = None if shares is None or shares.divided(items, name) else shares
-    if type(items) in (list, tuple) and copies.fit(tensors_in(items)):
+    if type(items) in (list, tuple) and copies.fit([leaf for leaf in _leaves(items) if isinstance(leaf, Tensor)]):
         return ListReader(items, name, copies, shares)
     batches = getattr(items, "batch_sampler", None)
     if type(items) is not DataLoader or type(batches) is not BatchSampler or type(batches.sampler) not in SAMPLERS:

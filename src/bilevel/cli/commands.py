@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.errors import OptionError
 
 # The kinds of `applications.default_classifier`, written here because that module imports torch.

@@ -15,33 +15,34 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from bilevel import OptionError, Problem
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.checks import did_you_mean, in_range
-from bilevel._util.parallel_map import ONCE, one_thread
-from bilevel._util.text import counted
+from bilevel._util.checks import counted, did_you_mean, in_range
 from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,
     UNROLLED,
     Budget,
+    Start,
     Subject,
     compare,
     steps_of,
     synthetic,
 )
-from bilevel.applications.comparison.synthetic_problems import examples
-from bilevel.cli.option_values import is_file, known, path_and_name, problem_of
+from bilevel.applications.comparison.synthetic_problems import examples, nth
+from bilevel.cli.option_values import described, is_file, known, load, path_and_name
 from bilevel.cli.progress import Bar, show_table
 from bilevel.cli.run_folder import RESULT, RunFolder, Stopped, refuse_if, report_result
-from bilevel.errors import OptionError
 from bilevel.methods.base import Method
-from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
+from bilevel.running.run_many import ONCE, Found, ResultFolder, RunItem, Settings, one_thread, run_items
 
 NAMES = [example.name for example in examples()]
 RATES = {"upper_rate", "lower_rate"}
 FORMATS = (".png", ".svg", ".pdf")
 # The default budget.
 EVALUATIONS = 5_000
+# What the file of a problem defines.
+NEEDED = ("problem", "u", "v")
 
 
 def run(
@@ -116,7 +117,6 @@ def _budget(budgets: Mapping[str, float | None]) -> Budget:
         options = " and ".join(f"--{unit}" for unit in given)
         raise OptionError(f"{options} are different ways to set the budget; give one of them.")
     ((unit, most),) = given.items()
-    in_range(f"--{unit}", most, above=0)
     return Budget(unit, most)  # type: ignore[arg-type]
 
 
@@ -150,6 +150,40 @@ def _option(name: str, text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+# -- a problem from a file --------------------------------------------------------------------------------------------
+
+
+def problem_of(text: str, trials: int, seed: int) -> Subject:
+    """Return the problem that a file defines, with a start for each trial."""
+    path, found = load(text, "PROBLEM must be a synthetic problem or a Python file")
+    takes_seed = callable(found) and "seed" in inspect.signature(found).parameters
+    if trials > 1 and not takes_seed:
+        raise OptionError(
+            f"--trials {trials} needs `{path.name}:name` with a function name(seed) that returns problem, u and v for "
+            "each start; this file has one start."
+        )
+    return Subject(text, [_start(path, found, {"seed": nth(seed, k)} if takes_seed else {}) for k in range(trials)])
+
+
+def _start(path: Path, found: Any, seed: Mapping[str, int]) -> Start:
+    if callable(found) and not isinstance(found, type):
+        try:
+            found = found(**seed)
+        except Exception as error:
+            raise OptionError(f"the function in {path} could not be run: {described(error)}") from error
+    if isinstance(found, (tuple, list)):
+        if len(found) not in (3, 4):
+            raise OptionError(f"{path} must give (problem, u, v) or (problem, u, v, data); got {len(found)} values.")
+        found = dict(zip((*NEEDED, "data"), found, strict=False))
+    values = found if isinstance(found, Mapping) else {key: getattr(found, key, None) for key in (*NEEDED, "data")}
+    for key in NEEDED:
+        if values.get(key) is None:
+            raise OptionError(f"{path} must define {key!r}: a Problem `problem` and its variables `u` and `v`.")
+    if not isinstance(values["problem"], Problem):
+        raise OptionError(f"problem in {path} must be a bilevel.Problem; got {type(values['problem']).__name__}.")
+    return Start(values["problem"], values["u"], values["v"], values.get("data"))
 
 
 # -- the runs ----------------------------------------------------------------------------------------------------------

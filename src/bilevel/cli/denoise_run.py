@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor
 
+from bilevel import ApproxGrad, OptionError
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.parallel_map import one_thread
-from bilevel._util.text import agreeing
+from bilevel._util.checks import agreeing
 from bilevel.applications.comparison.compare import METHODS
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import (
@@ -40,11 +40,10 @@ from bilevel.data import Labelled, apply_decisions, load
 from bilevel.data.arrays import array_keys
 from bilevel.distributed.process_group import ProcessGroup, first_rank, restarted
 from bilevel.distributed.synchronise import run_on_first
-from bilevel.errors import OptionError
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
 from bilevel.report.page import Table, cell_text
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
+from bilevel.running.run_many import one_thread
 
 # The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"

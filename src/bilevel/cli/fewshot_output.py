@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from bilevel import History
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.run_folder import RunFolder, made_by
 from bilevel.data.class_images import ImageClasses, read_like
@@ -20,7 +21,6 @@ from bilevel.data.image_folders import SUFFIXES
 from bilevel.errors import DataError, OptionError, reason
 from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.results import History
 
 WEIGHTS = "representation.safetensors"
 EMBEDDINGS = "embeddings.npz"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bilevel import DataError, OptionError, ProblemError, Solution, Status
 from bilevel._util.checks import in_range
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
@@ -29,7 +30,7 @@ from bilevel.applications.few_shot import (
     feature_count,
     meta_train,
 )
-from bilevel.applications.few_shot.classifier import BACKBONES, SCALE
+from bilevel.applications.few_shot.tasks import BACKBONES, SCALE
 from bilevel.cli.fewshot_output import (
     EMBEDDINGS,
     FILES,
@@ -48,8 +49,6 @@ from bilevel.cli.progress import RunBar, stages, waiting
 from bilevel.cli.run_folder import CONFIG, RESULT, RunFolder, folder_of, report_result, run_or_resume
 from bilevel.data.class_images import NAMES, ClassSplits, ImageClasses, load_classes, read_like
 from bilevel.data.image_folders import Reader, some_of
-from bilevel.errors import DataError, OptionError, ProblemError
-from bilevel.results import Solution, Status
 
 # How often, and on how many tasks, a run measures the accuracy on meta-validation classes.
 VALIDATIONS, VALIDATION_TASKS = 20, 100

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 import bilevel
-from bilevel._util.optional import EXTRAS, how_to_install
+from bilevel._util.checks import EXTRAS, how_to_install
 from bilevel.cli import commands, doctor
 from bilevel.cli.run_folder import INTERRUPTED, STOPPED, Stopped
 from bilevel.errors import BilevelError, BilevelWarning, OptionError

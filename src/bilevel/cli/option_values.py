@@ -1,11 +1,10 @@
-"""Values of options: the device, and networks and problems from a user's Python file, `path.py` or `path.py:name`."""
+"""Values of options: the device, and what a user's Python file defines, `path.py` or `path.py:name`."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -14,18 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bilevel._util.checks import did_you_mean
+from bilevel._util.checks import did_you_mean, first_of
 from bilevel._util.random_state import seeded
-from bilevel._util.text import first_of
-from bilevel.applications.comparison.compare import Start, Subject
-from bilevel.applications.comparison.synthetic_problems import nth
 from bilevel.applications.default_classifier import KINDS, Classifier, classifier
 from bilevel.data import Labelled
 from bilevel.distributed.process_group import world
 from bilevel.errors import OptionError, reason
-from bilevel.problem.problem import Problem
-
-NEEDED = ("problem", "u", "v")
 
 
 def known(option: str, value: str, names: Iterable[str], also: str = "") -> None:
@@ -79,13 +72,13 @@ def load(text: str, rule: str) -> tuple[Path, Any]:
     try:
         loader.exec_module(module)
     except Exception as error:
-        raise OptionError(f"{path} could not be run: {_described(error)}") from error
+        raise OptionError(f"{path} could not be run: {described(error)}") from error
     if name is not None and not hasattr(module, name):
         raise OptionError(f"{path.name} does not define {name!r}.")
     return path, module if name is None else getattr(module, name)
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     return f"{type(error).__name__}: {reason(error)}."
 
 
@@ -101,7 +94,7 @@ def network(text: str, option: str, call: str, arguments: Sequence[Any], seed: i
         with seeded(seed):
             found = make(*arguments)
     except Exception as error:
-        raise OptionError(f"{option} {text} could not be run: {_described(error)}") from error
+        raise OptionError(f"{option} {text} could not be run: {described(error)}") from error
     if not isinstance(found, nn.Module):
         raise OptionError(f"{option} {text} must return an nn.Module; got {type(found).__name__}.")
     return found
@@ -118,44 +111,10 @@ def classifier_of(model: str, data: Labelled, source: str, device: torch.device,
         with torch.no_grad():
             scores = tuple(found.eval().to(device)(data.x[:2].to(device)).shape)
     except Exception as error:
-        raise OptionError(f"--model {model} does not take inputs of shape {shape}: {_described(error)}") from error
+        raise OptionError(f"--model {model} does not take inputs of shape {shape}: {described(error)}") from error
     if scores != (2, classes):
         raise OptionError(
             f"--model {model} must give one score for each of the {classes} classes; for two inputs it gives shape "
             f"{scores}."
         )
     return Classifier(found.train(), model)
-
-
-# -- problems ----------------------------------------------------------------------------------------------------------
-
-
-def problem_of(text: str, trials: int, seed: int) -> Subject:
-    """Return the problem that a file defines, with a start for each trial."""
-    path, found = load(text, "PROBLEM must be a synthetic problem or a Python file")
-    takes_seed = callable(found) and "seed" in inspect.signature(found).parameters
-    if trials > 1 and not takes_seed:
-        raise OptionError(
-            f"--trials {trials} needs `{path.name}:name` with a function name(seed) that returns problem, u and v for "
-            "each start; this file has one start."
-        )
-    return Subject(text, [_start(path, found, {"seed": nth(seed, k)} if takes_seed else {}) for k in range(trials)])
-
-
-def _start(path: Path, found: Any, seed: Mapping[str, int]) -> Start:
-    if callable(found) and not isinstance(found, type):
-        try:
-            found = found(**seed)
-        except Exception as error:
-            raise OptionError(f"the function in {path} could not be run: {_described(error)}") from error
-    if isinstance(found, (tuple, list)):
-        if len(found) not in (3, 4):
-            raise OptionError(f"{path} must give (problem, u, v) or (problem, u, v, data); got {len(found)} values.")
-        found = dict(zip((*NEEDED, "data"), found, strict=False))
-    values = found if isinstance(found, Mapping) else {key: getattr(found, key, None) for key in (*NEEDED, "data")}
-    for key in NEEDED:
-        if values.get(key) is None:
-            raise OptionError(f"{path} must define {key!r}: a Problem `problem` and its variables `u` and `v`.")
-    if not isinstance(values["problem"], Problem):
-        raise OptionError(f"problem in {path} must be a bilevel.Problem; got {type(values['problem']).__name__}.")
-    return Start(values["problem"], values["u"], values["v"], values.get("data"))

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.checks import in_range
-from bilevel._util.text import counted
+from bilevel._util.checks import counted, in_range
 from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.poisoning.audit import (
     AttackGoal,
@@ -29,7 +28,7 @@ from bilevel.applications.poisoning.audit import (
     target_of,
     wanted_of,
 )
-from bilevel.applications.poisoning.bounds import Bound
+from bilevel.applications.poisoning.goals import Bound
 from bilevel.cli.denoise_run import threads_for
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table

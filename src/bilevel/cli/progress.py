@@ -25,26 +25,17 @@ def waiting(label: str) -> AbstractContextManager[object]:
     return console.status(label) if console.is_terminal and first_rank() else nullcontext()
 
 
-class Lines:
-    """Prints lines to standard error, on the first rank, at most one every `EVERY` seconds."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock again."""
-        self._last = time.monotonic()
-
-    def say(self, label: str, done: float, total: float | None, of: str = "") -> None:
-        """Print the progress, if it is time: `done` of `total` things, whose plural is `of`."""
-        if time.monotonic() - self._last >= EVERY and first_rank():
-            self._last = time.monotonic()
-            count = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
-            print(f"{label}: {count} {of}".rstrip(), file=sys.stderr, flush=True)
+# When the last line was printed, by any bar of the command.
+_last = time.monotonic()
 
 
-# Shared by all bars of a command.
-LINES = Lines()
+def say(label: str, done: float, total: float | None, of: str = "") -> None:
+    """Print `done` of `total` things, whose plural is `of`, on the first rank, at most once every `EVERY` seconds."""
+    global _last
+    if time.monotonic() - _last >= EVERY and first_rank():
+        _last = time.monotonic()
+        count = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
+        print(f"{label}: {count} {of}".rstrip(), file=sys.stderr, flush=True)
 
 
 class Bar(Progress):
@@ -60,7 +51,7 @@ class Bar(Progress):
         super().update(task_id, **changes)
         if self.disable:
             task = self._tasks[task_id]
-            LINES.say(task.description, task.completed, task.total, self.of)
+            say(task.description, task.completed, task.total, self.of)
 
 
 @contextmanager
@@ -103,7 +94,7 @@ class RunBar(callbacks.Progress):
     def log(self, run: Run) -> bool | None:
         stop, self.label = super().log(run), self.begins + self.more()
         if self._bar is None:
-            LINES.say(self.label, run.step, run.max_steps, "steps")
+            say(self.label, run.step, run.max_steps, "steps")
         else:
             self._bar.update(self._task, description=self.label)
         return stop

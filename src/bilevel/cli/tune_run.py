@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.parallel_map import one_thread
 from bilevel.applications.tuning.tune_table import TunedTable, tune_table
 from bilevel.cli.option_values import device_of
 from bilevel.cli.progress import RunBar, show_table, stages
@@ -20,6 +19,7 @@ from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, rep
 from bilevel.data import Labelled, load, load_numbers
 from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, Table, render
+from bilevel.running.run_many import one_thread
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel._util.optional import require
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted, require
 from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import did_you_mean, in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import did_you_mean, in_range, require
 from bilevel.data.image_folders import Reader, load_folder, read_pixels
 from bilevel.data.labelled import reading
 from bilevel.data.named_sets import sheet

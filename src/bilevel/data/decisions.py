@@ -19,8 +19,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from bilevel._util.optional import require
-from bilevel._util.text import first_of
+from bilevel._util.checks import first_of, require
 from bilevel.data.arrays import ARRAYS, read_npz
 from bilevel.data.image_folders import files_of, listings
 from bilevel.data.labelled import Labelled, reading

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.optional import require
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted, require
 from bilevel.data.labelled import LEAST_ROWS, Labelled, Pair, indices, reading
 from bilevel.errors import BilevelError, DataError, OptionError
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range, one_of
-from bilevel._util.text import agreeing, first_of
+from bilevel._util.checks import agreeing, check_counts, first_of, in_range, one_of
 from bilevel.errors import BilevelError, DataError, OptionError, reason
 
 Kind = Literal["images", "table", "arrays"]
@@ -234,7 +233,7 @@ def split_test(
 
 def _split(data: Labelled, count: int | None, seed: int, keep: int = 0) -> tuple[Labelled, Pair]:
     """Return the data without `count` rows, and these rows."""
-    in_range("count", count, least=1, whole=True)
+    check_counts(count=count)
     in_range("seed", seed, least=0, whole=True)
     if count is None or count >= data.count:
         raise OptionError(f"count must be below {data.count}, the number of rows of {data.name}; got {count}.")

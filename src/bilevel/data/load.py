@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import did_you_mean
-from bilevel._util.text import agreeing
+from bilevel._util.checks import agreeing, did_you_mean
 from bilevel.data.arrays import load_npz
 from bilevel.data.image_folders import load_folder
 from bilevel.data.labelled import LEAST_ROWS, Classes, Labelled, LabelReader, class_labels

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.data.labelled import Labelled, reading, split_test
 from bilevel.errors import DataError
 
@@ -96,8 +96,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 def _read_mat(folder: Path) -> tuple[Part, Part]:
     """Read SVHN's cropped digits: X (32, 32, 3, n) and y, in which 10 means the digit 0."""
-    train, test = (_mat(folder / name) for name in MAT)
-    return train, test
+    return _mat(folder / MAT[0]), _mat(folder / MAT[1])
 
 
 def _mat(path: Path) -> Part:

@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel._util.checks import did_you_mean
-from bilevel._util.optional import require
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted, did_you_mean, require
 from bilevel.data.arrays import COPIES, LARGEST, refuse_larger, standard_scaler
 from bilevel.data.labelled import Labelled, LabelReader, Pair, name_of, reading, row_keys
 from bilevel.errors import DataError, OptionError, reason

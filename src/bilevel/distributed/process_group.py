@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bilevel._util.text import agreeing
+from bilevel._util.checks import agreeing
 from bilevel.errors import OptionError, RankError, reason
 
 # The timeout of a collective, if the user has not initialised the process group.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import CheckpointError
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 
 
 def gather_state(

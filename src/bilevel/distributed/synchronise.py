@@ -11,7 +11,7 @@ import torch
 from bilevel._util.random_state import derived, seed_generators, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 
 # The parts of a fingerprint that must be equal on all ranks. Data, and functions that close over it, can differ.
 ALIKE = ("u", "v", "method", "options", "accumulate", "seed", "precision")

@@ -19,7 +19,7 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.engines._torch_private import compiling, pytree
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 
 # A function of batches and tensors. It changes all else that it reads or writes in place.
 Step = Callable[..., Any]

@@ -21,7 +21,6 @@ from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.errors import BilevelError, OptionError, ProblemError
 from bilevel.problem.problem import Problem, Projection
 from bilevel.problem.variables import Variable
-from bilevel.running import callbacks
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
         gradient(d.upper(batches[0][0]), d.v.leaves)
         second = time.perf_counter() - started
     found = Check(f.mean().item(), g.mean().item(), d.u.size, d.v.size, depends, coupled, double, first, second)
-    callbacks.show(str(found))
+    print(found)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range, one_of, true_or_false
+from bilevel._util.checks import check_counts, in_range, one_of, true_or_false
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel._util.tensor_lists import difference, gradient
@@ -28,7 +28,7 @@ from bilevel.methods.base import MethodState, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions, no_projection
 from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
-from bilevel.problem.rows import together
+from bilevel.problem import together
 
 # The default learning rate of Adam on q, relative to the size of an entry of q.
 LINEAR_SHARE = 0.1
@@ -73,7 +73,7 @@ class ApproxGrad(OptimizerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann"))
-        in_range("linear_steps", self.linear_steps, least=1, whole=True)
+        check_counts(linear_steps=self.linear_steps)
         in_range("linear_rate", self.linear_rate, above=0)
         true_or_false("warm_start", self.warm_start)
         in_range("damping", self.damping, least=0)

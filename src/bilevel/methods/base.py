@@ -12,8 +12,7 @@ from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.certificate import Measurable
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 from bilevel.results import Status
 
 # The columns of `History` in the order of a step's record.
@@ -98,7 +97,7 @@ class Method(Protocol):
 
 
 def copy_state(mine: Any, saved: Any) -> None:
-    """Copy saved tensors in place into tensors, lists or dicts of the same structure."""
+    """Copy tensors in place into a tensor, list or dict of the same structure."""
     if isinstance(mine, Tensor):
         mine.copy_(saved)
         return

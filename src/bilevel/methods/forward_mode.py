@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range, warn_user
+from bilevel._util.checks import check_counts, warn_user
 from bilevel._util.nested import detached
 from bilevel._util.tensor_lists import gradient
 from bilevel.derivatives.double_backward import missing_double_backward
@@ -64,7 +64,7 @@ class ForwardMode(UnrolledOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("chunk_size", self.chunk_size, least=1, whole=True)
+        check_counts(chunk_size=self.chunk_size)
 
     def init(self, context: RunContext) -> MethodState:
         """Start a run; `solve` calls this."""

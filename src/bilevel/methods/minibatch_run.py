@@ -30,7 +30,7 @@ from bilevel.measures.certificate import SMALL
 from bilevel.measures.lower_minimum import lower_point
 from bilevel.methods.base import RunContext, copy_state
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 from bilevel.results import Status
 
 # The batches of one gradient.

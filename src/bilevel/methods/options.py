@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from bilevel._util.checks import factory, in_range, one_of
+from bilevel._util.checks import check_counts, factory, in_range, one_of
 from bilevel.errors import OptionError
 from bilevel.optim.variable_optimizer import OptimizerFactory
-from bilevel.problem.problem import Problem
+from bilevel.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,7 +39,7 @@ class StepOptions(MethodOptions):
     upper_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
-        in_range("lower_steps", self.lower_steps, least=1, whole=True)
+        check_counts(lower_steps=self.lower_steps)
         in_range("warm_up", self.warm_up, least=0, below=1)
         one_of("decay", self.decay, ("linear", "constant"))
         one_of("lower_batches", self.lower_batches, ("fresh", "shared"))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range
+from bilevel._util.checks import check_counts
 from bilevel._util.nested import detached
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
@@ -27,7 +27,7 @@ from bilevel.errors import OptionError
 from bilevel.methods.base import MethodState, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.unrolled import Run, Unrolled, UnrolledOptions
-from bilevel.problem.rows import Parts, together
+from bilevel.problem import Parts, together
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -58,7 +58,7 @@ class ReverseMode(UnrolledOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("truncate", self.truncate, least=1, whole=True)
+        check_counts(truncate=self.truncate)
         if self.truncate is not None and self.truncate > self.lower_steps:
             raise OptionError(f"truncate must be at most lower_steps={self.lower_steps}; got {self.truncate}.")
 
@@ -163,13 +163,11 @@ class _Run(Unrolled):
     @torch.no_grad()
     def _put(self, point: Sequence[Tensor]) -> None:
         count, buffers = len(self.v.leaves), (*self.v.buffers(), *self.u.buffers())
-        for leaf, value in zip(self.v.leaves, point[:count], strict=True):
-            leaf.copy_(value)
+        copy_state(self.v.leaves, point[:count])
         if buffers:
             # The graph of `prepare` was made with these values, so autograd must not count this as a change.
             with preserve_version_counter(buffers):
-                for buffer, value in zip(buffers, point[count:], strict=True):
-                    buffer.copy_(value)
+                copy_state(buffers, point[count:])
 
     # -- what the engines and solve ask --------------------------------------------------------------------------
 

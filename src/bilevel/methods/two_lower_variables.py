@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.prices import Gradients, Prices, added
 from bilevel.measures.batch_scales import BatchScales
-from bilevel.methods.base import RECORD, RunContext
+from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.options import OptimizerOptions
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
-from bilevel.problem.rows import together
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable, together
 
 GAMMA = RECORD.index("gamma")
 
@@ -89,23 +89,15 @@ class TwoLowerVariablesRun(MinibatchRun):
     @contextmanager
     def _at_w(self) -> Iterator[None]:
         """Give v the values of w inside."""
-        live = [*self.v.leaves, *self.v.buffers(), *self.u.buffers()]
-        held = [tensor.detach().clone() for tensor in live]
-        with torch.no_grad():
-            for leaf, w in zip(self.v.leaves, self.w, strict=True):
-                leaf.copy_(w)
-        try:
-            yield
-        finally:
+        with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
             with torch.no_grad():
-                for tensor, value in zip(live, held, strict=True):
-                    tensor.copy_(value)
+                copy_state(self.v.leaves, self.w)
+            yield
 
     @torch.no_grad()
     def _meet(self) -> None:
         """Give w the values of v."""
-        for w, leaf in zip(self.w, self.v.leaves, strict=True):
-            w.copy_(leaf)
+        copy_state(self.w, self.v.leaves)
 
     def _warmed(self, k: int) -> None:
         self._meet()

@@ -27,7 +27,7 @@ from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
 from bilevel.methods.options import StepOptions, no_projection
 from bilevel.optim.variable_optimizer import VariableOptimizer
-from bilevel.problem.variables import Variable
+from bilevel.problem import Variable
 
 POWER_ITERATIONS = 10
 # `run(step, *arguments)` runs a step by the engines if they can.

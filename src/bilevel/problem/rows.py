@@ -1,7 +1,7 @@
 """Per-example variables: `Rows`, and the tape of the rows that an evaluation read.
 
 A step that sees the rows of one batch costs O(batch): the rows are gathered as leaves, and the other rows are untouched
-(see `bilevel.optim.row_adam` for their moments).
+(see `bilevel.optim.variable_optimizer` for their moments).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.errors import OptionError
 
 # Stand-ins that matplotlib draws with; the SVG gets the page's colours in their place.

@@ -14,7 +14,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 from bilevel.report.figures import Html
 
 # Pairs (term, text).

@@ -1,4 +1,4 @@
-"""Callbacks of a run: progress bar, CSV and TensorBoard writers, early stopping. Nothing else in the library prints."""
+"""Callbacks of a run: progress bar, CSV and TensorBoard writers, early stopping."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
+from bilevel._util.checks import check_counts, require
 from bilevel.errors import OptionError
 from bilevel.results import ALIASES, CODED, COLUMNS, History, Solution
 
@@ -226,7 +225,7 @@ class EarlyStopping(Callback):
             raise OptionError(f"monitor must be a column of the history ({', '.join(COLUMNS)}); got {monitor!r}.")
         if value is not None and not callable(value):
             raise OptionError(f"value must be a function of no arguments; got {value!r}.")
-        in_range("patience", patience, least=1, whole=True)
+        check_counts(patience=patience)
         self.monitor, self.patience, self.least, self.value = monitor, patience, least, value
         self.best, self.best_step = math.inf, 0
 
@@ -246,8 +245,3 @@ class EarlyStopping(Callback):
         for step, now in values:
             if now < self.best - self.least * abs(self.best) or self.best == math.inf:
                 self.best, self.best_step = now, step
-
-
-def show(text: str) -> None:
-    """Print to standard output."""
-    print(text)

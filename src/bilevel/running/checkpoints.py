@@ -137,7 +137,9 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = node.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(node, dict):
-        return {"dict": {key: _pack(item, f"{name}/{_escaped(key)}", tensors) for key, item in node.items()}}
+        # Slashes are escaped as in JSON pointers, so that two tensors never share a name.
+        names = {key: f"{name}/{key.replace('~', '~0').replace('/', '~1')}" for key in node}
+        return {"dict": {key: _pack(item, names[key], tensors) for key, item in node.items()}}
     if isinstance(node, (list, tuple)):
         return {"list": [_pack(item, f"{name}/{i}", tensors) for i, item in enumerate(node)]}
     if isinstance(node, float) and not math.isfinite(node):
@@ -147,11 +149,6 @@ def _pack(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"a checkpoint holds tensors, numbers and text; {name or 'the state'} is {type(node).__name__}."
     )
-
-
-def _escaped(key: str) -> str:
-    """Return a key with its slashes escaped, as in JSON pointers, so that two tensors never share a name."""
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _unpack(node: Any, tensors: dict[str, Tensor]) -> Any:

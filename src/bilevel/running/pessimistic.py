@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import in_range
+from bilevel._util.checks import check_counts, in_range
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.distributed.process_group import ProcessGroup
@@ -32,8 +32,7 @@ from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.measures.problem_check import variables
 from bilevel.measures.problem_scales import measure
 from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Objective, Problem, Projection
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Problem, Projection, Variable
 from bilevel.results import Solution, Status
 from bilevel.running.callbacks import Callback
 from bilevel.running.loop import PausedRun
@@ -128,8 +127,7 @@ def solve_pessimistic(
     """
     if not isinstance(method, Penalty) or method.mode == "stochastic":
         raise OptionError(f"method must be Penalty() in its deterministic mode; got {method!r}.")
-    in_range("max_steps", max_steps, least=1, whole=True)
-    in_range("starts", starts, least=1, whole=True)
+    check_counts(max_steps=max_steps, starts=starts)
     in_range("tolerance", tolerance, above=0)
     for name in ("start_lower", "trials"):
         if getattr(problem, name, None) is not None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from bilevel._util.atomic_files import write_whole
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 
 # How releases before 0.2 described a function or an object: its name and a digest of its code.
 WITH_CODE = re.compile(r"(\S+) [0-9a-f]{12}")

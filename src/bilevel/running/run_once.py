@@ -20,8 +20,7 @@ from bilevel.distributed.synchronise import check_same_arguments, run_on_first, 
 from bilevel.errors import CheckpointError, OptionError
 from bilevel.measures.problem_check import first_evaluation
 from bilevel.methods.base import Method, RunContext
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 from bilevel.results import Solution
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback

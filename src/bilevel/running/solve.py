@@ -8,14 +8,13 @@ from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.derivatives.mixed_precision import Precision, refuse_precision
 from bilevel.engines.engine import ENGINES
 from bilevel.errors import OptionError
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Method
-from bilevel.problem.problem import Problem
-from bilevel.problem.rows import Rows
+from bilevel.problem import Problem, Rows
 from bilevel.results import Solution
 from bilevel.running.callbacks import Callback
 from bilevel.running.multistart import run_starts
@@ -92,9 +91,7 @@ def solve(
     [0.4, 0.4, 0.4]
     """
     _check(problem, method, callbacks)
-    counts = {"max_steps": max_steps, "every": every, "log_every": log_every, "accumulate": accumulate}
-    for name, count in (counts | {"starts": starts}).items():
-        in_range(name, count, least=1, whole=True)
+    check_counts(max_steps=max_steps, every=every, log_every=log_every, accumulate=accumulate, starts=starts)
     in_range("tolerance", tolerance, above=0)
     in_range("seed", seed, least=0, whole=True)
     one_of("engine", engine, ENGINES)

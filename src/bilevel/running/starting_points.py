@@ -31,9 +31,7 @@ from bilevel.derivatives.prices import violation
 from bilevel.measures.constrained_lower_minimum import minimise_constrained
 from bilevel.measures.lower_minimum import minimise
 from bilevel.measures.problem_scales import lower_curvature
-from bilevel.problem.problem import Problem
-from bilevel.problem.projections import Box
-from bilevel.problem.variables import Variable
+from bilevel.problem import Box, Problem, Variable
 
 # Draws for each start.
 POOL = 4

@@ -1,6 +1,6 @@
 """Estimators with scikit-learn's interface: `fit`, `predict`, and results in attributes that end in `_`."""
 
-from bilevel._util.optional import require
+from bilevel._util.checks import require
 
 require("sklearn", "apps")
 require("scipy", "apps")

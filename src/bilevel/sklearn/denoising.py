@@ -19,15 +19,14 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range, true_or_false, warn_user
+from bilevel import DataError, OptionError, Progress
+from bilevel._util.checks import check_counts, in_range, true_or_false, warn_user
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import probabilities
 from bilevel.data.arrays import standard_scaler
-from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
-from bilevel.running.callbacks import Progress
 
 # Called with the count of numbers in one input and the count of classes; returns a network.
 ModuleFactory = Callable[[int, int], nn.Module]
@@ -241,7 +240,7 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
             if module is None:
                 hidden = np.atleast_1d(self.hidden).tolist()
                 for units in hidden:
-                    in_range("hidden", units, least=1, whole=True)
+                    check_counts(hidden=units)
                 module = mlp(x[0].numel(), hidden, classes)
             elif isinstance(module, nn.Module):
                 module = copy.deepcopy(module)

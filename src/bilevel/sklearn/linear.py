@@ -14,10 +14,10 @@ from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from bilevel._util.checks import in_range, one_of
+from bilevel import OptionError
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, from_scipy, invertible
 from bilevel.applications.tuning.linear_tuning import Penalty, tune_cautiously
-from bilevel.errors import OptionError
 from bilevel.sklearn.denoising import _LabelledClasses, _plain
 
 AUTO = "auto"
@@ -52,7 +52,7 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
         """Tune on the rows that the folds hold out; set all attributes. `classes` is 0 for numbers to predict."""
         caution, steps, tol = _plain(self.caution), _plain(self.steps), _plain(self.tol)
         one_of("penalty", self.penalty, ("per-feature", "single"))
-        in_range("steps", steps, least=1, whole=True)
+        check_counts(steps=steps)
         in_range("tol", tol, above=0)
         if isinstance(caution, str) and caution != AUTO:
             raise OptionError(f"caution must be 'auto' or a number of at least 0; got {caution!r}.")

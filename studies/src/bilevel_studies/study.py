@@ -24,9 +24,8 @@ from rich.progress import Progress
 
 from bilevel import Callback, OptionError, Run, Solution
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.parallel_map import Where
 from bilevel.running.checkpoints import BEFORE, FILE
-from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
+from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, Where, run_items
 
 __all__ = ["FiledStore", "Found", "Kept", "Report", "RunItem", "Settings", "Sitting", "Study"]
 Kept = tuple[Settings, Found]

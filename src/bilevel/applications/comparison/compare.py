@@ -16,20 +16,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bilevel import (
+    Alternating,
+    ApproxGrad,
+    Callback,
+    ForwardMode,
+    History,
+    Penalty,
+    Problem,
+    ReverseMode,
+    Run,
+    Solution,
+    Status,
+    ValueFunction,
+    ValueGap,
+    solve,
+)
 from bilevel._util.checks import in_range
 from bilevel.applications.comparison.synthetic_problems import examples, nth
-from bilevel.methods.alternating import Alternating
-from bilevel.methods.approx_grad import ApproxGrad
 from bilevel.methods.base import Method
-from bilevel.methods.forward_mode import ForwardMode
-from bilevel.methods.penalty import Penalty
-from bilevel.methods.reverse_mode import ReverseMode
-from bilevel.methods.value_function import ValueFunction
-from bilevel.methods.value_gap import ValueGap
-from bilevel.problem.problem import Problem
-from bilevel.results import History, Solution, Status
-from bilevel.running.callbacks import Callback, Run
-from bilevel.running.solve import solve
 
 # Every method by its name on the command line; the algorithms are presets of `Penalty`.
 METHODS: dict[str, Callable[..., Method]] = {

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.errors import OptionError
-from bilevel.problem.problem import Problem
+from bilevel import OptionError, Problem
 
 # Starting points are uniform in [-BOUND, BOUND].
 BOUND = 5.0

@@ -18,17 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
+from bilevel import Callback, DataError, OptionError
+from bilevel._util.checks import agreeing, counted, first_of, in_range, require
 from bilevel._util.random_state import derived
-from bilevel._util.text import agreeing, counted, first_of
 from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
 from bilevel.applications.training import Augment, accuracy, fit
 from bilevel.data import Labelled, Pair, corrupt, split_test, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
-from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
-from bilevel.running.callbacks import Callback
 
 # The default number of trusted examples of each class.
 PER_CLASS = 10

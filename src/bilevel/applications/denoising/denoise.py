@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel._util.checks import in_range
+from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, Status, solve, weighted_mean
+from bilevel._util.checks import check_counts, in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
@@ -33,17 +34,9 @@ from bilevel.applications.training import Augment, Trainer, probabilities
 from bilevel.data import Pair
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import first_rank
-from bilevel.distributed.weighted_mean import weighted_mean
-from bilevel.errors import OptionError, ProblemError
 from bilevel.measures.batch_scales import DEEP_RATE
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.problem.rows import Rows
-from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import claim, digest_of
-from bilevel.running.solve import solve
 
 # The default number of passes over the examples, and the least number of steps.
 PASSES, LEAST_STEPS = 12, 1200
@@ -127,8 +120,7 @@ def denoise(
         raise OptionError(f"model must be an nn.Module; got {type(model).__name__}.")
     began = time.perf_counter()
     pair, pair_trusted, classes = with_trusted(train, trusted, model)
-    for name, value in {"batch": batch, "steps": steps, "final_steps": final_steps}.items():
-        in_range(name, value, least=1, whole=True)
+    check_counts(batch=batch, steps=steps, final_steps=final_steps)
     in_range("rate", rate, above=0)
     y, count = pair[1], len(pair[1])
     size = min(batch or BATCH[count >= LARGE], count)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from bilevel._util.text import agreeing, counted
+from bilevel._util.checks import agreeing, counted
 from bilevel.applications.training import probabilities
 from bilevel.data import Pair
 from bilevel.errors import DataError, OptionError, reason

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import in_range, one_of
-from bilevel._util.optional import require
+from bilevel._util.checks import check_counts, in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
-from bilevel.applications.few_shot.classifier import (
+from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
     CosineClassifier,
     Start,
+    TaskSampler,
     Tell,
     embed,
     support_loss,
 )
-from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.running import checkpoints as checkpoint
@@ -114,7 +113,7 @@ def adapt_and_evaluate(
 
     >>> adapt_and_evaluate(network, sampler, tasks=600).accuracy  # doctest: +SKIP
     """
-    in_range("tasks", tasks, least=1, whole=True)
+    check_counts(tasks=tasks)
     in_range("steps", steps, least=0, whole=True)
     one_of("start", start, ("means", "random"))
     device = next(representation.parameters()).device

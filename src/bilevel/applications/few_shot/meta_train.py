@@ -18,30 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range, one_of
-from bilevel.applications.few_shot.classifier import (
+from bilevel import Callback, Penalty, Problem, Solution, solve
+from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
     TRAINING,
     CosineClassifier,
     Start,
+    TaskSampler,
     embed,
     pixels,
     support_loss,
     task_loss,
 )
-from bilevel.applications.few_shot.tasks import TaskSampler
 from bilevel.applications.training import Augment
 from bilevel.data.class_images import ImageClasses
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.errors import OptionError, reason
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
 from bilevel.optim.variable_optimizer import OptimizerFactory
-from bilevel.problem.problem import Problem
-from bilevel.results import Solution
-from bilevel.running.callbacks import Callback
-from bilevel.running.solve import solve
 
 # A high penalty, and enough steps to solve the lower problem with it, so that u moves by the hypergradient.
 GAMMA, LOWER_STEPS = 4.0, 10
@@ -166,7 +162,7 @@ def meta_train(
 
     >>> meta_train(network, TaskSampler(classes, ways=5, shots=1), steps=1000)  # doctest: +SKIP
     """
-    in_range("steps", steps, least=1, whole=True)
+    check_counts(steps=steps)
     in_range("proximity", proximity, least=0)
     one_of("start", start, ("means", "random"))
     features = feature_count(representation, sampler.classes)

@@ -11,8 +11,7 @@ from bilevel.applications.poisoning.audit import (
     detection_auc,
     prepare,
 )
-from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.goals import Goal, clean_label, targeted, untargeted
+from bilevel.applications.poisoning.goals import Bound, Goal, clean_label, targeted, untargeted
 from bilevel.applications.poisoning.victims import Recipe
 
 __all__ = [

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel._util.checks import in_range
+from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
+from bilevel._util.checks import check_counts, in_range
 from bilevel.applications.denoising.examples import Examples, examples
-from bilevel.applications.poisoning.bounds import Bound, Within, norms
-from bilevel.applications.poisoning.goals import Goal
+from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
 from bilevel.applications.poisoning.victims import (
     Features,
     Loss,
@@ -43,13 +43,7 @@ from bilevel.applications.poisoning.victims import (
 )
 from bilevel.applications.training import probabilities
 from bilevel.data import Pair
-from bilevel.errors import DataError, ProblemError
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.problem.problem import Problem
-from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Callback
-from bilevel.running.solve import solve
 
 Price = Callable[[nn.Module, Tensor | None], Tensor | float]
 # With at most this many training examples, every step uses all of them.
@@ -146,8 +140,7 @@ def attack(
     """
     began = time.perf_counter()
     recipe = recipe or Recipe()
-    in_range("steps", steps, least=1, whole=True)
-    in_range("batch", batch, least=1, whole=True)
+    check_counts(steps=steps, batch=batch)
     in_range("tether", tether, least=0)
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)

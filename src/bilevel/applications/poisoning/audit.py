@@ -17,19 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bilevel._util.checks import in_range
-from bilevel._util.optional import require
-from bilevel._util.parallel_map import ONCE
+from bilevel import Callback, DataError, OptionError
+from bilevel._util.checks import in_range, require
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, evaluate, unmoved
-from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.goals import Goal, clean_label, targeted, untargeted
+from bilevel.applications.poisoning.goals import Bound, Goal, clean_label, targeted, untargeted
 from bilevel.applications.poisoning.victims import Features, Recipe, mapped, trained
 from bilevel.data import Labelled, Pair, split_test, split_trusted
-from bilevel.errors import DataError, OptionError
 from bilevel.methods.base import Method
-from bilevel.running.callbacks import Callback
-from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, run_items
+from bilevel.running.run_many import ONCE, Found, ResultFolder, RunItem, Settings, run_items
 
 Kind = Literal["untargeted", "targeted", "clean-label"]
 # The share of the rows that replaces a missing test set, the share of validation rows, and the most of them.

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bilevel._util.checks import in_range, one_of
+from bilevel import OptionError, ProblemError
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel._util.random_state import seeded
 from bilevel.applications.training import fit
-from bilevel.errors import OptionError, ProblemError
 
 # Maps (scores, labels) to one number for each row.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -65,8 +65,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, ("lbfgs", "adam"))
-        for name in ("steps", "batch"):
-            in_range(name, getattr(self, name), least=1, whole=True)
+        check_counts(steps=self.steps, batch=self.batch)
         in_range("rate", self.rate, above=0)
         in_range("decay", self.decay, least=0)
         in_range("seed", self.seed, least=0, whole=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from bilevel._util.optional import require
+from bilevel import DataError
+from bilevel._util.checks import require
 from bilevel._util.tensor_lists import gradient
 from bilevel.applications.tuning.implicit_descent import Map
-from bilevel.errors import DataError
 from bilevel.measures.lower_minimum import flatten
 from bilevel.running.run_identity import digest_of
 
@@ -186,10 +186,6 @@ class Rows:
         parts = [x.crow_indices(), x.col_indices(), x.values()] if is_sparse(x) else [x]
         return f"{self.loss} {self.outputs} {digest_of((*parts, self.y, self.fold))}"
 
-    def chances(self, scores: Tensor) -> Tensor:
-        """Return the probabilities of the classes that have a score."""
-        return torch.sigmoid(scores) if self.outputs == 1 else scores.softmax(-1)
-
     def losses(self, scores: Tensor) -> Tensor:
         """Return the losses (n, folds) of scores (n, folds, outputs)."""
         if self.loss == "squared":
@@ -261,7 +257,10 @@ class FoldedModel:
         than `STALE` products.
         """
         w, inputs, x = self.v["weight"], self.inputs, self.inputs.dense
-        p = None if self.train.loss == "squared" else self.train.chances(self.scores(self.v, inputs))
+        p = None
+        if self.train.loss == "logistic":  # the probabilities of the classes that have a score
+            scores = self.scores(self.v, inputs)
+            p = torch.sigmoid(scores) if self.train.outputs == 1 else scores.softmax(-1)
         bend = self.inside[..., None].expand(-1, -1, w.shape[1])  # (n, folds, outputs)
         bend = bend if p is None else bend * p * (1 - p)
         top = bend.sum(0)

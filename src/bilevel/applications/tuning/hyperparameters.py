@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from bilevel import OptionError
 from bilevel._util.checks import in_range, one_of
-from bilevel.errors import OptionError
 
 Parameters = Mapping[str, Tensor]
 # (scores, targets) -> one loss for each example.

@@ -31,11 +31,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bilevel import DataError, Problem
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
 from bilevel.applications.tuning.hyperparameters import Range
 from bilevel.applications.tuning.implicit_descent import ImplicitObjective, descend
-from bilevel.errors import DataError
-from bilevel.problem.problem import Problem
 
 # The range of the single penalty, in units of the features' curvature.
 LOW, HIGH = 1e-5, 1e4

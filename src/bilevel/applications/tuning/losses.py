@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
+from bilevel import Problem
 from bilevel.applications.training import evaluating
 from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
-from bilevel.problem.problem import Problem
 
 Batch = Sequence[Tensor]
 # (values of the hyperparameters, model, batch) -> scalar tensor.

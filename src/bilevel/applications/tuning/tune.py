@@ -22,7 +22,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel._util.checks import in_range, one_of
+from bilevel import Callback, DataError, OptionError, Penalty, ProblemError, Solution, Status, solve
+from bilevel._util.checks import check_counts, in_range, one_of
 from bilevel.applications.training import evaluating, fit
 from bilevel.applications.tuning.hyperparameters import (
     Knob,
@@ -35,13 +36,8 @@ from bilevel.applications.tuning.hyperparameters import (
 )
 from bilevel.applications.tuning.implicit_descent import descend
 from bilevel.applications.tuning.losses import OwnLoss, TrainingLoss
-from bilevel.errors import DataError, OptionError, ProblemError
 from bilevel.methods.base import Method
-from bilevel.methods.penalty import Penalty
-from bilevel.results import Solution, Status
-from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import claim, described, digest_of
-from bilevel.running.solve import solve
 
 # Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used.
 Examples = Sequence[Tensor | ArrayLike]
@@ -130,8 +126,7 @@ def tune(
         raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
     if mode is None:
         mode = "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
-    for name, value in {"steps": steps, "final_steps": final_steps, "batch": batch}.items():
-        in_range(name, value, least=1, whole=True)
+    check_counts(steps=steps, final_steps=final_steps, batch=batch)
     in_range("rate", rate, above=0)
     count, watch = steps or (CONVEX_STEPS if mode == "convex" else STEPS), watch or (lambda *_: None)
     folder, task = None if checkpoint is None else Path(checkpoint), dict[str, Any]()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bilevel import Callback, DataError, OptionError
 from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
@@ -31,10 +32,8 @@ from bilevel.applications.tuning.linear_tuning import (
     tune_cautiously,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
-from bilevel.applications.tuning.tune import train_with, tune
+from bilevel.applications.tuning.tune import Watch, train_with, tune
 from bilevel.data import Labelled, Pair, split_test
-from bilevel.errors import DataError, OptionError
-from bilevel.running.callbacks import Callback
 from bilevel.running.run_identity import digest_of
 from bilevel.running.run_many import ResultFolder, RunItem, Settings
 
@@ -49,7 +48,6 @@ NO_BETTER = (
     "single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives one penalty for each "
     "feature all the same."
 )
-Tell = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def tune_table(
     steps: int | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
-    tell: Tell = lambda *_: None,
+    tell: Watch = lambda *_: None,
     device: torch.device | str = "cpu",
     checkpoint: Path | None = None,
 ) -> TunedTable:
@@ -197,7 +195,7 @@ def _units(y: Tensor) -> tuple[float, float]:
 def _grid(
     penalties: np.ndarray,
     losses: Callable[[float], tuple[float, float]],
-    tell: Tell,
+    tell: Watch,
     checkpoint: Path | None,
     identity: Settings,
 ) -> list[Point]:
@@ -224,7 +222,7 @@ def _linear(
     steps: int,
     *,
     seed: int,
-    tell: Tell,
+    tell: Watch,
     device: torch.device,
     checkpoint: Path | None,
 ) -> TunedTable:
@@ -280,7 +278,7 @@ def _network(
     callbacks: Sequence[Callback],
     *,
     seed: int,
-    tell: Tell,
+    tell: Watch,
     device: torch.device,
     checkpoint: Path | None,
 ) -> TunedTable:

@@ -16,9 +16,8 @@ from torch.nn.functional import cross_entropy, normalize
 
 from bilevel._util.checks import in_range, one_of
 from bilevel._util.random_state import derived
-from bilevel.applications.few_shot.classifier import pixels
 from bilevel.applications.few_shot.evaluation import Evaluation, embedded_tasks
-from bilevel.applications.few_shot.tasks import TaskSampler
+from bilevel.applications.few_shot.tasks import TaskSampler, pixels
 from bilevel.applications.networks import cosine_logits
 from bilevel.applications.training import Augment, Watch, fit
 from bilevel.derivatives.mixed_precision import Precision

@@ -16,10 +16,9 @@ from bilevel import ApproxGrad, DataError, Penalty, ReverseMode, Run, Status
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
-from bilevel.applications.few_shot.classifier import PROXIMITY, SCALE, Start, backbone
 from bilevel.applications.few_shot.evaluation import Best, Evaluation, Validation, adapt_and_evaluate
 from bilevel.applications.few_shot.meta_train import UPPER_RATE, default_method, meta_train, upper_adam
-from bilevel.applications.few_shot.tasks import TaskSampler
+from bilevel.applications.few_shot.tasks import PROXIMITY, SCALE, Start, TaskSampler, backbone
 from bilevel.applications.networks import mini_imagenet_resnet
 from bilevel.applications.training import SAVES, Augment
 from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes

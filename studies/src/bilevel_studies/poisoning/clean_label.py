@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from bilevel._util.random_state import seeded
-from bilevel.applications.poisoning.bounds import norms
+from bilevel.applications.poisoning.goals import norms
 from bilevel.applications.poisoning.victims import mapped
 from bilevel_studies import plots
 from bilevel_studies.poisoning import clean_label_batch as batch

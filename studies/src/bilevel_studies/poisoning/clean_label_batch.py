@@ -24,8 +24,7 @@ from torch.utils import _pytree as pytree
 
 from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Status, solve
 from bilevel.applications.poisoning.attack import Poison, made
-from bilevel.applications.poisoning.bounds import Bound, Within, drawn_back
-from bilevel.applications.poisoning.goals import Goal
+from bilevel.applications.poisoning.goals import Bound, Goal, Within, drawn_back
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.engines.engine import Engines
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam

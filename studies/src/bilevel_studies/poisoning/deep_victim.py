@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from bilevel._util.random_state import seeded
 from bilevel.applications.networks import cifar_cnn
 from bilevel.applications.poisoning.attack import TETHER, Poison, attack, evaluate, unmoved
-from bilevel.applications.poisoning.bounds import Bound
-from bilevel.applications.poisoning.goals import Goal, clean_label
+from bilevel.applications.poisoning.goals import Bound, Goal, clean_label
 from bilevel.applications.poisoning.victims import Recipe, mapped, trained
 from bilevel.applications.training import probabilities
 from bilevel.data import load

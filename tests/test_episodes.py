@@ -14,6 +14,7 @@ from common import Each, leaf, plain
 from torch import Tensor
 
 from bilevel import ApproxGrad, OptionError, Penalty, Problem, ReverseMode, Rows, Run, ValueFunction, ValueGap, solve
+from bilevel.errors import BilevelWarning
 
 
 class Episodes:
@@ -168,7 +169,8 @@ def test_the_warm_up_records_the_gradient_in_u_where_prepare_hands_a_leaf_on():
         lambda u, v, z: torch.sum(3 * u + z**2), lambda u, v, z: torch.sum((v - z) ** 2), prepare=lambda u, _: u
     )
     method = ApproxGrad(lower_steps=1, warm_up=0.5)
-    solution = solve(problem, method, leaf(0.5), leaf(0.0), ([1.0], [1.0]), max_steps=2, seed=0, log_every=1)
+    with pytest.warns(BilevelWarning, match="upper does not depend on v"):
+        solution = solve(problem, method, leaf(0.5), leaf(0.0), ([1.0], [1.0]), max_steps=2, seed=0, log_every=1)
     assert solution.history["grad_u"][0] == pytest.approx(4.0)
 
 

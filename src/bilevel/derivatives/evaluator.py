@@ -36,7 +36,7 @@ class Evaluator:
         # The tensors that `prepare` made, each with the leaf that replaces it (see `detach_prepared`).
         self.cuts: list[tuple[Tensor, Tensor]] = []
 
-    # -- hooks for ranks (see `bilevel.distributed.averaged_gradients`); one process averages nothing
+    # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
 
     # The derivative of outputs in leaves: see `bilevel._util.tensor_lists`
     gradient = staticmethod(gradient)

@@ -39,8 +39,9 @@ class Measurable(Protocol):
     def scales(self) -> tuple[float, float, float, float]:
         """Return the scales of |grad_u F|, |grad_v F|, the lower residual and the violation."""
 
+    @property
     def unit_step(self) -> float:
-        """Return the length t of the gradient step by which |u - P(u - t grad_u F)| / t is measured."""
+        """The length t of the gradient step by which |u - P(u - t grad_u F)| / t is measured."""
 
     def episode(self) -> list[Pair] | None:
         """Return the batches to which v belongs, if every step has a separate lower problem."""
@@ -98,7 +99,7 @@ def _measure(
     if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and small)):
         error, unknown = _hypergradient_error(d, lower, slopes, slope_u, (state.tolerance or 0.0) * scale_u)
     if d.u.projected:
-        rate = state.unit_step()
+        rate = state.unit_step
         moved = d.u.project_leaves([x.detach() - rate * y for x, y in zip(d.u.leaves, slope_u, strict=True)])
         slope_u = [(x.detach() - y) / rate for x, y in zip(d.u.leaves, moved, strict=True)]
     equal = len(problem.equalities)

@@ -163,9 +163,9 @@ def first_evaluation(d: PenalisedObjective, sources: Sources) -> None:
     """Refuse a problem that `solve` cannot solve, before it changes anything."""
     with keeping(d.v.buffers() + d.u.buffers()):
         _, _, depends, coupled = _evaluate(d, first_pairs(sources))
-    if not coupled:
+    if not coupled and not d.u.rows:
         warn_user("lower does not depend on u: u cannot change v, and only the terms of u in upper are minimised.")
-    elif not depends and not d.problem.equalities and not d.problem.inequalities:
+    elif coupled and not depends and not d.problem.equalities and not d.problem.inequalities:
         warn_user("upper does not depend on v: the lower problem cannot change the answer.")
 
 
@@ -215,7 +215,7 @@ def _evaluate(d: PenalisedObjective, pairs: Sequence[Pair]) -> tuple[Tensor, Ten
                 "detach them, convert them with .item(), or compute under torch.no_grad()."
             )
         coupled = any(_reaches(x, wrt[count:]) for x in (g, *h, *below))
-        if not coupled and not _reaches(f, wrt[count:]):
+        if not (coupled or d.u.rows or _reaches(f, wrt[count:])):
             raise ProblemError(
                 "upper or lower must depend on u; neither does. Use u as it is passed in, and do not detach it, "
                 "convert it with .item(), or compute under torch.no_grad()."

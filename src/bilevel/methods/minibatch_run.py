@@ -54,6 +54,7 @@ class MinibatchRun(ABC):
     mode = "stochastic"
     # Whether a step takes second derivatives.
     curved = True
+    unit_step = 1.0
     # The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
     # `bilevel.distributed.sharded_state`).
     like_v: tuple[str, ...] = ("lower",)
@@ -350,9 +351,6 @@ class MinibatchRun(ABC):
 
     def scales(self) -> tuple[float, float, float, float]:
         return self._scale_values[0], *self._scale_values
-
-    def unit_step(self) -> float:
-        return 1.0
 
     def episode(self) -> list[Pair] | None:
         return self.last if self.problem.start_lower is not None else None

@@ -34,7 +34,7 @@ from torch import Tensor
 from bilevel import DataError, Problem
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
 from bilevel.applications.tuning.hyperparameters import Range
-from bilevel.applications.tuning.implicit_descent import ImplicitObjective, descend
+from bilevel.applications.tuning.implicit_descent import descend, objective
 
 # The range of the single penalty, in units of the features' curvature.
 LOW, HIGH = 1e-5, 1e4
@@ -212,7 +212,7 @@ def _solved(model: FoldedModel, alpha: Tensor) -> FoldedModel:
     """Return the model with its weights at the minimum for these penalties."""
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(alpha, v))
     u = torch.zeros_like(alpha[:1]).requires_grad_()
-    ImplicitObjective(problem, u, model.v, lambda: model.second(alpha)).solve_lower()
+    objective(problem, u, model.v, lambda: model.second(alpha)).minimise()
     return model
 
 

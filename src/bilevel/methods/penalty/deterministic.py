@@ -126,8 +126,9 @@ class DeterministicRun:
     def scales(self) -> tuple[float, float, float, float]:
         return self.current.scales()
 
+    @property
     def unit_step(self) -> float:
-        return self.current.unit_step()
+        return self.current.unit_step
 
     def state_dict(self) -> dict[str, Any]:
         kept = {} if self.kept is None else {"kept": self.kept.state_dict()}

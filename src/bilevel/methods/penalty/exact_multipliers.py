@@ -44,6 +44,9 @@ COLUMNS = 64
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
 
+# The attributes that a checkpoint keeps.
+STATE = ("x", "factor", "since", "first", "top", "size_f_v", "lower_accuracy", "adjoint_accuracy")
+
 
 def _joined(gradients: list[Tensor]) -> Tensor:
     """Return gradients as one vector; unlike `flatten`, without a copy of a single one."""
@@ -202,6 +205,14 @@ class ExactMultipliers:
             return True
         self.newton_steps += 1
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next evaluation depends on, besides u and v."""
+        return {name: getattr(self, name) for name in STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in STATE:
+            setattr(self, name, state[name])
 
     # -- the lower minimum -----------------------------------------------------------------------------------------
 

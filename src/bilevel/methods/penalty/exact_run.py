@@ -254,27 +254,25 @@ class ExactMultipliersRun(RunWithoutData):
     def scales(self) -> tuple[float, float, float, float]:
         """Return the sizes that make |grad_u F| the part that is left, |grad_v F| the error of q, and |s| that of v."""
         lower = max(self.exact.top, 1e-300) * (1 + self.search.extra.v.norm().item())
-        return math.sqrt(2 * self.gain / self.unit_step()), max(self.exact.size_f_v, 1e-300), lower, 1.0
+        return math.sqrt(2 * self.gain / self.unit_step), max(self.exact.size_f_v, 1e-300), lower, 1.0
 
+    @property
     def unit_step(self) -> float:
-        """Return the inverse curvature of phi along its gradient."""
+        """The inverse curvature of phi along its gradient."""
         face = self.search.face
         square = torch.dot(face.slope, face.slope).item()
         left = face.decrement(face.slope) ** 2
         return left / square if square > 0 and math.isfinite(left) and left > 0 else self.search.rate
 
     def state_dict(self) -> dict[str, Any]:
-        d, exact = self.derivatives, self.exact
-        point = self.search.extra
+        d, point = self.derivatives, self.search.extra
         return {
             "solver": self.solver,
             "search": self.search.state_dict(),
             "point": asdict(point) if point else {},
-            "x": exact.x,
-            "factor": exact.factor,
-            "accuracy": [exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy],
-            "numbers": [self.left, self.best, self.error, self.first, exact.size_f_v],
-            "counters": [exact.since, self.stalls, self.restarts],
+            "exact": self.exact.state_dict(),
+            "numbers": [self.left, self.best, self.error, self.first],
+            "counters": [self.stalls, self.restarts],
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser,
@@ -283,15 +281,14 @@ class ExactMultipliersRun(RunWithoutData):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        d, exact = self.derivatives, self.exact
+        d = self.derivatives
         state = each_tensor(lambda tensor: tensor.to(self.v.device), state)
         point = Point(**state["point"]) if state["point"] else None
         project, tangent = self._set()
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
-        exact.x, exact.factor = state["x"], state["factor"]
-        exact.first, exact.top, exact.lower_accuracy, exact.adjoint_accuracy = state["accuracy"]
-        self.left, self.best, self.error, self.first, exact.size_f_v = state["numbers"]
-        exact.since, self.stalls, self.restarts = state["counters"]
+        self.exact.load_state_dict(state["exact"])
+        self.left, self.best, self.error, self.first = state["numbers"]
+        self.stalls, self.restarts = state["counters"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]
         self.minimiser, self.failed = state["minimiser"], state["failed"]

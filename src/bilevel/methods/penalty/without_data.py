@@ -71,8 +71,9 @@ class RunWithoutData:
     def episode(self) -> list[Pair] | None:
         return None
 
+    @property
     def unit_step(self) -> float:
-        """Return the length of the gradient step that measures how far u is from stationary on its set."""
+        """The length of the gradient step that measures how far u is from stationary on its set."""
         return 1.0
 
     def lam(self) -> Tensor:

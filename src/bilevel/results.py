@@ -191,6 +191,7 @@ class Certificate:
         batches: The number of batches measured; 0 without data.
         full_data: Whether these were all batches.
         scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
+        tolerance: What the relative measures had to reach for the run to end as converged; None: nothing.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
     True
@@ -215,6 +216,7 @@ class Certificate:
     batches: int = 0
     full_data: bool = True
     scale_u: float | None = None
+    tolerance: float | None = None
 
     @property
     def stationarity(self) -> float:

@@ -118,6 +118,7 @@ def _measure(
         hypergradient_error=error,
         hypergradient_unknown=unknown,
         damping=_damping(state.lam(), prices.gamma),
+        tolerance=state.tolerance,
         batches=max(len(upper), len(lower)) if sources else 0,
         full_data=full,
         **(d.kkt.measures(d.prepare([(None, None)], graph=False)[0][1]) if d.kkt else {}),

@@ -2,8 +2,9 @@
 
 Exact multipliers run if g_vv exists and is positive definite at the start. The augmented Lagrangian runs if there are
 upper-level constraints, if g_vv is only known by differences, and if conjugate gradients meet a direction in which g
-does not curve up, at the start or later. It also takes over if exact multipliers end far from a solution. If it then
-ends no better, the end of exact multipliers stands. The column `solver` of the history says which one took a step.
+does not curve up, at the start or later. It also takes over if exact multipliers end although their model of f promises
+more. If it then ends no better, the end of exact multipliers stands. The column `solver` of the history names the one that
+took a step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from bilevel.methods.penalty.exact_run import ExactMultipliersRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.results import Status
 
-# An end of exact multipliers that leaves more than this share of the gain is worth a second algorithm.
-FAR = 1e-4
 # The augmented Lagrangian is better if f is smaller by this much, relative to 1 + |f|.
 BETTER = 1e-6
 
@@ -80,7 +79,7 @@ class DeterministicRun:
         """Return how the run ended; change the algorithm first if the other one has something to gain."""
         run = self.current
         if isinstance(run, ExactMultipliersRun):
-            if run.failed or (run.status is Status.STALLED and run.left**2 > FAR):
+            if run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
                 run.failed, run.status = False, Status.STALLED
                 self.kept = run
                 self._use(self._second(run.derivatives))

@@ -114,7 +114,7 @@ class ExactMultipliersRun(RunWithoutData):
 
     def _start(self) -> None:
         """Start a search at the present u and v."""
-        self.left, self.best, self.stalls, self.error = 1.0, math.inf, 0, 0.0
+        self.left, self.best, self.stalls, self.error, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
         self._aim(1.0)
         self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
         self.first = self.search.value
@@ -134,9 +134,9 @@ class ExactMultipliersRun(RunWithoutData):
         )
         self.write_point()
         self.left = self._left() if moved else self.left
-        if self.left < 0.9 * self.best:
+        if self.left < 0.9 * self.best or abs(self.search.value - before) > self.search.noise:
             self.best, self.stalls = self.left, 0
-        elif abs(self.search.value - before) <= self.search.noise:
+        else:
             self.stalls += 1
         if not moved and not all(map(math.isfinite, self.exact.last)):
             return self._record(*self.exact.last)  # the loop reports it
@@ -149,9 +149,11 @@ class ExactMultipliersRun(RunWithoutData):
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _may_restart_search(self) -> bool:
-        """Drop the model of phi; return False if it promises no more than rounding hides."""
-        if self.search.promise <= self.search.noise:
+        """Drop the model of phi; return False if it promises no more than rounding hides, unless much has come of it."""
+        useful = (self.tolerance or 0.0) < self.left < 0.5 * self.restarted_at
+        if self.search.promise <= self.search.noise and not useful:
             return False
+        self.restarted_at = self.left
         self.search.forget()
         return True
 
@@ -271,7 +273,7 @@ class ExactMultipliersRun(RunWithoutData):
             "search": self.search.state_dict(),
             "point": asdict(point) if point else {},
             "exact": self.exact.state_dict(),
-            "numbers": [self.left, self.best, self.error, self.first],
+            "numbers": [self.left, self.best, self.error, self.first, self.restarted_at],
             "counters": [self.stalls, self.restarts],
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
@@ -287,7 +289,7 @@ class ExactMultipliersRun(RunWithoutData):
         project, tangent = self._set()
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
         self.exact.load_state_dict(state["exact"])
-        self.left, self.best, self.error, self.first = state["numbers"]
+        self.left, self.best, self.error, self.first, self.restarted_at = state["numbers"]
         self.stalls, self.restarts = state["counters"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]

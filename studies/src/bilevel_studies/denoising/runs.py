@@ -22,9 +22,10 @@ from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
 from bilevel.applications.training import Watch, accuracy, fit, probabilities
-from bilevel.data import corrupt, load, split_trusted
+from bilevel.data import corrupt, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.methods.base import Method
+from bilevel_studies.compact import load
 from bilevel_studies.denoising import study as denoising_study
 from bilevel_studies.denoising.study import ONE_SEED, PAPER_T, STUDIES, Study
 from bilevel_studies.study import Deadline, Found, Leave, OutOfTimeError, Settings, Sitting, device_name

@@ -73,13 +73,14 @@ def _pixels(file: Path | io.BytesIO) -> np.ndarray:
 
 
 def mini_imagenet(folder: Path) -> ClassSplits:
-    parts = []
+    parts: list[ImageClasses] = []
     for part in PARTS:
         with reading(folder / f"{part}.bin"), np.load(folder / f"{part}.npz", allow_pickle=False) as index:
             pixels = np.stack([_pixels(io.BytesIO(code)) for _, code in _codes(folder, part)])
             images, labels = torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(index["labels"].astype(int))
             parts.append(ImageClasses.of(images.contiguous(), labels, index["wnids"].tolist()))
-    return ClassSplits("mini-imagenet", *parts, notes=(LOSSY,))
+    train, held, test = parts
+    return ClassSplits("mini-imagenet", train, held, test, (LOSSY,))
 
 
 def _codes(folder: Path, part: str) -> Iterator[tuple[str, bytes]]:

@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 361,
     "running": 1196,
     "sklearn": 290,
-    "studies": 5062,  # 4,960 before SVHN and mini-ImageNet were read in their compact forms and results named a commit
+    "studies": 5057,  # 4,960 before SVHN and mini-ImageNet were read in their compact forms and results named a commit
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -78,19 +78,6 @@ def test_cells_of_approx_grad_name_their_linear_solver_and_no_others_have_one():
     assert len([solver for _, solver in solvers if solver]) == 2
 
 
-def test_cells_of_approx_grad_name_their_rate_on_u_if_it_was_chosen(monkeypatch):
-    def settings(dataset):
-        return denoising.cells([dataset], [(0.25, "symmetric")], ["approx-grad"], 1)[0].settings
-
-    assert settings("svhn")["upper_rate"] == denoising.IMPLICIT_RATE
-    assert "upper_rate" not in settings("digits")
-    task = denoising_runs.Task(digits("approx-grad"), CPU)
-    task.study = replace(task.study, implicit_rate=0.25)
-    method = given_to_solve(denoising_runs, monkeypatch, lambda: denoising_runs.approx_grad(task))[1]
-    assert method.upper_optimizer.func is torch.optim.Adam
-    assert method.upper_optimizer.keywords == {"lr": 0.25}
-
-
 @pytest.mark.parametrize(("dataset", "tests"), [("digits", 400), ("mnist", 10_000), ("cifar10", 10_000)])
 def test_the_size_of_a_test_set_is_that_of_its_data(dataset, tests):
     assert denoising.STUDIES[dataset].tests == tests

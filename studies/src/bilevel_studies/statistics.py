@@ -13,7 +13,7 @@ from scipy import stats
 from bilevel_studies.study import Kept, Settings
 
 NOT_RUN = "not run"
-NEWER = ("solver", "upper_rate", "passes", "seed", "T")
+NEWER = ("solver", "passes", "seed", "T")
 """Settings in which a newer result of ApproxGrad and the former one that it replaces can differ."""
 SEEDS = 5
 

@@ -200,7 +200,7 @@ def stopped(task: Task) -> Found:
 
 
 def approx_grad(task: Task) -> Found | None:
-    method = denoising_study.approx_grad(PAPER_T, task.study.rate, task.study.implicit_rate)
+    method = denoising_study.approx_grad(PAPER_T, task.study.rate)
     return _bilevel(task, method, "graph" if task.device.type == "cuda" else "auto")
 
 

@@ -18,23 +18,23 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 229,
+    "top": 250,  # 229 before the history named the algorithm of each step and the last line said what to try
     "_util": 232,
-    "applications": 2999,
+    "applications": 2930,
     "batches": 336,
     "cli": 1416,
     "data": 1248,
     "derivatives": 883,
     "distributed": 486,
     "engines": 380,
-    "measures": 725,
-    "methods": 2117,
-    "optim": 411,
+    "measures": 746,  # 725 before the certificate said why a hypergradient is unknown
+    "methods": 2693,  # 2,117 before exact multipliers
+    "optim": 597,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
     "problem": 278,
     "report": 361,
-    "running": 1295,
+    "running": 1300,
     "sklearn": 289,
-    "studies": 4955,
+    "studies": 5052,  # 4,960 before SVHN and mini-ImageNet were read in their compact forms and results named a commit
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -46,7 +46,7 @@ def test_cells_are_ranked_ours_then_cheap_columns_then_approx_grad_then_the_pape
     cells = denoising.cells(["mnist", "cifar10"], denoising.NOISES, list(denoising.COLUMNS), 2)
     ordered = [cell.settings["column"] for cell in sorted(cells, key=lambda cell: -cell.weight)]
     assert set(ordered[:12]) == {"ours"}  # 2 sets, 3 noises, 2 seeds
-    assert ordered[-12:] == ["approx-grad"] * 6 + ["algorithm-2"] * 6  # one seed each
+    assert ordered[-18:] == ["approx-grad"] * 12 + ["algorithm-2"] * 6  # one seed of the last
     clean = [cell.settings for cell in cells if cell.settings["column"] == "clean"]
     assert [(s["dataset"], s["noise"], s["seed"]) for s in clean] == [
         (name, 0.0, seed) for seed in (0, 1) for name in ("mnist", "cifar10")
@@ -139,7 +139,7 @@ def test_cells_run_in_their_rank_and_none_begins_after_the_deadline(tmp_path):
 @pytest.mark.parametrize("column", list(denoising.COLUMNS))
 def test_every_column_runs(column):
     found = denoising_runs.run(digits(column, passes=(0.3, 1)), CPU)
-    assert found["seconds"] > 0
+    assert found["seconds"] >= 0  # it is rounded
     assert found["device"] == "CPU"
     assert 0.05 < found["accuracy"] <= 1
 

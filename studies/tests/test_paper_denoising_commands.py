@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bilevel_studies import study
 from bilevel_studies.denoising import runs as denoising_runs
 from bilevel_studies.denoising import speed as denoising_speed
 from bilevel_studies.denoising import study as denoising
@@ -85,6 +86,17 @@ def test_cells_side_by_side_are_those_of_one_after_another_but_for_their_seconds
     first, second = (json.loads((tmp_path / x / "denoising.json").read_text())["cells"] for x in "ab")
     assert [found["accuracy"] for _, found in first] == [found["accuracy"] for _, found in second]
     assert [found.get("beside") for _, found in (*first, *second)] == [1, 1, None, None]
+
+
+def test_results_name_the_commit_of_their_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("BILEVEL_COMMIT", "abc1234")
+    monkeypatch.setattr(denoising_runs, "run", lambda *arguments: {"accuracy": 0.9})
+    assert main(["reproduce", "denoising", *ONE, "--out", str(tmp_path)]) == 0
+    cells = json.loads((tmp_path / "denoising.json").read_text())["cells"]
+    assert [found["commit"] for _, found in cells] == ["abc1234"] * 2
+    monkeypatch.delenv("BILEVEL_COMMIT")
+    monkeypatch.setattr(study, "__file__", str(tmp_path / "study.py"))  # which is in no checkout
+    assert study.commit() is None
 
 
 def test_minutes_end_a_cell_in_its_midst_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):

@@ -97,6 +97,14 @@ def test_runs_of_the_former_solver_that_diverged_are_marked_and_gone_if_there_ar
     assert "50.00 (1 seed) (diverged)" in table_row(tables.accuracy_table([*kept, begun]))
 
 
+def test_a_former_run_is_replaced_by_one_with_other_passes():
+    settings, found = mnist("approx-grad", 0.6)
+    new = (settings | {"passes": [9, settings["passes"][1]]}, found)
+    text = tables.accuracy_table([former(0.5, status="diverged", steps=75), new])
+    assert "| 60.00 (1 seed) |" in table_row(text)
+    assert "50.00" not in text
+
+
 def test_some_of_several_runs_that_diverged_are_counted():
     kept = [mnist("approx-grad", 0.5, seed) for seed in range(3)]
     kept[1][1].update(status="diverged", steps=75)

@@ -13,6 +13,8 @@ from scipy import stats
 from bilevel_studies.study import Kept, Settings
 
 NOT_RUN = "not run"
+NEWER = ("solver", "passes", "seed", "T")
+"""Settings in which a newer result of ApproxGrad and the former one that it replaces can differ."""
 SEEDS = 5
 
 
@@ -91,7 +93,7 @@ def current(kept: Sequence[Kept]) -> list[Kept]:
 
 
 def _place(settings: Settings) -> str:
-    return json.dumps({key: settings[key] for key in sorted(settings) if key not in ("solver", "seed", "T")})
+    return json.dumps({key: settings[key] for key in sorted(settings) if key not in NEWER})
 
 
 def finite(kept: Iterable[Kept]) -> list[Kept]:

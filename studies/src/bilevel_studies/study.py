@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -286,11 +287,27 @@ class Study:
                 else:
                     shutil.rmtree(self.states / cell.name, ignore_errors=True)
 
-            complete = run_items(left, self.store, function, where=where, deadline=self.deadline, tell=tell)
+            made = partial(_with_commit, function, commit())
+            complete = run_items(left, self.store, made, where=where, deadline=self.deadline, tell=tell)
         if not complete:
             done = f"{self.done - before} of {len(left)} cells"
             print(f"Stopped: {done} are finished and kept. Run the same command to continue.", file=sys.stderr)
             raise typer.Exit(INTERRUPTED)
+
+
+def commit() -> str | None:
+    """Return the commit of the code: `$BILEVEL_COMMIT` if it is set, or what git says; None if it is unknown."""
+    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = os.environ.get("BILEVEL_COMMIT") or subprocess.run(call, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return None
+    return found or None
+
+
+def _with_commit(function: Function, version: str | None, settings: Settings) -> Found | None:
+    found = function(settings)
+    return found | {"commit": version} if found and version else found
 
 
 def side_by_side(function: Function, workers: int) -> Function:

@@ -3,8 +3,8 @@
 Exact multipliers run if g_vv exists and is positive definite at the start. The augmented Lagrangian runs if there are
 upper-level constraints, if g_vv is only known by differences, and if conjugate gradients meet a direction in which g
 does not curve up, at the start or later. It also takes over if exact multipliers end although their model of f promises
-more. If it then ends no better, the end of exact multipliers stands. The column `solver` of the history names the one that
-took a step.
+more. If it then ends no better, the end of exact multipliers stands. The column `solver` of the history names the
+algorithm of each step.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class ExactMultipliersRun(RunWithoutData):
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _may_restart_search(self) -> bool:
-        """Drop the model of phi; return False if it promises no more than rounding hides, unless much has come of it."""
+        """Drop the model of phi; return False if it promises no more than rounding hides, and the last time no more."""
         useful = (self.tolerance or 0.0) < self.left < 0.5 * self.restarted_at
         if self.search.promise <= self.search.noise and not useful:
             return False

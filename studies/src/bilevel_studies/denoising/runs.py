@@ -22,15 +22,18 @@ from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
 from bilevel.applications.training import Watch, accuracy, fit, probabilities
-from bilevel.data import corrupt, load, split_trusted
+from bilevel.data import corrupt, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.methods.base import Method
+from bilevel_studies.compact import load
 from bilevel_studies.denoising import study as denoising_study
-from bilevel_studies.denoising.study import ONE_SEED, PAPER_T, STUDIES, Study
+from bilevel_studies.denoising.study import PAPER_T, STUDIES, Study
 from bilevel_studies.study import Deadline, Found, Leave, OutOfTimeError, Settings, Sitting, device_name
 
 loaded = cache(load)
 """Reads each data set once."""
+LONG = ("approx-grad", "algorithm-2")
+"""Columns that always save their state."""
 HELD_OUT = 5
 """One in this many trusted examples is held out for early stopping."""
 
@@ -111,7 +114,7 @@ def run(
     `place` is the folder of its state. A cell that takes seconds and has no deadline saves no state: saving would count
     in its time.
     """
-    long = settings["column"] in ONE_SEED or deadline is not None or (place is not None and place.exists())
+    long = settings["column"] in LONG or deadline is not None or (place is not None and place.exists())
     sitting = Sitting(place if long else None, deadline)
     task = Task(settings, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), sitting)
     sitting.start_clock()
@@ -197,15 +200,20 @@ def stopped(task: Task) -> Found:
 
 
 def approx_grad(task: Task) -> Found | None:
-    return _bilevel(task, denoising_study.approx_grad(PAPER_T, task.study.rate))
+    method = denoising_study.approx_grad(PAPER_T, task.study.rate)
+    return _bilevel(task, method, "graph" if task.device.type == "cuda" else "auto")
 
 
 def algorithm_2(task: Task) -> Found | None:
     return _bilevel(task, denoising_study.algorithm_2(PAPER_T, task.study.paper_nu))
 
 
-def _bilevel(task: Task, method: Method) -> Found | None:
-    """Run a method as the paper does: v is pretrained on the trusted set, which gives the first importances."""
+def _bilevel(task: Task, method: Method, engine: str = "auto") -> Found | None:
+    """Run a method as the paper does: v is pretrained on the trusted set, which gives the first importances.
+
+    ApproxGrad is not compiled: an upper step takes 41 Hessian products, and compiling them would take longer than the
+    run.
+    """
     model, steps = copy.deepcopy(task.model), task.steps(task.passes, len(task.y))
     task.fit(model, *task.trusted, steps=max(1, task.steps(task.final_passes, len(task.y)) // 5), before=steps)
     p = probabilities(model, task.x)[torch.arange(len(task.y)), task.y]
@@ -221,6 +229,7 @@ def _bilevel(task: Task, method: Method) -> Found | None:
         max_steps=steps,
         seed=task.seed,
         hypergradient=False,
+        engine=engine,
         precision=task.precision,
         callbacks=[Deadline(task.sitting)],
         checkpoint=task.sitting.folder("importance"),

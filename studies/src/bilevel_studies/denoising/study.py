@@ -61,7 +61,7 @@ class Study:
     batch: int = 200
     tests: int = 10_000
     """Examples of the test set."""
-    implicit_passes: int = 1
+    implicit_passes: int = 2
     """Passes of ApproxGrad."""
     cheap: bool = False
     """True if all columns have all seeds."""
@@ -129,7 +129,7 @@ STUDIES = {
     ),
 }
 NOISES = ((0.25, SYMMETRIC), (0.5, SYMMETRIC), (0.4, ASYMMETRIC))
-ONE_SEED = ("approx-grad", "algorithm-2")
+ONE_SEED = ("algorithm-2",)
 """Columns with one seed, because a run takes long."""
 
 
@@ -172,7 +172,8 @@ PAPER_T = 20
 """Lower steps in each upper step, and steps of the linear system of ApproxGrad."""
 SOLVER: Final = "adam"
 """The solver of ApproxGrad's linear system, as the paper has it: conjugate gradients assume that g_vv is positive
-definite, but the g_vv of a network is not."""
+definite, but the g_vv of a network is not. It is also the best on a held-out fifth of the trusted set, with the
+library's rate on u: see benchmarks/approx_grad_choice.py."""
 DAMPING = 0.1
 LOWER_RATE, UPPER_RATE = 1e-5, 3.0
 """rho and sigma in the paper."""

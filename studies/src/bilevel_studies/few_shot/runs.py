@@ -21,8 +21,9 @@ from bilevel.applications.few_shot.meta_train import UPPER_RATE, default_method,
 from bilevel.applications.few_shot.tasks import PROXIMITY, SCALE, Start, TaskSampler, backbone
 from bilevel.applications.networks import mini_imagenet_resnet
 from bilevel.applications.training import SAVES, Augment
-from bilevel.data.class_images import ClassSplits, ImageClasses, load_classes
+from bilevel.data.class_images import ClassSplits, ImageClasses
 from bilevel.methods.base import Method
+from bilevel_studies.compact import load_classes
 from bilevel_studies.few_shot.prototypes import RATE, Similarity, evaluate_prototypes, train_prototypes
 from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT, TABLE, TEST_QUERIES, TEST_TASKS, TIME
 from bilevel_studies.image_models import move_slightly

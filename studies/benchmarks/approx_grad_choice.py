@@ -95,13 +95,14 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         "loss": float(nll_loss(p.log(), y[held])),
         "status": solution.status.name.lower(),
         "size_of_q": size,
+        "commit": commit(),
     }
 
 
 def main() -> None:
     items = [{"tried": name, "noise": noise, "seed": seed} for name in TRIED for noise in NOISES for seed in SEEDS]
     found = run_many(run, items, Path("runs/approx-grad-choice"))
-    kept = [[settings, one | {"commit": commit()}] for settings, one in zip(items, found, strict=True)]
+    kept = [list(pair) for pair in zip(items, found, strict=True)]
     KEPT.write_text('{"cells": [\n' + ",\n".join(map(json.dumps, kept)) + "\n]}\n")
     heads = ["settings", "held-out loss, 25%", "50%", "mean", "held-out accuracy", "diverged", "largest q"]
     rows = []

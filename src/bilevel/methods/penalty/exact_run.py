@@ -78,7 +78,9 @@ class ExactMultipliersRun(RunWithoutData):
         self.goal = GOAL * (self.tolerance or 0.0)
         self.exact = ExactMultipliers(self.derivatives)
         self.tightest = 20 * torch.finfo(self.v.dtype).eps
-        # Why the augmented Lagrangian has to take over; None while it need not.
+        # A factor on the errors of v and q; a search that fails lowers it.
+        self.care = 1.0
+        # Whether the augmented Lagrangian has to take over.
         self.failed = False
 
     def begin(self) -> None:
@@ -122,14 +124,15 @@ class ExactMultipliersRun(RunWithoutData):
 
     def _aim(self, left: float) -> None:
         """Set how accurate v and q have to be while `left` is left to gain."""
-        self.exact.lower_accuracy = max(LOWER * min(left, 1.0), self.tightest)
-        self.exact.adjoint_accuracy = max(ADJOINT * min(left, 1.0), self.tightest)
+        share = self.care * min(left, 1.0)
+        self.exact.lower_accuracy = max(LOWER * share, self.tightest)
+        self.exact.adjoint_accuracy = max(ADJOINT * share, self.tightest)
 
     def step(self, k: int) -> Tensor:
         before = self.search.value
         moved = (
             self.search.iterate(self.exact)
-            or (self._solved_again() and self.search.iterate(self.exact))
+            or (self._more_accurate() and self.search.iterate(self.exact))
             or (self._may_restart_search() and self.search.iterate(self.exact))
         )
         self.write_point()
@@ -147,6 +150,13 @@ class ExactMultipliersRun(RunWithoutData):
         else:
             self._aim(self.left)
         return self._record(self.search.extra.f, self.search.extra.g)
+
+    def _more_accurate(self) -> bool:
+        """Solve v and q again, more accurately from now on; return False if that was done before."""
+        if not self._solved_again():
+            return False
+        self.care *= 0.1
+        return True
 
     def _may_restart_search(self) -> bool:
         """Drop the model of phi; return False if it promises no more than rounding hides, and the last time no more."""
@@ -273,7 +283,7 @@ class ExactMultipliersRun(RunWithoutData):
             "search": self.search.state_dict(),
             "point": asdict(point) if point else {},
             "exact": self.exact.state_dict(),
-            "numbers": [self.left, self.best, self.error, self.first, self.restarted_at],
+            "numbers": [self.left, self.best, self.error, self.first, self.restarted_at, self.care],
             "counters": [self.stalls, self.restarts],
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
@@ -289,7 +299,7 @@ class ExactMultipliersRun(RunWithoutData):
         project, tangent = self._set()
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
         self.exact.load_state_dict(state["exact"])
-        self.left, self.best, self.error, self.first, self.restarted_at = state["numbers"]
+        self.left, self.best, self.error, self.first, self.restarted_at, self.care = state["numbers"]
         self.stalls, self.restarts = state["counters"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]

@@ -74,7 +74,7 @@ NEXT = {
     Status.CONVERGED: "use u and v, which were updated in place.",
     Status.STATIONARY: "pass starts=4, or start v near a minimum of g.",
     Status.INFEASIBLE: "check the constraints, or pass starts=4 to look for a feasible point.",
-    Status.STALLED: "compare the certificate with your tolerance; use float64 if u and v are float32.",
+    Status.STALLED: "see .certificate; bounds on u (project_upper), starts=4, or float64 instead of float32 can help.",
     Status.MAX_STEPS: "see .certificate and .history; raise max_steps if f or the residual still falls.",
     Status.STOPPED: "call solve again with checkpoint= and resume=True to continue, if a checkpoint was written.",
     Status.DIVERGED: "lower the learning rates, and look at .history before the last step.",
@@ -191,6 +191,7 @@ class Certificate:
         batches: The number of batches measured; 0 without data.
         full_data: Whether these were all batches.
         scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
+        upper: f at the end.
         tolerance: What the relative measures had to reach for the run to end as converged; None: nothing.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
@@ -216,6 +217,7 @@ class Certificate:
     batches: int = 0
     full_data: bool = True
     scale_u: float | None = None
+    upper: float = math.nan
     tolerance: float | None = None
 
     @property
@@ -340,11 +342,10 @@ class Solution(Generic[U, V]):
 
     def __repr__(self) -> str:
         c = self.certificate
-        f = f"{self.history['f'][-1]:.6g}" if len(self.history) else "not recorded"
         lines = [
             f"Solution: {self.status.name} after {self.steps} steps ({self.mode}, {self.engine})",
             f"  {self}",
-            f"  f at the last step: {f}",
+            f"  f: {c.upper:.6g}",
             f"  stationarity, relative: {c.relative_stationarity:.2g}",
             f"  lower residual, relative: {c.lower_residual / c.lower_scale:.2g}",
             f"  violation, relative: {c.infeasibility:.2g}",

@@ -26,6 +26,7 @@ BATCHES = 64
 # Up to this size of v, a certificate includes the error of the hypergradient by default: without data, and with data.
 LARGEST, SMALL = 1_000_000, 1000
 CG_ITERATIONS = 200
+CURVES_DOWN = "g curves down in some direction of v, so v does not minimise it"
 
 
 class Measurable(Protocol):
@@ -80,10 +81,11 @@ def _measure(
     pulls = d.constraint_cotangents(values, state.prices())
     # The hypergradient of L = f + <mu + gamma_h h, h>, with prices on the constraints.
     leaves = [*d.v.leaves, *d.u.leaves]
-    lagrangian = []
+    lagrangian, f = [], []
     for make in upper:
         for pair in make(True):
             outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
+            f.append(outputs[0].detach().sum())
             lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
     slopes = d.mean_dense_over_ranks(_mean(lagrangian))
     direct, pull = d.cotangent(slope, state.prices())
@@ -114,10 +116,11 @@ def _measure(
         lower_scale=lower_scale,
         violation_scale=violation_scale,
         scale_u=scale_u,
-        lower_minimiser=minimiser,
+        lower_minimiser=False if unknown == CURVES_DOWN else minimiser,
         hypergradient_error=error,
         hypergradient_unknown=unknown,
         damping=_damping(state.lam(), prices.gamma),
+        upper=d.mean_over_ranks([torch.stack(f).mean()])[0].item(),
         tolerance=state.tolerance,
         batches=max(len(upper), len(lower)) if sources else 0,
         full_data=full,
@@ -147,7 +150,10 @@ def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
 def _solved(
     d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor]
 ) -> tuple[list[Tensor], float, float]:
-    """Solve g_vv q = target; return q, the largest relative residual of a trial, and the least curvature met."""
+    """Solve g_vv q = target; return q, the largest relative residual of a trial, and the least curvature met.
+
+    The curvature is relative to the largest one.
+    """
     count = len(d.v.leaves)
     bends: list[Tensor] = []
 
@@ -166,7 +172,8 @@ def _solved(
     )
     start = d.dot(target, target)
     relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
-    return q, float(relative.max().sqrt()), float(torch.stack(bends).min()) if bends else 0.0
+    met = torch.stack(bends) if bends else target[0].new_ones(1)
+    return q, float(relative.max().sqrt()), float(met.min() / met.abs().max())
 
 
 # Makes a batch for one backward pass, as a list of one pair; True: with the graph of `prepare`.
@@ -212,8 +219,10 @@ def _hypergradient_error(
     count = len(d.v.leaves)
     q, left, bend = _solved(d, lower, slopes[:count])
     if not left <= 1e-3:
+        if bend < -(torch.finfo(d.v.dtype).eps ** 0.5):
+            return None, CURVES_DOWN
         if bend <= 0:
-            return None, "g curves down, or not at all, in some direction of v"
+            return None, "g does not curve in some direction of v"
         return None, f"conjugate gradients did not solve g_vv q = f_v in {min(CG_ITERATIONS, 2 * d.v.size)} products"
     through = _product(d, lower, q)[count:]
     exact = [a - b for a, b in zip(slopes[count:], through, strict=True)]

@@ -84,12 +84,13 @@ def solve_flat(
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
     This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|. It
-    raises `FlatError` if a direction has no positive curvature, relative to the largest one met and to `top`, or if
-    |b - A x| is above a thousandth of |b| after so many steps.
+    raises `FlatError` if |b - A x| is above a thousandth of |b| after so many steps, or if a direction has no positive
+    curvature: without a preconditioner, relative to the largest one met and to `top`.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
-    flat = FLAT * torch.finfo(b.dtype).eps
+    # A preconditioner is near the inverse: A is positive definite, however much its curvatures differ.
+    flat = FLAT * torch.finfo(b.dtype).eps if precondition is None else 0.0
     if size == 0.0:
         return x, top
     if start is not None:

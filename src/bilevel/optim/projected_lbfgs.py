@@ -106,11 +106,13 @@ class ProjectedLBFGS:
         search.forget()
         return search
 
-    def forget(self) -> None:
-        """Drop the pairs; the next move has the length of a first one."""
+    def forget(self, rate: float | None = None) -> None:
+        """Drop the pairs; the next move is `rate` times the gradient, by default a tenth of 1 + |x| long."""
         self.moves = self.bends = self.x.new_empty(0, self.x.numel())
         size = self.gradient.norm().item()
-        self.rate = FIRST_MOVE * (1 + self.x.norm().item()) / size if size > 0 and math.isfinite(size) else 1.0
+        if rate is None:
+            rate = FIRST_MOVE * (1 + self.x.norm().item()) / size if size > 0 and math.isfinite(size) else 1.0
+        self.rate = rate
         self._face = self._promise = None
 
     def replace(self, value: float, gradient: Tensor, extra: Any) -> None:

@@ -3,7 +3,8 @@
 Exact multipliers run if g_vv exists and is positive definite at the start. The augmented Lagrangian runs if there are
 upper-level constraints, if g_vv is only known by differences, and if conjugate gradients meet a direction in which g
 does not curve up, at the start or later. It also takes over if exact multipliers end although their model of f promises
-more. If it then ends no better, the end of exact multipliers stands. The column `solver` of the history names the
+more. If g_vv is positive definite at its end, exact multipliers confirm this end or continue from there; their earlier
+end stands if it is better. The column `solver` of the history names the
 algorithm of each step.
 """
 
@@ -24,10 +25,12 @@ from bilevel.methods.penalty.exact_run import ExactMultipliersRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.results import Status
 
-# The augmented Lagrangian is better if f is smaller by this much, relative to 1 + |f|.
-BETTER = 1e-6
-
 AnyRun = ExactMultipliersRun | AugmentedLagrangianRun
+
+
+def _margin(kept: ExactMultipliersRun) -> float:
+    """Return the difference of f that does not count."""
+    return 1e-6 * (1 + abs(kept.search.value))
 
 
 class DeterministicRun:
@@ -39,7 +42,11 @@ class DeterministicRun:
 
     def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
         self.options, self.context = options, context
+        problem = context.problem
+        self.constrained = bool(problem.equalities or problem.inequalities)
+        # An end of exact multipliers before the augmented Lagrangian, and whether they run again after it.
         self.kept: ExactMultipliersRun | None = None
+        self.returned = False
         self.current: AnyRun
         self.derivatives: PenalisedObjective
         self.tolerance: float | None
@@ -48,11 +55,10 @@ class DeterministicRun:
 
     def _first(self) -> AnyRun:
         """Return the algorithm for the present u and v."""
-        problem = self.context.problem
         exact = ExactMultipliersRun(self.options, self.context)
         held = flatten(exact.leaves)
         d = exact.derivatives
-        if not (problem.equalities or problem.inequalities):
+        if not self.constrained:
             still = d.prepare([(None, None)], graph=False)
             d.hessian_product(still, [torch.ones_like(leaf) for leaf in d.v.leaves], with_u=False)
             if d.curvature != "difference":
@@ -65,9 +71,7 @@ class DeterministicRun:
     def _second(self, before: PenalisedObjective) -> AugmentedLagrangianRun:
         """Return the augmented Lagrangian from the present u and v; evaluations are counted on."""
         run = AugmentedLagrangianRun(self.options, self.context)
-        d = run.derivatives
-        d.curvature, d.lower_evaluations = before.curvature, before.lower_evaluations
-        d.upper_evaluations = before.upper_evaluations
+        self._count_on(run, before)
         run.begin()
         return run
 
@@ -81,26 +85,46 @@ class DeterministicRun:
         if isinstance(run, ExactMultipliersRun):
             if run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
                 run.failed, run.status = False, Status.STALLED
-                self.kept = run
-                self._use(self._second(run.derivatives))
-                return None
+                if not self.returned:
+                    self.kept = run
+                    self._use(self._second(run.derivatives))
+                    return None
         elif run.status is not None:
-            self._best_of_both()
+            self._return()
         return self.current.status
 
-    def _best_of_both(self) -> None:
-        """Go back to the end of exact multipliers if the augmented Lagrangian ended no better."""
+    def _return(self) -> None:
+        """After the augmented Lagrangian, go on with exact multipliers where g_vv is positive definite.
+
+        They confirm its end, or continue from there. An end of theirs before that is kept if it is better.
+        """
         run, kept = self.current, self.kept
-        if kept is None or isinstance(run, ExactMultipliersRun):
+        if isinstance(run, ExactMultipliersRun) or self.returned or self.constrained or run.at().f.isnan():
             return
-        f, before = float(run.at().f), kept.search.value
-        if run.status is Status.CONVERGED and f <= before + BETTER * (1 + abs(before)):
-            return
-        kept.derivatives.lower_evaluations = run.derivatives.lower_evaluations
-        kept.derivatives.upper_evaluations = run.derivatives.upper_evaluations
-        kept.write_point()
-        self._use(kept)
+        held = flatten(run.leaves)
+        exact = ExactMultipliersRun(self.options, self.context)
+        self._count_on(exact, run.derivatives)
+        if run.derivatives.curvature != "difference":
+            exact.begin(anew=False)
+        if run.derivatives.curvature == "difference" or exact.failed:
+            write(held, run.leaves)
+            f = float(run.at().f)
+            better = run.status is Status.CONVERGED and (kept is None or f <= kept.search.value + _margin(kept))
+        else:
+            better = kept is None or exact.search.value <= kept.search.value + _margin(kept)
+            self.returned = True
+            self._use(exact)
+        if kept is not None and not better:
+            self._count_on(kept, self.derivatives)
+            kept.write_point()
+            self._use(kept)
         self.kept = None
+
+    def _count_on(self, run: AnyRun, before: PenalisedObjective) -> None:
+        """Let a run count evaluations on from those of another."""
+        d = run.derivatives
+        d.curvature, d.lower_evaluations = before.curvature, before.lower_evaluations
+        d.upper_evaluations = before.upper_evaluations
 
     # -- what solve asks ---------------------------------------------------------------------------------------------
 
@@ -110,7 +134,7 @@ class DeterministicRun:
 
     def finish(self) -> bool | None:
         if self.current.status is None:
-            self._best_of_both()
+            self._return()
         return self.current.finish()
 
     def episode(self) -> list[Pair] | None:
@@ -131,7 +155,7 @@ class DeterministicRun:
 
     def state_dict(self) -> dict[str, Any]:
         kept = {} if self.kept is None else {"kept": self.kept.state_dict()}
-        return self.current.state_dict() | {"solver": self.solver} | kept
+        return self.current.state_dict() | {"solver": self.solver, "returned": self.returned} | kept
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Checkpoints of version 0.1 do not name the algorithm: there was one.
@@ -139,7 +163,7 @@ class DeterministicRun:
         run = kind(self.options, self.context)
         run.load_state_dict(state)
         self._use(run)
-        self.kept = None
+        self.kept, self.returned = None, bool(state.get("returned"))
         if "kept" in state:
             self.kept = ExactMultipliersRun(self.options, self.context)
             self.kept.load_state_dict(state["kept"])

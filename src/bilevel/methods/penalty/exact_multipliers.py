@@ -84,8 +84,9 @@ class Point:
     w: Tensor
     grad_u: Tensor
     v: Tensor
-    # |grad_v F|
+    # |grad_v F|, and the largest curvature of g that the conjugate gradients met.
     grad_v: float
+    top: float
 
 
 def _better(slope: Slope, trial: Slope, fall: float) -> bool:
@@ -113,7 +114,7 @@ class ExactMultipliers:
         self.x: Tensor | None = None
         self.factor: Tensor | None = None
         self.since = 0
-        # The largest |f_v| met, and the largest curvature of g.
+        # The largest |f_v| met, and the largest curvature of g at the last u.
         self.size_f_v = 0.0
         self.top = 0.0
         # Whether the last evaluation met a g_vv that is not positive definite, and its f and g.
@@ -129,7 +130,7 @@ class ExactMultipliers:
         """
         write(u, self.d.u.leaves)
         held = flatten(self.d.v.leaves)
-        self.flat, found = False, None
+        self.flat, found, self.top = False, None, 0.0
         try:
             found = self.at(self.minimise())
         except FlatError:
@@ -166,7 +167,18 @@ class ExactMultipliers:
             grad_u=f_u - through,
             v=flatten(d.v.leaves),
             grad_v=left.norm().item(),
+            top=self.top,
         )
+
+    def response(self, direction: Tensor) -> Tensor:
+        """Return how v*(u) moves with u along a direction: -g_vv^-1 g_vu d, at a v near its minimum."""
+        d, slope = self.d, self._slope()
+        # g_vu d is the derivative of <g_uv x, d> in x, for any x.
+        x = [torch.zeros_like(part, requires_grad=True) for part in slope.graph]
+        through = d.gradient(slope.graph, d.u.leaves, cotangent=x, keep_graph=True)
+        parts = zip(torch.split(direction, [leaf.numel() for leaf in d.u.leaves]), d.u.leaves, strict=True)
+        pull = _joined(d.gradient(through, x, cotangent=[p.reshape(leaf.shape) for p, leaf in parts], retain=True))
+        return self._solve(slope, self._product(slope), self._tangent(slope.flat), -pull, 1e-2)[0]
 
     def minimise(self) -> Slope:
         """Move v to the minimum of g at the present u; return s there."""

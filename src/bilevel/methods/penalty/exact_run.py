@@ -13,6 +13,7 @@ A step is one L-BFGS iteration. It reads values on the host.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +37,8 @@ GOAL = 1e-3
 LOWER, ADJOINT = 1e-4, 1e-2
 # The run ends after so many steps that rounding hides and that bring `left` no lower.
 STALLS = 5
+# A first step moves v*(u), and phi, by at most this share.
+FIRST = 0.1
 RESTARTS = 5
 
 
@@ -83,9 +86,10 @@ class ExactMultipliersRun(RunWithoutData):
         # Whether the augmented Lagrangian has to take over.
         self.failed = False
 
-    def begin(self) -> None:
-        """Start at the present u and v."""
-        self.start_lower()
+    def begin(self, *, anew: bool = True) -> None:
+        """Start at the present u, and at the present v or, if `anew`, at the start that the problem gives."""
+        if anew:
+            self.start_lower()
         self.u.project()
         self.v.project()
         self._start()
@@ -121,6 +125,24 @@ class ExactMultipliersRun(RunWithoutData):
         self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
         self.first = self.search.value
         self.failed = self.search.extra is None
+        if not self.failed:
+            self.search.forget(self._first_rate())
+
+    def _first_rate(self) -> float | None:
+        """Return the rate at which v*(u) moves by a tenth of its size, and phi by a tenth of its value, at most.
+
+        Neither depends on the unit of u. None if the rate is not known.
+        """
+        size = self.search.gradient.norm().item()
+        if not size > 0:
+            return None
+        rates = [FIRST * abs(self.search.value) / size**2]
+        self.write_point()
+        with suppress(FlatError):
+            moved = self.exact.response(self.search.gradient).norm().item()
+            rates += [FIRST * self.search.extra.v.norm().item() / moved] if moved > 0 else []
+        known = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
+        return min(known, default=None)
 
     def _aim(self, left: float) -> None:
         """Set how accurate v and q have to be while `left` is left to gain."""
@@ -164,7 +186,7 @@ class ExactMultipliersRun(RunWithoutData):
         if self.search.promise <= self.search.noise and not useful:
             return False
         self.restarted_at = self.left
-        self.search.forget()
+        self.search.forget(self._first_rate())
         return True
 
     def write_point(self) -> None:
@@ -210,7 +232,7 @@ class ExactMultipliersRun(RunWithoutData):
                 self.stalls = 0
                 return
             self._solved_again()
-        better = lower_point(self.derivatives, self.context.generator, 1e-6, self.exact.top, self._minimise)
+        better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
         self.write_point()
         self.minimiser = better is None
         if better is not None and self.restarts < RESTARTS:
@@ -241,7 +263,7 @@ class ExactMultipliersRun(RunWithoutData):
 
     def finish(self) -> bool | None:
         if self.minimiser is None and self.search.extra is not None:  # the budget ended before the end was checked
-            better = lower_point(self.derivatives, self.context.generator, 1e-6, self.exact.top, self._minimise)
+            better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
             self.write_point()
             self.minimiser = better is None
         return self.minimiser
@@ -251,7 +273,7 @@ class ExactMultipliersRun(RunWithoutData):
         if self.options.gamma is not None:
             return float(self.options.gamma)  # type: ignore[arg-type]
         point = self.search.extra
-        size = (1 + point.v.norm().item()) * self.exact.top
+        size = (1 + point.v.norm().item()) * point.top
         return max(point.w.norm().item() / size, 1e-12) if size > 0 else 1.0
 
     def prices(self) -> Prices:
@@ -265,7 +287,8 @@ class ExactMultipliersRun(RunWithoutData):
 
     def scales(self) -> tuple[float, float, float, float]:
         """Return the sizes that make |grad_u F| the part that is left, |grad_v F| the error of q, and |s| that of v."""
-        lower = max(self.exact.top, 1e-300) * (1 + self.search.extra.v.norm().item())
+        point = self.search.extra
+        lower = max(point.top, 1e-300) * (1 + point.v.norm().item())
         return math.sqrt(2 * self.gain / self.unit_step), max(self.exact.size_f_v, 1e-300), lower, 1.0
 
     @property

@@ -22,8 +22,18 @@ Dot = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 SAFETY = 1.25
 BETAS = (0.9, 0.999)
 TINY = 1e-8
+# Squares can underflow.
+TINIEST = 1e-300
 # A curvature below this many units in the last place of the largest one counts as zero.
 FLAT = 1e3
+
+
+# How far the product of A and a preconditioner can be from 1 before the preconditioner is stale.
+STRETCH = 30.0
+
+
+class StaleError(Exception):
+    """A preconditioner is not near the inverse of A."""
 
 
 class FlatError(Exception):
@@ -79,13 +89,16 @@ def solve_flat(
     accuracy: float,
     start: Tensor | None = None,
     precondition: Map | None = None,
+    patience: float = math.inf,
     top: float = 0.0,
 ) -> tuple[Tensor, float]:
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
-    This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|. It
-    raises `FlatError` if |b - A x| is above a thousandth of |b| after so many steps, or if a direction has no positive
-    curvature: without a preconditioner, relative to the largest one met and to `top`.
+    This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|; with a
+    preconditioner M, also |M (b - A x)| <= accuracy |x|, which is the error of x if M is the inverse. It raises
+    `StaleError` if M is not near the inverse: A M stretches a direction by more than `STRETCH`, or `patience` products
+    are not enough. It raises `FlatError` if |b - A x| is above a thousandth of |b| after all steps, or if a direction
+    has no positive curvature: without a preconditioner, relative to the largest one met and to `top`.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
@@ -99,18 +112,24 @@ def solve_flat(
             x, r = start, rest
     z = r if precondition is None else precondition(r)
     p, slope = z, torch.dot(r, z).item()
-    for _ in range(steps):
+    for k in range(steps):
         left = math.sqrt(torch.dot(r, r).item())
-        if left <= accuracy * size:
+        if left <= accuracy * size and (precondition is None or z.norm().item() <= accuracy * x.norm().item()):
             return x, top
+        if k >= patience:
+            raise StaleError
         bent = product(p)
         bend, length = torch.dot(p, bent).item(), torch.dot(p, p).item()
         if not bend > flat * top * length:
             raise FlatError
-        top = max(top, bend / length)
+        if patience < math.inf and not slope / STRETCH < bend < slope * STRETCH:
+            raise StaleError
+        top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
         z = r if precondition is None else precondition(r)
         slope, before = torch.dot(r, z).item(), slope
+        if not before > 0:  # squares underflow
+            break
         p = torch.add(z, p, alpha=slope / before)
     if not left <= max(1e-3, accuracy) * size:
         raise FlatError

@@ -176,7 +176,7 @@ class ProjectedLBFGS:
                 if after >= CURVATURE * before:
                     break
                 # The slope is nearly what it was: go to its zero by the secant.
-                longer = min(max(before / (before - after), 2.0), 100.0) if after > before else 10.0
+                longer = min(max(before / (before - after), 2.0), 10.0) if after > before else 10.0
             else:
                 high, longer = a, math.inf
             if high == math.inf:

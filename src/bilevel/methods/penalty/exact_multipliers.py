@@ -9,9 +9,11 @@ the formula of the hypergradient, and it is the hypergradient if s = 0. This is 
 2016), reached from the penalty. Its objective is phi(u) = f(u, v*(u)), which we read as f - <q, s>: near the minimum
 v* of g, the error of that is of second order in v - v*, and the error of f is of first order.
 
-v is brought near v* by Newton steps, which start at the last v. A step, and q, are solved by conjugate gradients on
-products with g_vv. For a small v we also factorise g_vv now and then: when the products since the last time have cost
-as much. The old factor then serves as the preconditioner.
+v is brought near v* by Newton steps, which start at the v of the last accepted u. A step m takes the residual s to s';
+what it leaves to go is about |m| |s'| / |s|, and the steps end when that is small beside the way that v* has come since
+the first u. Sizes of s would say less: if u scales a penalty, the curvature of g changes by powers of ten. Then <q, s>,
+the effect of the error of v on f, tells whether v is near enough. A step, and q, are solved by conjugate gradients on products with g_vv. For a small v we also factorise g_vv now and then: when
+the products since the last time have cost as much. The old factor then serves as the preconditioner.
 
 If v is projected, D is the derivative of its projection P at v - s (for a box: 1 in the free coordinates, 0 at the
 bounds). Only moves D x are possible, so q = D x with (D - D^2 + D g_vv D) x = D f_v.
@@ -23,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +33,16 @@ from torch import Tensor
 
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten, minimise, write
-from bilevel.optim.linear_solvers import FlatError, Map, solve_flat
+from bilevel.optim.linear_solvers import FlatError, Map, StaleError, solve_flat
 
 # Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
 Curvature = Callable[[], tuple[Map, Map]]
 # The most Newton steps for one minimum of g, and the most products for one linear system.
 NEWTON, PRODUCTS = 30, 500
+# How often v is made more accurate if <q, s> is large, by default against this share of |f|.
+AGAIN, CORRECTION = 4, 1e-2
+# How often projected gradient steps take over in one minimum.
+PATIENCE = 3
 HALVINGS = 30
 # A v of at most so many numbers has g_vv factorised.
 DENSE = 1000
@@ -43,9 +50,22 @@ DENSE = 1000
 COLUMNS = 64
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
+TINY = 1e-300
 
 # The attributes that a checkpoint keeps.
-STATE = ("x", "factor", "since", "first", "top", "size_f_v", "lower_accuracy", "adjoint_accuracy")
+STATE = (
+    "x",
+    "base",
+    "origin",
+    "reach",
+    "first",
+    "factor",
+    "since",
+    "top",
+    "size_f_v",
+    "lower_accuracy",
+    "adjoint_accuracy",
+)
 
 
 def _joined(gradients: list[Tensor]) -> Tensor:
@@ -88,13 +108,32 @@ class Point:
     grad_v: float
     top: float
 
+    @property
+    def phi(self) -> float:
+        """f at the minimum of g, which is f less <q, s> up to the square of the error of v."""
+        return self.f + torch.dot(self.w, self.residual).item()
 
-def _better(slope: Slope, trial: Slope, fall: float) -> bool:
-    """Return whether g has fallen as promised; if rounding hides that, whether |s| has halved."""
-    noise = ROUNDING * torch.finfo(slope.flat.dtype).eps * abs(slope.value)
-    if -fall <= noise:
-        return bool(trial.flat.norm() <= 0.5 * slope.flat.norm())
-    return trial.value <= slope.value + 1e-4 * fall + noise
+    @property
+    def correction(self) -> float:
+        """|f - phi|: to first order, the effect of the error of v on f."""
+        return abs(torch.dot(self.w, self.residual).item())
+
+
+@dataclass
+class Newton:
+    """The length of a Newton step, and the shares of the residual that it left: in all, and by the bend of s alone."""
+
+    length: float = math.inf
+    left: float = 1.0
+    bent: float = 0.1
+
+    def rough(self, enough: float) -> float:
+        """Return how accurate the equations of a step have to be if it is like this one. More would be in vain."""
+        return min(0.1, 0.3 * max(enough / self.length if self.length > 0 else 1.0, self.bent))
+
+    def next(self) -> Newton:
+        """Return what to expect of the step after this one."""
+        return Newton(self.length * self.left, self.left, self.bent * self.left)
 
 
 class ExactMultipliers:
@@ -103,13 +142,14 @@ class ExactMultipliers:
     Args:
         d: The problem's derivatives.
         curvature: Products with g_vv and a preconditioner, if the caller knows better ones than autograd.
-        first: The size of |grad_v g| at a v that is far from the minimum. Default: the size at the first v.
     """
 
-    def __init__(self, d: PenalisedObjective, curvature: Curvature | None = None, first: float | None = None) -> None:
-        self.d, self.curvature, self.first = d, curvature, first
-        # How near v comes to the minimum, and q to its equation: relative to the first |s| and to |f_v|.
+    def __init__(self, d: PenalisedObjective, curvature: Curvature | None = None) -> None:
+        self.d, self.curvature = d, curvature
+        # How near v comes to v*, relative to the way of v*, and q to its solution, as a residual relative to |f_v|.
         self.lower_accuracy, self.adjoint_accuracy = 1e-7, 1e-6
+        # The largest |<q, s>| at the end of an evaluation. None: a share of |f|.
+        self.allowed: float | None = None
         self.evaluations = self.newton_steps = self.products = 0
         self.x: Tensor | None = None
         self.factor: Tensor | None = None
@@ -117,9 +157,19 @@ class ExactMultipliers:
         # The largest |f_v| met, and the largest curvature of g at the last u.
         self.size_f_v = 0.0
         self.top = 0.0
+        self.restart()
         # Whether the last evaluation met a g_vv that is not positive definite, and its f and g.
         self.flat = False
         self.last = (0.0, 0.0)
+
+    def restart(self) -> None:
+        """Forget where v* was."""
+        # The v that evaluations start from (None: the present one), and the first v*.
+        self.base: Tensor | None = None
+        self.origin: Tensor | None = None
+        # The longest way of v* from the first one, and the first Newton step of the last evaluation.
+        self.reach = 0.0
+        self.first = Newton()
 
     # -- phi -----------------------------------------------------------------------------------------------------
 
@@ -129,16 +179,25 @@ class ExactMultipliers:
         phi is infinite, and there is no point, if g_vv is not positive definite there.
         """
         write(u, self.d.u.leaves)
+        if self.base is not None:
+            write(self.base, self.d.v.leaves)
         held = flatten(self.d.v.leaves)
         self.flat, found, self.top = False, None, 0.0
+        accuracy = self.lower_accuracy
         try:
-            found = self.at(self.minimise())
+            for _ in range(AGAIN):
+                found = self.at(self.minimise())
+                if not found.correction > (CORRECTION * abs(found.f) if self.allowed is None else self.allowed):
+                    break
+                self.lower_accuracy *= 0.01
         except FlatError:
             self.flat = True
+        finally:
+            self.lower_accuracy = accuracy
         if found is None or not (math.isfinite(found.f) and bool(torch.isfinite(found.grad_u).all())):
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
-        return found.f + torch.dot(found.w, found.residual).item(), found.grad_u, found
+        return found.phi, found.grad_u, found
 
     def at(self, slope: Slope) -> Point:
         """Return the point at the present (u, v), given s there."""
@@ -182,41 +241,60 @@ class ExactMultipliers:
 
     def minimise(self) -> Slope:
         """Move v to the minimum of g at the present u; return s there."""
-        if self.d.v.projected:
-            return self._minimise_projected()
-        slope = self._slope()
-        for _ in range(NEWTON):
-            if self._enough(slope.flat):
+        slope, start = self._slope(), flatten(self.d.v.leaves)
+        if self.origin is None:
+            self.reach = start.norm().item()
+        advance = self._advance_projected if self.d.v.projected else self._advance
+        expected, patience = self.first, PATIENCE
+        for k in range(NEWTON):
+            size = self._residual(slope).norm().item()
+            if not math.isfinite(size):
+                raise FlatError
+            if size <= TINY:
                 break
-            # A Newton step leaves a residual of the order of the square of this one: more accuracy is in vain.
-            far = slope.flat.norm().item() / self.first
-            rough = min(0.1, 0.3 * max(self.lower_accuracy / far, far))
-            move, _ = self._solve(slope, self._product(slope), None, -slope.flat, rough)
-            start, fall = flatten(self.d.v.leaves), torch.dot(slope.flat, move).item()
-            length = 1.0
-            for _ in range(HALVINGS):
-                write(start + length * move, self.d.v.leaves)
-                trial = self._slope()
-                if better := _better(slope, trial, length * fall):
+            self.newton_steps += 1
+            enough = self.lower_accuracy * self.reach
+            moved, slope, took = advance(slope, expected.rough(enough))
+            if not took:
+                if not self.d.v.projected:  # rounding hides any progress
                     break
-                length /= 2
-            if not better:  # rounding hides any progress
-                write(start, self.d.v.leaves)
-                return self._slope()
-            slope = trial
+                patience -= 1
+                if patience < 0:
+                    break
+                continue
+            v = flatten(self.d.v.leaves)
+            self.reach = max(self.reach, (v - (start if self.origin is None else self.origin)).norm().item())
+            if k == 0:
+                self.first = moved
+            expected = moved.next()
+            if expected.length <= enough:
+                break
+        if self.origin is None:
+            self.origin, self.reach = flatten(self.d.v.leaves), 0.0
         return slope
 
-    def _enough(self, residual: Tensor) -> bool:
-        """Return whether v is near enough to the minimum; count a Newton step if not."""
-        size = residual.norm().item()
-        if not math.isfinite(size):
-            raise FlatError
-        if self.first is None:
-            self.first = max(size, 1e-300)
-        if size <= self.lower_accuracy * self.first:
-            return True
-        self.newton_steps += 1
-        return False
+    def _advance(self, slope: Slope, rough: float) -> tuple[Newton, Slope, bool]:
+        """Take a Newton step on g; return what it was like, s at its end, and whether it lowered g."""
+        product, start = self._product(slope), flatten(self.d.v.leaves)
+        move, _ = self._solve(slope, product, None, -slope.flat, rough)
+        fall, before, length = torch.dot(slope.flat, move).item(), slope.flat.norm().item(), move.norm().item()
+        # If rounding hides the fall of g, |s| has to halve.
+        noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
+        share = 1.0
+        for _ in range(HALVINGS):
+            write(start + share * move, self.d.v.leaves)
+            trial = self._slope()
+            if -fall <= noise:
+                better = trial.flat.norm().item() <= 0.5 * before
+                break
+            if better := trial.value <= slope.value + 1e-4 * share * fall + noise:
+                break
+            share /= 2
+        if not better:
+            write(start, self.d.v.leaves)
+            return Newton(), self._slope(), False
+        left = trial.flat.norm().item() / before
+        return Newton(share * length, min(left, 1.0), max(left - rough, 0.0)), trial, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next evaluation depends on, besides u and v."""
@@ -237,32 +315,25 @@ class ExactMultipliers:
         self.last = (0.0, g.item())
         return Slope(self.last[1], _joined(graph).detach(), graph, batch)
 
-    def _minimise_projected(self) -> Slope:
-        """Move v to the minimum of g over its set, by Newton steps on r = v - P(v - s) = 0.
+    def _advance_projected(self, slope: Slope, rough: float) -> tuple[Newton, Slope, bool]:
+        """Take a Newton step on r = v - P(v - s) = 0; return what it was like, s at its end, and whether |r| halved.
 
-        A step is -r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient steps
-        take over for a while.
+        The step is -r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient
+        steps take over for a while.
         """
-        d, patience = self.d, 3
-        slope = self._slope()
-        for _ in range(NEWTON):
-            start, r = flatten(d.v.leaves), self._residual(slope)
-            if patience < 0 or self._enough(r):
-                break
-            keep, product = self._tangent(slope.flat), self._product(slope)
-            move, _ = self._solve(slope, product, keep, product(r) - r, 1e-6)
-            write(start - r + move, d.v.leaves)
-            d.v.project()
-            trial = self._slope()
-            if self._residual(trial).norm().item() <= 0.5 * r.norm().item():
-                slope = trial
-                continue
-            write(start, d.v.leaves)
-            patience -= 1
-            if patience >= 0:
-                minimise(d, self.lower_accuracy)
-            slope = self._slope()
-        return slope
+        d = self.d
+        start, r = flatten(d.v.leaves), self._residual(slope)
+        keep, product = self._tangent(slope.flat), self._product(slope)
+        move, _ = self._solve(slope, product, keep, product(r) - r, 1e-6)
+        write(start - r + move, d.v.leaves)
+        d.v.project()
+        trial = self._slope()
+        left = (self._residual(trial).norm() / r.norm()).item()
+        if left <= 0.5:
+            return Newton((flatten(d.v.leaves) - start).norm().item(), left), trial, True
+        write(start, d.v.leaves)
+        minimise(d, self.lower_accuracy)
+        return Newton(), self._slope(), False
 
     def _residual(self, slope: Slope) -> Tensor:
         return _joined(self.d.residual(self.parts(slope.flat)))
@@ -279,11 +350,12 @@ class ExactMultipliers:
         start: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None."""
-        near: Map | None = None
+        near, patience = None, math.inf
+        dense = self.curvature is None and keep is None and target.numel() <= DENSE
         if self.curvature is not None:
             product, near = self.curvature()
-        elif keep is None and target.numel() <= DENSE:
-            near = self._near_inverse(slope)
+        elif dense:
+            near, patience = self._near_inverse(slope)
 
         def system(x: Tensor) -> Tensor:
             self.products += 1
@@ -294,25 +366,35 @@ class ExactMultipliers:
             return keep(product(on)) + on - keep(on)
 
         b = target if keep is None else keep(target)
-        x, self.top = solve_flat(
-            system, b, steps=PRODUCTS, accuracy=accuracy, start=start, precondition=near, top=self.top
-        )
+        solve = partial(solve_flat, system, b, steps=PRODUCTS, accuracy=accuracy, start=start, top=self.top)
+        try:
+            x, self.top = solve(precondition=near, patience=patience)
+        except StaleError:
+            x, self.top = solve(precondition=self._inverse(slope))
         return (x if keep is None else keep(x)), x
 
-    def _near_inverse(self, slope: Slope) -> Map | None:
-        """Return the inverse of an earlier g_vv, or of this one if the products since then have cost as much."""
+    def _near_inverse(self, slope: Slope) -> tuple[Map | None, float]:
+        """Return the inverse of an earlier g_vv and the products that it is worth, or the inverse of this one.
+
+        This one is factorised if the products since the last time have cost as much.
+        """
         n = slope.flat.numel()
         # Up to COLUMNS products are one batched backward pass, which costs less than half of them.
-        if self.since >= (n / 2 if n <= COLUMNS else n):
-            self.since = 0
-            matrix = self._matrix(slope)
-            with _one_thread():
-                factor, failed = torch.linalg.cholesky_ex(matrix)
-            self.factor = None if failed.item() else factor
-        factor = self.factor
-        if factor is None:
-            return None
+        cost = min(n / 2, 8.0) if n <= COLUMNS else float(n)
+        if self.since >= 2 * cost or self.factor is None:
+            return self._inverse(slope), math.inf
+        return self._solver(self.factor), cost
 
+    def _inverse(self, slope: Slope) -> Map | None:
+        """Return the inverse of g_vv, None if it is not positive definite."""
+        self.since = 0
+        matrix = self._matrix(slope)
+        with _one_thread():
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+        self.factor = None if failed.item() else factor
+        return None if self.factor is None else self._solver(self.factor)
+
+    def _solver(self, factor: Tensor) -> Map:
         def solve(r: Tensor) -> Tensor:
             with _one_thread():
                 return torch.cholesky_solve(r[:, None], factor)[:, 0]

@@ -35,6 +35,8 @@ from bilevel.results import Status
 GOAL = 1e-3
 # The errors of v and of q, relative to what is left to gain.
 LOWER, ADJOINT = 1e-4, 1e-2
+# <q, s> at a trial point, relative to the geometric mean of the expected change of phi and the gain.
+CORRECTION = 0.1
 # The run ends after so many steps that rounding hides and that bring `left` no lower.
 STALLS = 5
 # A first step moves v*(u), and phi, by at most this share.
@@ -121,10 +123,13 @@ class ExactMultipliersRun(RunWithoutData):
     def _start(self) -> None:
         """Start a search at the present u and v."""
         self.left, self.best, self.stalls, self.error, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
-        self._aim(1.0)
+        self._aim(0.0)
+        self.exact.restart()
+        self.exact.allowed = None
         self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
         self.first = self.search.value
         self.failed = self.search.extra is None
+        self._aim(1.0)
         if not self.failed:
             self.search.forget(self._first_rate())
 
@@ -145,17 +150,24 @@ class ExactMultipliersRun(RunWithoutData):
         return min(known, default=None)
 
     def _aim(self, left: float) -> None:
-        """Set how accurate v and q have to be while `left` is left to gain."""
+        """Set how accurate v and q have to be while `left` is left to gain; 0: as accurate as possible."""
         share = self.care * min(left, 1.0)
         self.exact.lower_accuracy = max(LOWER * share, self.tightest)
         self.exact.adjoint_accuracy = max(ADJOINT * share, self.tightest)
 
+    def _phi(self, u: Tensor) -> tuple[float, Tensor, Point | None]:
+        """Evaluate phi at a trial point, so accurately that the change from the present point is known."""
+        expected = abs(torch.dot(self.search.gradient, u - self.search.x).item())
+        # The error of phi is about the square of <q, s>, relative to the gain.
+        self.exact.allowed = CORRECTION * math.sqrt(expected * max(self.gain, expected))
+        return self.exact(u)
+
     def step(self, k: int) -> Tensor:
-        before = self.search.value
+        before, self.exact.base = self.search.value, self.search.extra.v
         moved = (
-            self.search.iterate(self.exact)
-            or (self._more_accurate() and self.search.iterate(self.exact))
-            or (self._may_restart_search() and self.search.iterate(self.exact))
+            self.search.iterate(self._phi)
+            or (self._more_accurate() and self.search.iterate(self._phi))
+            or (self._may_restart_search() and self.search.iterate(self._phi))
         )
         self.write_point()
         self.left = self._left() if moved else self.left
@@ -213,6 +225,7 @@ class ExactMultipliersRun(RunWithoutData):
         before, tight = self.search.gradient, self.exact.adjoint_accuracy <= self.tightest
         self._aim(0.0)
         self.write_point()
+        self.exact.base = None
         self.exact.x, self.exact.factor, self.exact.since = None, None, self.exact.since + self.v.size
         v = flatten(self.v.leaves)
         noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)

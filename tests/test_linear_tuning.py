@@ -266,18 +266,18 @@ def test_a_lower_level_that_is_nearly_solved_takes_few_newton_steps():
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(u.exp(), v))
     u.requires_grad_()
 
-    def steps(first: float | None) -> int:
-        nested = objective(problem, u, model.v, lambda: model.second(u.detach().exp()), first)
-        nested.minimise()
-        return nested.newton_steps
+    nested = objective(problem, u, model.v, lambda: model.second(u.detach().exp()))
 
-    first = model.slope()
-    assert steps(None) <= 10
-    assert steps(first) == 0
-    assert steps(None) <= 3  # the slope that it begins with is rounding: a share of it is out of reach
+    def steps() -> int:
+        before = nested.newton_steps
+        nested.minimise()
+        return nested.newton_steps - before
+
+    assert steps() <= 10
+    assert steps() <= 2  # what it begins with is rounding
     with torch.no_grad():
         u += 0.1
-    assert 1 <= steps(first) <= 4
+    assert 1 <= steps() <= 5
 
 
 def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left_it(monkeypatch):

@@ -30,6 +30,8 @@ FLAT = 1e3
 
 # How far the product of A and a preconditioner can be from 1 before the preconditioner is stale.
 STRETCH = 30.0
+# An error of x above this share shows that a preconditioner is stale.
+COARSE = 1e-5
 
 
 class StaleError(Exception):
@@ -90,20 +92,21 @@ def solve_flat(
     start: Tensor | None = None,
     precondition: Map | None = None,
     patience: float = math.inf,
+    flat: float = 0.0,
     top: float = 0.0,
 ) -> tuple[Tensor, float]:
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
     This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|; with a
-    preconditioner M, also |M (b - A x)| <= accuracy |x|, which is the error of x if M is the inverse. It raises
-    `StaleError` if M is not near the inverse: A M stretches a direction by more than `STRETCH`, or `patience` products
-    are not enough. It raises `FlatError` if |b - A x| is above a thousandth of |b| after all steps, or if a direction
-    has no positive curvature: without a preconditioner, relative to the largest one met and to `top`.
+    preconditioner M that may not be near the inverse any more, also |M (b - A x)| <= accuracy |x|, which is the error of
+    x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
+    `patience` products are not enough. It raises `FlatError` if |b - A x| is above a thousandth of |b| after all steps,
+    or if a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner,
+    at most `flat` times the curvature that it knows.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
-    # A preconditioner is near the inverse: A is positive definite, however much its curvatures differ.
-    flat = FLAT * torch.finfo(b.dtype).eps if precondition is None else 0.0
+    eps = torch.finfo(b.dtype).eps
     if size == 0.0:
         return x, top
     if start is not None:
@@ -114,16 +117,19 @@ def solve_flat(
     p, slope = z, torch.dot(r, z).item()
     for k in range(steps):
         left = math.sqrt(torch.dot(r, r).item())
-        if left <= accuracy * size and (precondition is None or z.norm().item() <= accuracy * x.norm().item()):
+        near = patience == math.inf or z.norm().item() <= max(accuracy, COARSE) * x.norm().item()
+        if left <= accuracy * size and near:
             return x, top
         if k >= patience:
             raise StaleError
         bent = product(p)
         bend, length = torch.dot(p, bent).item(), torch.dot(p, p).item()
-        if not bend > flat * top * length:
-            raise FlatError
         if patience < math.inf and not slope / STRETCH < bend < slope * STRETCH:
             raise StaleError
+        if not bend > (flat * slope if precondition else FLAT * eps * top * length):
+            if left <= FLAT * eps * size:  # the residual is rounding
+                return x, top
+            raise FlatError
         top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
         z = r if precondition is None else precondition(r)

@@ -239,11 +239,6 @@ class FoldedModel:
         """Return the mean loss of the rows that the folds hold out."""
         return (self.out * self.held.losses(self.scores(v, self.held_inputs))).sum()
 
-    def slope(self) -> float:
-        """Return |grad_v g| at the present v without penalties, which have zero gradient at v = 0."""
-        g = self.lower(torch.zeros_like(self.center), self.v)
-        return float(flatten(gradient(g, list(self.v.values()))).norm())
-
     def renew(self) -> None:
         """Compute the next approximate inverse at the then present v."""
         self._bent = None if self.train.loss == "logistic" else self._bent

@@ -33,11 +33,9 @@ SAVE_EVERY = 5.0
 Watch = Callable[[int, float], object]
 
 
-def objective(
-    problem: Problem, u: Any, v: Any, curvature: Curvature | None = None, first: float | None = None
-) -> ExactMultipliers:
-    """Return phi and its derivative; see `ExactMultipliers` for the last two arguments."""
-    return ExactMultipliers(PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v")), curvature, first)
+def objective(problem: Problem, u: Any, v: Any, curvature: Curvature | None = None) -> ExactMultipliers:
+    """Return phi and its derivative; see `ExactMultipliers` for the last argument."""
+    return ExactMultipliers(PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v")), curvature)
 
 
 def descend(
@@ -50,7 +48,6 @@ def descend(
     late: Callable[[], bool] = lambda: False,
     watch: Watch = lambda *_: None,
     curvature: Curvature | None = None,
-    first: float | None = None,
     begin: Callable[[], object] = lambda: None,
     checkpoint: Path | None = None,
     task: Mapping[str, Any] | None = None,
@@ -58,11 +55,11 @@ def descend(
     """Minimise phi from the present u by L-BFGS, in place; return phi at the start and after each step.
 
     The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, or if
-    `late()` is true. `begin` is called before each step, `watch` after it. `curvature` and `first` are passed to
+    `late()` is true. `begin` is called before each step, `watch` after it. `curvature` is passed to
     `objective`. The state is saved in the folder `checkpoint` every few seconds, and also at the end or if the
     descent is interrupted. A state in the folder is resumed, or refused if its `task` is another.
     """
-    exact = objective(problem, u, v, curvature, first)
+    exact = objective(problem, u, v, curvature)
     search, path, ended = _begun(exact, checkpoint, task or {})
     if ended:
         return path

@@ -103,7 +103,7 @@ def tune_linear(
     _check(rows)
     digest, end = "" if checkpoint is None else rows.digest(), clock() + (math.inf if seconds is None else seconds)
     model, held_out = FoldedModel(rows), int((rows.fold >= 0).sum())
-    first, path = model.slope(), list[float]()
+    path = list[float]()
 
     def run_stage(name: str, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Tensor:
         """Tune the penalties alpha = scale * span.value(t), with a price on their distance to `scale`; return alpha."""
@@ -121,7 +121,6 @@ def tune_linear(
                 late=lambda: clock() >= end,
                 watch=lambda done, value: watch(name, done, value),
                 curvature=lambda: model.second(scale * span.value(t.detach())),
-                first=first,
                 begin=model.renew,
                 checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
                 task={"rows": digest, "stage": name, "tolerance": tolerance, "steps": steps},

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ PATIENCE = 3
 HALVINGS = 30
 # A v of at most so many numbers has g_vv factorised.
 DENSE = 1000
+# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is smaller than that
+# of the factor by this factor.
+RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
+FLAT = 1e-3
 # How many columns of g_vv are computed at a time.
 COLUMNS = 64
 # Differences of g below this many units in the last place are rounding errors.
@@ -58,7 +62,7 @@ STATE = (
     "base",
     "origin",
     "reach",
-    "first",
+    "allowed",
     "factor",
     "since",
     "top",
@@ -119,8 +123,7 @@ class Point:
         return abs(torch.dot(self.w, self.residual).item())
 
 
-@dataclass
-class Newton:
+class Newton(NamedTuple):
     """The length of a Newton step, and the shares of the residual that it left: in all, and by the bend of s alone."""
 
     length: float = math.inf
@@ -245,7 +248,7 @@ class ExactMultipliers:
         if self.origin is None:
             self.reach = start.norm().item()
         advance = self._advance_projected if self.d.v.projected else self._advance
-        expected, patience = self.first, PATIENCE
+        expected, patience, least = self.first, PATIENCE, ROUNDING * torch.finfo(start.dtype).eps
         for k in range(NEWTON):
             size = self._residual(slope).norm().item()
             if not math.isfinite(size):
@@ -253,7 +256,7 @@ class ExactMultipliers:
             if size <= TINY:
                 break
             self.newton_steps += 1
-            enough = self.lower_accuracy * self.reach
+            enough = max(self.lower_accuracy * self.reach, least * flatten(self.d.v.leaves).norm().item(), TINY)
             moved, slope, took = advance(slope, expected.rough(enough))
             if not took:
                 if not self.d.v.projected:  # rounding hides any progress
@@ -298,11 +301,12 @@ class ExactMultipliers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next evaluation depends on, besides u and v."""
-        return {name: getattr(self, name) for name in STATE}
+        return {name: getattr(self, name) for name in STATE} | {"first": list(self.first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in STATE:
             setattr(self, name, state[name])
+        self.first = Newton(*state["first"])
 
     # -- the lower minimum -----------------------------------------------------------------------------------------
 
@@ -368,9 +372,9 @@ class ExactMultipliers:
         b = target if keep is None else keep(target)
         solve = partial(solve_flat, system, b, steps=PRODUCTS, accuracy=accuracy, start=start, top=self.top)
         try:
-            x, self.top = solve(precondition=near, patience=patience)
+            x, self.top = solve(precondition=near, patience=patience, flat=FLAT if dense else 0.0)
         except StaleError:
-            x, self.top = solve(precondition=self._inverse(slope))
+            x, self.top = solve(precondition=self._inverse(slope), flat=FLAT)
         return (x if keep is None else keep(x)), x
 
     def _near_inverse(self, slope: Slope) -> tuple[Map | None, float]:
@@ -386,9 +390,13 @@ class ExactMultipliers:
         return self._solver(self.factor), cost
 
     def _inverse(self, slope: Slope) -> Map | None:
-        """Return the inverse of g_vv, None if it is not positive definite."""
+        """Return the inverse of g_vv, None if it has a negative curvature.
+
+        Conjugate gradients solve singular systems, too. So the diagonal is raised a little.
+        """
         self.since = 0
         matrix = self._matrix(slope)
+        matrix.diagonal().mul_(1 + RAISE[matrix.dtype])
         with _one_thread():
             factor, failed = torch.linalg.cholesky_ex(matrix)
         self.factor = None if failed.item() else factor

@@ -26,8 +26,6 @@ TINY = 1e-8
 TINIEST = 1e-300
 # A curvature below this many units in the last place of the largest one counts as zero.
 FLAT = 1e3
-
-
 # How far the product of A and a preconditioner can be from 1 before the preconditioner is stale.
 STRETCH = 30.0
 # An error of x above this share shows that a preconditioner is stale.
@@ -94,15 +92,18 @@ def solve_flat(
     patience: float = math.inf,
     flat: float = 0.0,
     top: float = 0.0,
+    scale: float = 0.0,
+    least: float = 1e-3,
 ) -> tuple[Tensor, float]:
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
     This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|; with a
-    preconditioner M that may not be near the inverse any more, also |M (b - A x)| <= accuracy |x|, which is the error of
-    x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
-    `patience` products are not enough. It raises `FlatError` if |b - A x| is above a thousandth of |b| after all steps,
-    or if a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner,
-    at most `flat` times the curvature that it knows.
+    preconditioner M that may not be near the inverse any more, also |M (b - A x)| <= accuracy |x|, which is the error
+    of x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
+    `patience` products are not enough. It raises `FlatError` if |b - A x| is above `least` |b| after all steps, or if
+    a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner, at most
+    `flat` times the curvature that it knows. Then x is zero instead if b is the rounding error of a product of A and a
+    vector of length `scale`.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
@@ -129,6 +130,8 @@ def solve_flat(
         if not bend > (flat * slope if precondition else FLAT * eps * top * length):
             if left <= FLAT * eps * size:  # the residual is rounding
                 return x, top
+            if size <= FLAT * eps * top * scale:
+                return torch.zeros_like(b), top
             raise FlatError
         top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
@@ -137,7 +140,7 @@ def solve_flat(
         if not before > 0:  # squares underflow
             break
         p = torch.add(z, p, alpha=slope / before)
-    if not left <= max(1e-3, accuracy) * size:
+    if not left <= max(least, accuracy) * size:
         raise FlatError
     return x, top
 

@@ -18,8 +18,6 @@ from torch.nn.functional import cross_entropy, softplus
 
 from bilevel import DataError
 from bilevel._util.checks import require
-from bilevel._util.tensor_lists import gradient
-from bilevel.measures.lower_minimum import flatten
 from bilevel.optim.linear_solvers import Map
 from bilevel.running.run_identity import digest_of
 

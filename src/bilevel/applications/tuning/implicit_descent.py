@@ -60,6 +60,7 @@ def descend(
     descent is interrupted. A state in the folder is resumed, or refused if its `task` is another.
     """
     exact = objective(problem, u, v, curvature)
+    exact.adjoint_accuracy = max(1e-5, 0.1 * tolerance)
     search, path, ended = _begun(exact, checkpoint, task or {})
     if ended:
         return path

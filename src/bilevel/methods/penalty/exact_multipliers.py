@@ -10,10 +10,12 @@ the formula of the hypergradient, and it is the hypergradient if s = 0. This is 
 v* of g, the error of that is of second order in v - v*, and the error of f is of first order.
 
 v is brought near v* by Newton steps, which start at the v of the last accepted u. A step m takes the residual s to s';
-what it leaves to go is about |m| |s'| / |s|, and the steps end when that is small beside the way that v* has come since
-the first u. Sizes of s would say less: if u scales a penalty, the curvature of g changes by powers of ten. Then <q, s>,
-the effect of the error of v on f, tells whether v is near enough. A step, and q, are solved by conjugate gradients on products with g_vv. For a small v we also factorise g_vv now and then: when
-the products since the last time have cost as much. The old factor then serves as the preconditioner.
+what it leaves to go is about |m| |s'| / |s|, and the steps end when that is small next to the way that v* has come
+since the first u. Sizes of s would say less: if u scales a penalty, the curvature of g changes by powers of ten. Then
+<q, s>, the effect of the error of v on f, tells whether v is near enough.
+
+A step, and q, are solved by conjugate gradients on products with g_vv. For a small v we also factorise g_vv now and
+then: when the products since the last time have cost as much. The old factor then serves as the preconditioner.
 
 If v is projected, D is the derivative of its projection P at v - s (for a box: 1 in the free coordinates, 0 at the
 bounds). Only moves D x are possible, so q = D x with (D - D^2 + D g_vv D) x = D f_v.
@@ -46,8 +48,8 @@ PATIENCE = 3
 HALVINGS = 30
 # A v of at most so many numbers has g_vv factorised.
 DENSE = 1000
-# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is smaller than that
-# of the factor by this factor.
+# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is smaller than
+# that of the factor by `FLAT`.
 RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLAT = 1e-3
 # How many columns of g_vv are computed at a time.
@@ -279,7 +281,7 @@ class ExactMultipliers:
     def _advance(self, slope: Slope, rough: float) -> tuple[Newton, Slope, bool]:
         """Take a Newton step on g; return what it was like, s at its end, and whether it lowered g."""
         product, start = self._product(slope), flatten(self.d.v.leaves)
-        move, _ = self._solve(slope, product, None, -slope.flat, rough)
+        move, _ = self._solve(slope, product, None, -slope.flat, rough, scale=start.norm().item())
         fall, before, length = torch.dot(slope.flat, move).item(), slope.flat.norm().item(), move.norm().item()
         # If rounding hides the fall of g, |s| has to halve.
         noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
@@ -352,8 +354,12 @@ class ExactMultipliers:
         target: Tensor,
         accuracy: float,
         start: Tensor | None = None,
+        scale: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None."""
+        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None.
+
+        For the other arguments, see `solve_flat`.
+        """
         near, patience = None, math.inf
         dense = self.curvature is None and keep is None and target.numel() <= DENSE
         if self.curvature is not None:
@@ -370,7 +376,19 @@ class ExactMultipliers:
             return keep(product(on)) + on - keep(on)
 
         b = target if keep is None else keep(target)
-        solve = partial(solve_flat, system, b, steps=PRODUCTS, accuracy=accuracy, start=start, top=self.top)
+        # A caller who knows the products also knows that g is convex.
+        least = 1e-3 if self.curvature is None else math.inf
+        solve = partial(
+            solve_flat,
+            system,
+            b,
+            steps=PRODUCTS,
+            accuracy=accuracy,
+            start=start,
+            top=self.top,
+            scale=scale,
+            least=least,
+        )
         try:
             x, self.top = solve(precondition=near, patience=patience, flat=FLAT if dense else 0.0)
         except StaleError:

@@ -99,7 +99,8 @@ def _measure(
     error, unknown = None, ""
     small = d.v.size <= (SMALL if sources else LARGEST)
     if not d.v.projected and d.kkt is None and (hypergradient or (hypergradient is None and small)):
-        error, unknown = _hypergradient_error(d, lower, slopes, slope_u, (state.tolerance or 0.0) * scale_u)
+        least = (state.tolerance or 0.0) * scale_u
+        error, unknown = _hypergradient_error(d, lower, slopes, slope_u, [-x for x in pull], least)
     if d.u.projected:
         rate = state.unit_step
         moved = d.u.project_leaves([x.detach() - rate * y for x, y in zip(d.u.leaves, slope_u, strict=True)])
@@ -148,11 +149,11 @@ def adjoint(state: Measurable, sources: Sources) -> list[Tensor]:
 
 
 def _solved(
-    d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor]
+    d: PenalisedObjective, lower: Sequence[_Maker], target: Sequence[Tensor], start: list[Tensor] | None = None
 ) -> tuple[list[Tensor], float, float]:
     """Solve g_vv q = target; return q, the largest relative residual of a trial, and the least curvature met.
 
-    The curvature is relative to the largest one.
+    The curvature is relative to the largest one. `start` is a q that can be near the solution.
     """
     count = len(d.v.leaves)
     bends: list[Tensor] = []
@@ -162,16 +163,20 @@ def _solved(
         bends.append((d.dot(p, bent) / d.dot(p, p)).min())
         return bent
 
+    near = None
+    if start is not None:
+        near = (start, [a - b for a, b in zip(target, product(start), strict=True)])
     q, square = conjugate_gradients(
         product,
         target,
         d.dot,
+        start=near,
         steps=min(CG_ITERATIONS, 2 * d.v.size),
         accuracy=1e-10 if d.v.dtype == torch.float64 else 1e-4,
         flat=1e-14,
     )
-    start = d.dot(target, target)
-    relative = torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0)
+    size = d.dot(target, target)
+    relative = torch.where(size > 0, square / torch.where(size > 0, size, 1.0), 0.0)
     met = torch.stack(bends) if bends else target[0].new_ones(1)
     return q, float(relative.max().sqrt()), float(met.min() / met.abs().max())
 
@@ -210,14 +215,22 @@ def _product(d: PenalisedObjective, lower: Sequence[_Maker], direction: Sequence
 
 
 def _hypergradient_error(
-    d: PenalisedObjective, lower: Sequence[_Maker], slopes: Sequence[Tensor], found: Sequence[Tensor], least: float
+    d: PenalisedObjective,
+    lower: Sequence[_Maker],
+    slopes: Sequence[Tensor],
+    found: Sequence[Tensor],
+    estimate: list[Tensor],
+    least: float,
 ) -> tuple[float | None, str]:
     """Return the relative error of grad_u F against f_u - g_uv q, or why it is unknown.
 
-    `least` is the size of f_u and g_uv q below which their difference is zero for all purposes.
+    If q is not found from zero, the search starts again from the run's `estimate` of it, which is often near. `least`
+    is the size of f_u and g_uv q below which their difference is zero for all purposes.
     """
     count = len(d.v.leaves)
     q, left, bend = _solved(d, lower, slopes[:count])
+    if not left <= 1e-3 and bend > 0:
+        q, left, bend = _solved(d, lower, slopes[:count], estimate)
     if not left <= 1e-3:
         if bend < -(torch.finfo(d.v.dtype).eps ** 0.5):
             return None, CURVES_DOWN

@@ -102,8 +102,8 @@ def solve_flat(
     of x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
     `patience` products are not enough. It raises `FlatError` if |b - A x| is above `least` |b| after all steps, or if
     a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner, at most
-    `flat` times the curvature that it knows. Then x is zero instead if b is the rounding error of a product of A and a
-    vector of length `scale`.
+    `flat` times the curvature that it knows. If b is a difference, `scale` is the size of its terms: it tells what is
+    rounding.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
@@ -128,10 +128,8 @@ def solve_flat(
         if patience < math.inf and not slope / STRETCH < bend < slope * STRETCH:
             raise StaleError
         if not bend > (flat * slope if precondition else FLAT * eps * top * length):
-            if left <= FLAT * eps * size:  # the residual is rounding
+            if left <= FLAT * eps * max(size, scale):  # the residual is rounding
                 return x, top
-            if size <= FLAT * eps * top * scale:
-                return torch.zeros_like(b), top
             raise FlatError
         top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)

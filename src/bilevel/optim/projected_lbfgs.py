@@ -78,6 +78,39 @@ class _Face:
 
 
 @dataclass
+class _Line:
+    """The trial lengths a of a line search, between a good one, `low`, and a bad one, `high`."""
+
+    a: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
+    trials: int = 0
+
+    def shorten(self) -> None:
+        self.a, self.trials = 0.3 * self.a, self.trials + 1
+
+    def ends(self, before: float, after: float, *, better: bool) -> bool:
+        """Note the slopes along the move at its start and at a; return whether a is the last length, else change it."""
+        self.trials += 1
+        if better:
+            self.low = self.a
+            if after >= CURVATURE * before:
+                return True
+        else:
+            self.high = self.a
+        if self.high == math.inf:
+            # The slope is nearly what it was: go to its zero by the secant.
+            self.a *= min(max(before / (before - after), 2.0), 10.0) if after > before else 10.0
+        elif self.low > 0:
+            self.a = (self.low + self.high) / 2
+        elif after > 0:
+            self.a *= min(max(before / (before - after), 0.1), 0.5)
+        else:
+            self.a *= 0.1 if math.isnan(after) else 0.3
+        return self.high - self.low <= 1e-3 * self.high
+
+
+@dataclass
 class ProjectedLBFGS:
     """A minimisation in progress: the point, its value and gradient, and the pairs (dx, dgradient) as rows."""
 
@@ -153,46 +186,29 @@ class ProjectedLBFGS:
         return self.x + d if self.project is None else self.project(self.x + d)
 
     def iterate(self, function: Function) -> bool:
-        """Take one iteration; return False if no trial point is better."""
-        if self._search(function, self.step):
-            return True
-        return self.tangent is not None and self._search(function, -self.rate * self.gradient)
-
-    def _search(self, function: Function, d: Tensor) -> bool:
         """Move to a trial point along P(x + a d) that is better; return False if there is none."""
-        a, low, high = 1.0, 0.0, math.inf
-        best: tuple[Tensor, float, Tensor, Any] | None = None
-        for _ in range(TRIALS):
-            x = self._trial(a * d)
-            move = x - self.x
-            before = torch.dot(self.gradient, move).item()
-            if not before < 0:  # at the bounds, the point is not along d any more
-                a *= 0.3
-                continue
-            value, gradient, extra = function(x)
-            after = torch.dot(gradient, move).item()
-            if self._better(value, before, after):
-                best, low = (x, value, gradient, extra), a
-                if after >= CURVATURE * before:
+        directions = [self.step] if self.tangent is None else [self.step, -self.rate * self.gradient]
+        for d in directions:
+            best: tuple[Tensor, float, Tensor, Any] | None = None
+            line = _Line()
+            while line.trials < TRIALS:
+                x = self._trial(line.a * d)
+                move = x - self.x
+                before = torch.dot(self.gradient, move).item()
+                if not before < 0:  # at the bounds, the point is not along d any more
+                    line.shorten()
+                    continue
+                value, gradient, extra = function(x)
+                after = torch.dot(gradient, move).item()
+                better = self._better(value, before, after)
+                if better:
+                    best = x, value, gradient, extra
+                if line.ends(before, after, better=better):
                     break
-                # The slope is nearly what it was: go to its zero by the secant.
-                longer = min(max(before / (before - after), 2.0), 10.0) if after > before else 10.0
-            else:
-                high, longer = a, math.inf
-            if high == math.inf:
-                a *= longer
-            elif low > 0:
-                a = (low + high) / 2
-            elif after > 0:
-                a *= min(max(before / (before - after), 0.1), 0.5)
-            else:
-                a *= 0.1 if math.isnan(after) else 0.3
-            if high - low <= 1e-3 * high:
-                break
-        if best is None:
-            return False
-        self._accept(*best)
-        return True
+            if best is not None:
+                self._accept(*best)
+                return True
+        return False
 
     def _better(self, value: float, before: float, after: float) -> bool:
         """Return whether a trial value is lower, or equal up to rounding with a slope that has fallen."""

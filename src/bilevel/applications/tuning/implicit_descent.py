@@ -20,7 +20,8 @@ from bilevel._util.nested import each_tensor
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.errors import ProblemError
 from bilevel.measures.lower_minimum import flatten, write
-from bilevel.methods.penalty.exact_multipliers import Curvature, ExactMultipliers
+from bilevel.methods.penalty.exact_multipliers import ExactMultipliers
+from bilevel.methods.penalty.lower_systems import Curvature
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.problem.problem import Problem
 from bilevel.problem.variables import Variable
@@ -85,7 +86,7 @@ def descend(
                 ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
             if ended:
                 write(search.x, exact.d.u.leaves)
-                exact.minimise()
+                exact.newton.minimise()
             else:
                 path.append(search.value)
             state = snapshot()

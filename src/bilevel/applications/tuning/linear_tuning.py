@@ -211,7 +211,7 @@ def _solved(model: FoldedModel, alpha: Tensor) -> FoldedModel:
     """Return the model with its weights at the minimum for these penalties."""
     problem = Problem(lambda u, v, _: model.upper(v), lambda u, v, _: model.lower(alpha, v))
     u = torch.zeros_like(alpha[:1]).requires_grad_()
-    objective(problem, u, model.v, lambda: model.second(alpha)).minimise()
+    objective(problem, u, model.v, lambda: model.second(alpha)).newton.minimise()
     return model
 
 

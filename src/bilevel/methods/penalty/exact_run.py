@@ -132,6 +132,7 @@ class ExactMultipliersRun(RunWithoutData):
         self._aim(1.0)
         if not self.failed:
             self.search.forget(self._first_rate())
+            self.exact.allowed = self._allowed
 
     def _first_rate(self) -> float | None:
         """Return the rate at which v*(u) moves by a tenth of its size, and phi by a tenth of its value, at most.
@@ -152,22 +153,21 @@ class ExactMultipliersRun(RunWithoutData):
     def _aim(self, left: float) -> None:
         """Set how accurate v and q have to be while `left` is left to gain; 0: as accurate as possible."""
         share = self.care * min(left, 1.0)
-        self.exact.lower_accuracy = max(LOWER * share, self.tightest)
+        self.exact.newton.accuracy = max(LOWER * share, self.tightest)
         self.exact.adjoint_accuracy = max(ADJOINT * share, self.tightest)
 
-    def _phi(self, u: Tensor) -> tuple[float, Tensor, Point | None]:
-        """Evaluate phi at a trial point, so accurately that the change from the present point is known."""
+    def _allowed(self, u: Tensor) -> float:
+        """Return how large <q, s> can be at a trial point if the change of phi is to be known."""
         expected = abs(torch.dot(self.search.gradient, u - self.search.x).item())
         # The error of phi is about the square of <q, s>, relative to the gain.
-        self.exact.allowed = CORRECTION * math.sqrt(expected * max(self.gain, expected))
-        return self.exact(u)
+        return CORRECTION * math.sqrt(expected * max(self.gain, expected)) if expected > 0 else math.inf
 
     def step(self, k: int) -> Tensor:
         before, self.exact.base = self.search.value, self.search.extra.v
         moved = (
-            self.search.iterate(self._phi)
-            or (self._more_accurate() and self.search.iterate(self._phi))
-            or (self._may_restart_search() and self.search.iterate(self._phi))
+            self.search.iterate(self.exact)
+            or (self._more_accurate() and self.search.iterate(self.exact))
+            or (self._may_restart_search() and self.search.iterate(self.exact))
         )
         self.write_point()
         self.left = self._left() if moved else self.left
@@ -175,8 +175,9 @@ class ExactMultipliersRun(RunWithoutData):
             self.best, self.stalls = self.left, 0
         else:
             self.stalls += 1
-        if not moved and not all(map(math.isfinite, self.exact.last)):
-            return self._record(*self.exact.last)  # the loop reports it
+        last = self.exact.f, self.exact.newton.value
+        if not moved and not all(map(math.isfinite, last)):
+            return self._record(*last)  # the loop reports it
         if not moved and self.exact.flat:
             self.failed = True
         elif self.left <= self.goal or not moved or self.stalls >= STALLS:
@@ -226,7 +227,7 @@ class ExactMultipliersRun(RunWithoutData):
         self._aim(0.0)
         self.write_point()
         self.exact.base = None
-        self.exact.x, self.exact.factor, self.exact.since = None, None, self.exact.since + self.v.size
+        self.exact.forget()
         v = flatten(self.v.leaves)
         noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)
         write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
@@ -261,7 +262,7 @@ class ExactMultipliersRun(RunWithoutData):
     def _minimise(self) -> float:
         """Minimise g from the present v; return its value, infinity if there is no minimum nearby."""
         try:
-            return self.exact.minimise().value
+            return self.exact.newton.minimise().value
         except FlatError:
             return math.inf
 
@@ -293,7 +294,7 @@ class ExactMultipliersRun(RunWithoutData):
         point, gamma = self.search.extra, self._gamma()
         return Prices(
             gamma=torch.tensor(gamma, dtype=self.v.dtype, device=self.v.device),
-            nu=self.exact.parts(point.w - gamma * point.residual),
+            nu=self.exact.systems.parts(point.w - gamma * point.residual),
             gamma_h=[],
             mu=[],
         )

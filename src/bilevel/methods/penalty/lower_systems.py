@@ -1,0 +1,259 @@
+"""Linear systems with g_vv: conjugate gradients on products, with a factor of g_vv as the preconditioner if v is small.
+
+The factor is made again when the products since the last time have cost as much. In between, an old one serves.
+
+g_vv can be zero in some directions that f does not see either, such as a constant that is added to the biases of all
+classes. We leave such directions out: rounding errors along them would grow without limit. If f or g has a slope along
+one of them, g_vv q = f_v has no solution, and `FlatError` is raised.
+
+If v is projected, D is the derivative of its projection P at v - s (for a box: 1 in the free coordinates, 0 at the
+bounds). Only moves D x are possible, so the systems are (D - D^2 + D g_vv D) x = D b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.derivatives.penalised_objective import PenalisedObjective
+from bilevel.measures.lower_minimum import flatten
+from bilevel.optim.linear_solvers import FlatError, Map, StaleError, solve_flat
+
+# Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
+Curvature = Callable[[], tuple[Map, Map]]
+# The most products for one linear system.
+PRODUCTS = 500
+# A v of at most so many numbers has g_vv factorised.
+DENSE = 1000
+# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is smaller than
+# that of the factor by `FLAT`.
+RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
+FLAT = 1e-3
+# The diagonal counts as at least this share of |g_vv|.
+LEAST = 1e-6
+# A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
+ZERO, DIRECTIONS = 10, 8
+# How many columns of g_vv are computed at a time.
+COLUMNS = 64
+
+
+def joined(gradients: list[Tensor]) -> Tensor:
+    """Return gradients as one vector; unlike `flatten`, without a copy of a single one."""
+    return gradients[0].reshape(-1) if len(gradients) == 1 else flatten(gradients)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Factorise in one thread: on a busy machine, waking others takes longer than a small matrix."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+def _null_space(matrix: Tensor, factor: Tensor, raised: Tensor) -> Tensor | None:
+    """Return directions, as columns, in which A is zero; None if there are none.
+
+    `factor` is that of A + D for a small diagonal D. If A x is zero, (A + D)^-1 D x is x, and else it is small.
+    """
+    left = factor.diagonal() ** 2 / raised
+    if not (left < 1e3).any():
+        return None
+    found = torch.zeros(len(matrix), min(DIRECTIONS, len(matrix))).to(matrix)
+    found[torch.argsort(left)[: found.shape[1]], torch.arange(found.shape[1])] = 1.0
+    for _ in range(3):
+        found = torch.linalg.qr(torch.cholesky_solve(raised[:, None] * found, factor)).Q
+    values, turn = torch.linalg.eigh(found.T @ matrix @ found)
+    flat = values.abs() <= ZERO * torch.finfo(matrix.dtype).eps * matrix.norm()
+    return (found @ turn)[:, flat] if flat.any() else None
+
+
+@dataclass
+class Slope:
+    """g, s = grad_v g and its graph at one v."""
+
+    value: float
+    flat: Tensor
+    graph: list[Tensor]
+    batch: Any
+
+
+class LowerSystems:
+    """Solves systems with g_vv at the present (u, v), for a problem without data.
+
+    Args:
+        d: The problem's derivatives.
+        curvature: Products with g_vv and a preconditioner, if the caller knows better ones than autograd.
+    """
+
+    def __init__(self, d: PenalisedObjective, curvature: Curvature | None = None) -> None:
+        self.d, self.curvature = d, curvature
+        self.products = 0
+        # A factor of an earlier g_vv, the directions in which that g_vv is zero, and the products since.
+        self.factor: Tensor | None = None
+        self.unseen: Tensor | None = None
+        self.since = 0
+        # The largest curvature of g that was met at the last u.
+        self.top = 0.0
+
+    def forget_factor(self) -> None:
+        """Make the next system factorise g_vv again."""
+        self.factor, self.unseen, self.since = None, None, self.since + self.d.v.size
+
+    def solve(
+        self,
+        slope: Slope,
+        keep: Map | None,
+        target: Tensor,
+        accuracy: float,
+        start: Tensor | None = None,
+        scale: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None.
+
+        For the other arguments, see `solve_flat`.
+        """
+        near, patience = None, math.inf
+        dense = self.curvature is None and keep is None and target.numel() <= DENSE
+        product = self.product(slope)
+        if self.curvature is not None:
+            product, near = self.curvature()
+        elif dense:
+            near, patience = self._near_inverse(slope)
+
+        def system(x: Tensor) -> Tensor:
+            self.products += 1
+            self.since += 1
+            if keep is None:
+                return product(x)
+            on = keep(x)
+            return keep(product(on)) + on - keep(on)
+
+        b = target if keep is None else keep(target)
+        scale = max(scale, b.norm().item())
+        # A caller who knows the products also knows that g is convex.
+        least = 1e-3 if self.curvature is None else math.inf
+
+        def solve(near: Map | None, patience: float) -> tuple[Tensor, float]:
+            rest = self._seen(b, scale) if dense and near else b
+            return solve_flat(
+                system,
+                rest,
+                steps=PRODUCTS,
+                accuracy=accuracy,
+                start=start,
+                precondition=near,
+                patience=patience,
+                flat=FLAT if dense else 0.0,
+                top=self.top,
+                scale=scale,
+                least=least,
+            )
+
+        try:
+            x, self.top = solve(near, patience)
+        except StaleError:
+            x, self.top = solve(self._inverse(slope), math.inf)
+        return (x if keep is None else keep(x)), x
+
+    def _seen(self, b: Tensor, scale: float) -> Tensor:
+        """Return b without its part in the directions in which g_vv is zero, which has to be tiny next to `scale`."""
+        if self.unseen is None:
+            return b
+        part = self.unseen.T @ b
+        if part.norm().item() > torch.finfo(b.dtype).eps ** 0.5 * scale:
+            raise FlatError if self.since == 0 else StaleError
+        return b - self.unseen @ part
+
+    def _near_inverse(self, slope: Slope) -> tuple[Map | None, float]:
+        """Return the inverse of an earlier g_vv and the products that it is worth, or the inverse of this one.
+
+        This one is factorised if the products since the last time have cost as much.
+        """
+        n = slope.flat.numel()
+        # Up to COLUMNS products are one batched backward pass, which costs less than half of them.
+        cost = min(n / 2, 8.0) if n <= COLUMNS else float(n)
+        if self.since >= 2 * cost or self.factor is None:
+            return self._inverse(slope), math.inf
+        return self._solver(self.factor), cost
+
+    def _inverse(self, slope: Slope) -> Map | None:
+        """Return the inverse of g_vv where it is not zero; None if it has a negative curvature."""
+        self.since, self.factor, self.unseen = 0, None, None
+        matrix = self._matrix(slope)
+        size, diagonal = matrix.norm(), matrix.diagonal()
+        raise_by = RAISE[matrix.dtype] * diagonal.clamp(min=LEAST * size)
+        with _one_thread():
+            factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(raise_by))
+            if failed.item():
+                return None
+            self.factor = factor
+            self.unseen = _null_space(matrix, factor, raise_by)
+        return self._solver(factor)
+
+    def _solver(self, factor: Tensor) -> Map:
+        unseen = self.unseen
+
+        def solve(r: Tensor) -> Tensor:
+            with _one_thread():
+                x = torch.cholesky_solve(r[:, None], factor)[:, 0]
+            return x if unseen is None else x - unseen @ (unseen.T @ x)
+
+        return solve
+
+    def _matrix(self, slope: Slope) -> Tensor:
+        """Return g_vv."""
+        n = slope.flat.numel()
+        unit = torch.eye(n, dtype=slope.flat.dtype, device=slope.flat.device)
+        product, rows = self.product(slope), []
+        for chunk in torch.split(unit, COLUMNS):
+            try:
+                parts = [
+                    p.reshape(-1, *leaf.shape) for p, leaf in zip(self._split(chunk), self.d.v.leaves, strict=True)
+                ]
+                found = torch.autograd.grad(
+                    slope.graph, self.d.v.leaves, parts, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+                rows.append(
+                    torch.cat(
+                        [
+                            p.new_zeros(p.shape).flatten(1) if x is None else x.flatten(1)
+                            for x, p in zip(found, parts, strict=True)
+                        ],
+                        1,
+                    )
+                )
+            except RuntimeError:  # an operator that cannot be batched
+                rows.append(torch.stack([product(row) for row in chunk]))
+        matrix = torch.cat(rows)
+        return (matrix + matrix.T) / 2
+
+    def product(self, slope: Slope) -> Map:
+        """Return the product with g_vv."""
+        d = self.d
+        return lambda x: joined(d.gradient(slope.graph, d.v.leaves, cotangent=self.parts(x), retain=True))
+
+    def tangent(self, slope: Tensor) -> Map | None:
+        """Return the product with D, the derivative of the projection of v at v - s; None without a projection."""
+        d = self.d
+        if not d.v.projected:
+            return None
+        points = [(v - s).detach().requires_grad_() for v, s in zip(d.v.leaves, self.parts(slope), strict=True)]
+        with torch.enable_grad():
+            moved = d.v.project_leaves(points)
+        return lambda x: flatten(d.gradient(moved, points, cotangent=self.parts(x), retain=True))
+
+    def _split(self, matrix: Tensor) -> list[Tensor]:
+        sizes = [leaf.numel() for leaf in self.d.v.leaves]
+        return [matrix] if len(sizes) == 1 else list(torch.split(matrix, sizes, -1))
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        return [part.reshape(leaf.shape) for part, leaf in zip(self._split(vector), self.d.v.leaves, strict=True)]

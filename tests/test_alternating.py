@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel import Alternating, OptionError, Problem, Rows, solve
+from bilevel import Alternating, BilevelWarning, OptionError, Problem, Rows, solve
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 
@@ -61,7 +61,8 @@ def test_rows_move_along_the_gradient_of_f_alone():
     rows = [torch.arange(3), torch.arange(3, 6)]
     p = Problem(lambda u, v, row: torch.sum((u[row] - 1.0) ** 2), lambda u, v, row: torch.sum((v - u[row].mean()) ** 2))
     method = Alternating(lower_optimizer=ADAM, upper_optimizer=ADAM)
-    solve(p, method, u, v, (rows, rows), max_steps=400, seed=0)
+    with pytest.warns(BilevelWarning, match="upper does not depend on v"):
+        solve(p, method, u, v, (rows, rows), max_steps=400, seed=0)
     torch.testing.assert_close(u.values, torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-2)
     torch.testing.assert_close(v.detach(), torch.ones(2, dtype=torch.float64), rtol=0, atol=2e-2)
 

@@ -269,9 +269,9 @@ def test_a_lower_level_that_is_nearly_solved_takes_few_newton_steps():
     nested = objective(problem, u, model.v, lambda: model.second(u.detach().exp()))
 
     def steps() -> int:
-        before = nested.newton_steps
-        nested.minimise()
-        return nested.newton_steps - before
+        before = nested.newton.steps
+        nested.newton.minimise()
+        return nested.newton.steps - before
 
     assert steps() <= 10
     assert steps() <= 2  # what it begins with is rounding
@@ -293,4 +293,4 @@ def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left
     tune_linear(Rows(x, y, torch.arange(120) % 3, "logistic", 3), caution=0, steps=8)
     assert len(ends) == 6  # the single penalty, cautions 1, 0.1 and 0.01, none, and the model on all rows
     for end in ends[:5]:
-        assert end.newton_steps <= 6 * end.evaluations
+        assert end.newton.steps <= 6 * end.evaluations

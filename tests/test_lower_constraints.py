@@ -16,8 +16,8 @@ from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices
 from bilevel.measures.constrained_lower_minimum import Resolved
-from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.constrained_lagrangian import ConstrainedLagrangianRun
+from bilevel.methods.penalty.deterministic import DeterministicRun
 from bilevel.problem.variables import Variable
 
 P, Q = 2, 3
@@ -274,7 +274,7 @@ def test_without_lower_constraints_the_run_is_the_plain_one(quadratic):
 
     u, v = quadratic.start()
     solution = solve(quadratic.problem, Watching(), u, v, max_steps=200, seed=0)
-    assert type(states[0]) is AugmentedLagrangianRun
+    assert type(states[0]) is DeterministicRun
     assert states[0].derivatives.kkt is None
     assert set(solution.multipliers) == {"nu", "equalities", "inequalities"}
     assert solution.certificate.lower_gap is None

@@ -85,6 +85,11 @@ class ExactMultipliers:
         self.flat = False
         self.f = 0.0
 
+    @property
+    def finite(self) -> bool:
+        """Whether f and g were finite in the last evaluation."""
+        return math.isfinite(self.f) and math.isfinite(self.newton.value)
+
     def restart(self) -> None:
         """Forget where v* was."""
         self.base = None

@@ -175,16 +175,21 @@ class ExactMultipliersRun(RunWithoutData):
             self.best, self.stalls = self.left, 0
         else:
             self.stalls += 1
-        last = self.exact.f, self.exact.newton.value
-        if not moved and not all(map(math.isfinite, last)):
-            return self._record(*last)  # the loop reports it
+        if not moved and not self.exact.finite:
+            return self._report()
         if not moved and self.exact.flat:
             self.failed = True
         elif self.left <= self.goal or not moved or self.stalls >= STALLS:
             self._check_end(stuck=not moved or self.stalls >= STALLS)
+            if self.status is None and not self.exact.finite:
+                return self._report()
         else:
             self._aim(self.left)
         return self._record(self.search.extra.f, self.search.extra.g)
+
+    def _report(self) -> Tensor:
+        """Return a record with a number that is not finite, which the loop reports."""
+        return self._record(self.exact.f, self.exact.newton.value)
 
     def _more_accurate(self) -> bool:
         """Solve v and q again, more accurately from now on; return False if that was done before."""
@@ -233,6 +238,7 @@ class ExactMultipliersRun(RunWithoutData):
         write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
         value, slope, point = self.exact(self.search.x)
         if point is None:
+            self.failed = self.exact.flat
             return False
         self.search.replace(value, slope, point)
         self.error = self.search.face.decrement(slope - before) / math.sqrt(2 * self.gain) if tight else 0.0
@@ -246,6 +252,8 @@ class ExactMultipliersRun(RunWithoutData):
                 self.stalls = 0
                 return
             self._solved_again()
+        if self.failed or not self.exact.finite:
+            return
         better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
         self.write_point()
         self.minimiser = better is None

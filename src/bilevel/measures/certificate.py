@@ -26,6 +26,9 @@ BATCHES = 64
 # Up to this size of v, a certificate includes the error of the hypergradient by default: without data, and with data.
 LARGEST, SMALL = 1_000_000, 1000
 CG_ITERATIONS = 200
+# How many numbers of each constraint are checked in their own units: the most violated ones.
+CHECKED = 8
+TINY = 1e-12
 CURVES_DOWN = "g curves down in some direction of v, so v does not minimise it"
 
 
@@ -108,6 +111,8 @@ def _measure(
     equal = len(problem.equalities)
     own = d.kkt.own(values, pulls) if d.kkt else (values, pulls, equal)
     prices = state.prices()
+    if own[0] and not sources:
+        violation_scale = _violation_unit(d, own[2])
     certificate = Certificate(
         stationarity_u=norm(slope_u).item(),
         stationarity_v=d.size(total[:count]).item(),
@@ -130,6 +135,26 @@ def _measure(
     paid = [n + broadcast_trials(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
     multipliers = {"nu": paid, "equalities": own[1][: own[2]], "inequalities": own[1][own[2] :]}
     return certificate, multipliers | (d.kkt.multipliers() if d.kkt else {})
+
+
+def _violation_unit(d: PenalisedObjective, equalities: int) -> float:
+    """Return the unit of the violation: the numbers h that are violated most, each in its own unit, decide.
+
+    The unit of a number is |h_u| (1 + |u|) + |h_v| (1 + |v|): how much it changes as u and v do, at the present point.
+    """
+    values = d.constraints(d.prepare([(None, None)], graph=True)[0][0])
+    own, u = (values, d.u) if d.kkt is None else (d.kkt.own(values, values)[0], d.kkt.plain_u)
+    reach_u, reach_v = 1 + norm(u.leaves).item(), 1 + norm(d.v.leaves).item()
+    worst, largest, least = 0.0, 0.0, math.inf
+    for i, value in enumerate(own):
+        h = value.reshape(-1)
+        outside = h.detach().abs() if i < equalities else h.detach().clamp(min=0)
+        for k in torch.topk(outside, min(CHECKED, len(h))).indices:
+            slope_u, slope_v = (d.gradient(h[k], x.leaves, retain=True) for x in (u, d.v))
+            unit = max(norm(slope_u).item() * reach_u + norm(slope_v).item() * reach_v, TINY)
+            size = outside[k].item()
+            worst, largest, least = max(worst, size / unit), max(largest, size), min(least, unit)
+    return largest / worst if worst > 0 else least
 
 
 def _damping(lam: Tensor, gamma: Tensor) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -179,6 +179,11 @@ class AugmentedLagrangianRun(RunWithoutData):
         sizes = self._violations()
         residual = norm(self.at().residual).item()
         measure = self._measure_of(residual, sizes)
+        if measure <= self.goal and self.price.mu:
+            # The slopes of the constraints can have fallen since the start.
+            now = self._sizes().jacobians
+            self.sizes = replace(self.sizes, jacobians=[*map(min, self.sizes.jacobians, now)])
+            measure = self._measure_of(residual, sizes)
         if measure < 0.9 * self.lowest:
             self.lowest, self.stalls = measure, 0
         else:

@@ -28,6 +28,8 @@ TINIEST = 1e-300
 FLAT = 1e3
 # How far the product of A and a preconditioner can be from 1 before the preconditioner is stale.
 STRETCH = 30.0
+# A residual above this share of b, after all steps, is not a solution.
+LEAST = 1e-3
 # An error of x above this share shows that a preconditioner is stale.
 COARSE = 1e-5
 
@@ -93,17 +95,18 @@ def solve_flat(
     flat: float = 0.0,
     top: float = 0.0,
     scale: float = 0.0,
-    least: float = 1e-3,
+    convex: bool = False,
 ) -> tuple[Tensor, float]:
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
     This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|; with a
     preconditioner M that may not be near the inverse any more, also |M (b - A x)| <= accuracy |x|, which is the error
     of x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
-    `patience` products are not enough. It raises `FlatError` if |b - A x| is above `least` |b| after all steps, or if
+    `patience` products are not enough. It raises `FlatError` if |b - A x| is above `LEAST` |b| after all steps, or if
     a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner, at most
-    `flat` times the curvature that it knows. If b is a difference, `scale` is the size of its terms: it tells what is
-    rounding.
+    `flat` times the curvature that it knows. A `convex` A is known to have none: then only rounding can hide the
+    curvature, and x is as good as it gets. If b is a difference, `scale` is the size of its terms, which says how much
+    of b is rounding.
     """
     x, r = torch.zeros_like(b), b
     size = math.sqrt(torch.dot(b, b).item())
@@ -128,7 +131,7 @@ def solve_flat(
         if patience < math.inf and not slope / STRETCH < bend < slope * STRETCH:
             raise StaleError
         if not bend > (flat * slope if precondition else FLAT * eps * top * length):
-            if left <= FLAT * eps * max(size, scale):  # the residual is rounding
+            if convex or left <= FLAT * eps * max(size, scale):  # the residual is rounding
                 return x, top
             raise FlatError
         top = max(top, bend / max(length, TINIEST))
@@ -138,7 +141,7 @@ def solve_flat(
         if not before > 0:  # squares underflow
             break
         p = torch.add(z, p, alpha=slope / before)
-    if not left <= max(least, accuracy) * size:
+    if not convex and not left <= max(LEAST, accuracy) * size:
         raise FlatError
     return x, top
 

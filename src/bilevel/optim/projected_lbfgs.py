@@ -186,8 +186,13 @@ class ProjectedLBFGS:
         return self.x + d if self.project is None else self.project(self.x + d)
 
     def iterate(self, function: Function) -> bool:
-        """Move to a trial point along P(x + a d) that is better; return False if there is none."""
+        """Move to a trial point along P(x + a d) that is better; return False if there is none.
+
+        If there is none and the function has no model yet, the first trial point becomes one: a search that begins at
+        the minimum then knows that nothing is left to gain.
+        """
         directions = [self.step] if self.tangent is None else [self.step, -self.rate * self.gradient]
+        first: tuple[Tensor, Tensor] | None = None
         for d in directions:
             best: tuple[Tensor, float, Tensor, Any] | None = None
             line = _Line()
@@ -201,6 +206,8 @@ class ProjectedLBFGS:
                 value, gradient, extra = function(x)
                 after = torch.dot(gradient, move).item()
                 better = self._better(value, before, after)
+                if first is None and math.isfinite(after):
+                    first = move, gradient - self.gradient
                 if better:
                     best = x, value, gradient, extra
                 if line.ends(before, after, better=better):
@@ -208,6 +215,8 @@ class ProjectedLBFGS:
             if best is not None:
                 self._accept(*best)
                 return True
+        if first is not None and not len(self.moves):
+            self._learn(*first)
         return False
 
     def _better(self, value: float, before: float, after: float) -> bool:
@@ -218,14 +227,18 @@ class ProjectedLBFGS:
         return after <= -(1 - 2 * ARMIJO) * before if equal else value <= self.value + ARMIJO * before
 
     def _accept(self, x: Tensor, value: float, gradient: Tensor, extra: Any) -> None:
-        move, bend = x - self.x, gradient - self.gradient
+        move = x - self.x
+        self._learn(move, gradient - self.gradient)
+        self.length = move.norm().item()
+        self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
+
+    def _learn(self, move: Tensor, bend: Tensor) -> None:
+        """Add a pair to the model if the function curves up along it."""
         product, square = torch.dot(move, bend).item(), torch.dot(bend, bend).item()
-        if product > torch.finfo(x.dtype).eps * move.norm().item() * square**0.5:
+        if product > torch.finfo(move.dtype).eps * move.norm().item() * square**0.5:
             self.moves = torch.cat([self.moves, move[None]])[-MEMORY:]
             self.bends = torch.cat([self.bends, bend[None]])[-MEMORY:]
             self.rate = product / square
-        self.length = move.norm().item()
-        self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
         self._face = self._promise = None
 
     def state_dict(self) -> dict[str, Any]:

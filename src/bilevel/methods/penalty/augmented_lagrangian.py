@@ -32,7 +32,7 @@ from bilevel.measures.lower_minimum import flatten, lower_point, minimise, write
 from bilevel.measures.problem_scales import Scales, measure
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.options import PenaltyOptions
-from bilevel.methods.penalty.without_data import RunWithoutData
+from bilevel.methods.penalty.run_without_data import RunWithoutData
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.results import Status
 

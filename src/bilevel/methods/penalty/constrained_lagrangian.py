@@ -28,7 +28,7 @@ from bilevel.measures.problem_scales import Scales, lower_curvature
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.options import PenaltyOptions
-from bilevel.methods.penalty.without_data import default_tolerance
+from bilevel.methods.penalty.run_without_data import default_tolerance
 
 # The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints.
 TOLERANCE = 1e-7

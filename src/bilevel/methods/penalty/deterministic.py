@@ -1,16 +1,18 @@
-"""The deterministic mode: which algorithm runs, and when the other one takes over.
+"""The mode without data: which algorithm runs, and when the other one takes over.
 
-Exact multipliers run if g_vv exists and is positive definite at the start. The augmented Lagrangian runs if there are
-upper-level constraints, if g_vv is only known by differences, and if conjugate gradients meet a direction in which g
-does not curve up, at the start or later. It also takes over if exact multipliers end although their model of f promises
-more. If g_vv is positive definite at its end, exact multipliers confirm this end or continue from there; their earlier
-end stands if it is better. The column `solver` of the history names the
-algorithm of each step.
+1. Exact multipliers run if g_vv exists and is positive definite at the start.
+2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
+   does not curve up in some direction, at the start or later. It also takes over if exact multipliers get stuck
+   although their model of f promises a decrease.
+3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
+   from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
+
+Of two ends, the better one is returned. The column `solver` of the history names the algorithm of each step.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +23,28 @@ from bilevel.derivatives.prices import Prices
 from bilevel.measures.lower_minimum import flatten, write
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
-from bilevel.methods.penalty.exact_run import ExactMultipliersRun
+from bilevel.methods.penalty.exact_multipliers_run import ExactMultipliersRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.results import Status
 
 AnyRun = ExactMultipliersRun | AugmentedLagrangianRun
+# Differences of f below this share of 1 + |f| do not count.
+EQUAL = 1e-6
 
 
-def _margin(kept: ExactMultipliersRun) -> float:
-    """Return the difference of f that does not count."""
-    return 1e-6 * (1 + abs(kept.search.value))
+class Ended(NamedTuple):
+    """A run that another algorithm follows, with f and (u, v) at its end."""
+
+    run: AnyRun
+    f: float
+    point: Tensor
+
+    def better_than(self, f: float) -> bool:
+        return self.f < f - EQUAL * (1 + abs(self.f))
 
 
 class DeterministicRun:
-    """A run without data and without lower constraints. What is asked of it is asked of the present algorithm."""
+    """A run without data and without lower constraints. It delegates to the current algorithm."""
 
     mode = "deterministic"
     engine = "eager"
@@ -44,13 +54,13 @@ class DeterministicRun:
         self.options, self.context = options, context
         problem = context.problem
         self.constrained = bool(problem.equalities or problem.inequalities)
-        # An end of exact multipliers before the augmented Lagrangian, and whether they run again after it.
-        self.kept: ExactMultipliersRun | None = None
-        self.returned = False
+        # The end of the algorithm before the current one, and whether the current one confirms it.
+        self.previous: Ended | None = None
+        self.confirming = False
         self.current: AnyRun
         self.derivatives: PenalisedObjective
         self.tolerance: float | None
-        self._use(self._first())
+        self._switch_to(self._first())
         self.current.warn_of_precision()
 
     def _first(self) -> AnyRun:
@@ -66,65 +76,67 @@ class DeterministicRun:
                 if not exact.failed:
                     return exact
                 write(held, exact.leaves)
-        return self._second(d)
+        return self._augmented_lagrangian(d)
 
-    def _second(self, before: PenalisedObjective) -> AugmentedLagrangianRun:
-        """Return the augmented Lagrangian from the present u and v; evaluations are counted on."""
+    def _augmented_lagrangian(self, before: PenalisedObjective) -> AugmentedLagrangianRun:
+        """Return the augmented Lagrangian, started at the present u and v."""
         run = AugmentedLagrangianRun(self.options, self.context)
-        self._count_on(run, before)
+        _copy_counts(before, run)
         run.begin()
         return run
 
-    def _use(self, run: AnyRun) -> None:
+    def _switch_to(self, run: AnyRun) -> None:
         self.current, self.derivatives, self.tolerance = run, run.derivatives, run.tolerance
         self.step = run.step  # without a frame of its own: users see these calls in a debugger
 
     def ended(self) -> Status | None:
-        """Return how the run ended; change the algorithm first if the other one has something to gain."""
+        """Return how the run ended. If the other algorithm can gain something, switch to it and return None."""
         run = self.current
-        if isinstance(run, ExactMultipliersRun):
-            if run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
-                run.failed, run.status = False, Status.STALLED
-                if not self.returned:
-                    self.kept = run
-                    self._use(self._second(run.derivatives))
-                    return None
-        elif run.status is not None:
-            self._return()
+        if isinstance(run, AugmentedLagrangianRun):
+            if run.status is not None:
+                self._confirm()
+        elif run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
+            flat, run.failed, run.status = run.failed, False, Status.STALLED
+            if not self.confirming:
+                # If g was found to be lower elsewhere, f at this end means nothing.
+                self.previous = None if run.minimiser is False else Ended(run, run.search.value, flatten(run.leaves))
+                self._switch_to(self._augmented_lagrangian(run.derivatives))
+            elif flat and self.previous and not self.previous.better_than(run.search.value):
+                self._restore_previous()
         return self.current.status
 
-    def _return(self) -> None:
-        """After the augmented Lagrangian, go on with exact multipliers where g_vv is positive definite.
+    def _confirm(self) -> None:
+        """Continue with exact multipliers from the end of the augmented Lagrangian, if g_vv is positive definite there.
 
-        They confirm its end, or continue from there. An end of theirs before that is kept if it is better.
+        Return to an earlier end of exact multipliers if it is better.
         """
-        run, kept = self.current, self.kept
-        if isinstance(run, ExactMultipliersRun) or self.returned or self.constrained or run.at().f.isnan():
+        run = self.current
+        if isinstance(run, ExactMultipliersRun) or self.constrained or run.at().f.isnan():
             return
-        held = flatten(run.leaves)
+        end = Ended(run, float(run.at().f), flatten(run.leaves))
         exact = ExactMultipliersRun(self.options, self.context)
-        self._count_on(exact, run.derivatives)
-        if run.derivatives.curvature != "difference":
+        _copy_counts(run.derivatives, exact)
+        possible = run.derivatives.curvature != "difference"
+        if possible:
             exact.begin(anew=False)
-        if run.derivatives.curvature == "difference" or exact.failed:
-            write(held, run.leaves)
-            f = float(run.at().f)
-            better = run.status is Status.CONVERGED and (kept is None or f <= kept.search.value + _margin(kept))
+            possible = not exact.failed
+        f = exact.search.value if possible else end.f
+        if self.previous and (self.previous.better_than(f) or not (possible or run.status is Status.CONVERGED)):
+            self._restore_previous()
+        elif possible:
+            self.previous, self.confirming = end, True
+            self._switch_to(exact)
         else:
-            better = kept is None or exact.search.value <= kept.search.value + _margin(kept)
-            self.returned = True
-            self._use(exact)
-        if kept is not None and not better:
-            self._count_on(kept, self.derivatives)
-            kept.write_point()
-            self._use(kept)
-        self.kept = None
+            write(end.point, run.leaves)
 
-    def _count_on(self, run: AnyRun, before: PenalisedObjective) -> None:
-        """Let a run count evaluations on from those of another."""
-        d = run.derivatives
-        d.curvature, d.lower_evaluations = before.curvature, before.lower_evaluations
-        d.upper_evaluations = before.upper_evaluations
+    def _restore_previous(self) -> None:
+        """Return to the end of the previous algorithm."""
+        if self.previous is not None:
+            run = self.previous.run
+            _copy_counts(self.derivatives, run)
+            write(self.previous.point, run.leaves)
+            self.previous = None
+            self._switch_to(run)
 
     # -- what solve asks ---------------------------------------------------------------------------------------------
 
@@ -134,7 +146,7 @@ class DeterministicRun:
 
     def finish(self) -> bool | None:
         if self.current.status is None:
-            self._return()
+            self._confirm()
         return self.current.finish()
 
     def episode(self) -> list[Pair] | None:
@@ -154,16 +166,29 @@ class DeterministicRun:
         return self.current.unit_step
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {} if self.kept is None else {"kept": self.kept.state_dict()}
-        return self.current.state_dict() | {"solver": self.solver, "returned": self.returned} | kept
+        previous = {}
+        if self.previous is not None:
+            run, f, point = self.previous
+            previous = {"previous": {"run": run.state_dict() | {"solver": run.solver}, "f": f, "point": point}}
+        return self.current.state_dict() | {"solver": self.solver, "confirming": self.confirming} | previous
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Checkpoints of version 0.1 do not name the algorithm: there was one.
+        self._switch_to(self._loaded(state))
+        self.previous, self.confirming = None, bool(state.get("confirming"))
+        if "previous" in state:
+            held = state["previous"]
+            self.previous = Ended(self._loaded(held["run"]), held["f"], held["point"].to(self.current.u.device))
+
+    def _loaded(self, state: dict[str, Any]) -> AnyRun:
+        """Return a run in the given state. Checkpoints of version 0.1 name no algorithm: there was one."""
         kind = ExactMultipliersRun if state.get("solver") == ExactMultipliersRun.solver else AugmentedLagrangianRun
         run = kind(self.options, self.context)
         run.load_state_dict(state)
-        self._use(run)
-        self.kept, self.returned = None, bool(state.get("returned"))
-        if "kept" in state:
-            self.kept = ExactMultipliersRun(self.options, self.context)
-            self.kept.load_state_dict(state["kept"])
+        return run
+
+
+def _copy_counts(before: PenalisedObjective, run: AnyRun) -> None:
+    """Let a run continue the evaluation counts of another one."""
+    d = run.derivatives
+    d.curvature, d.lower_evaluations = before.curvature, before.lower_evaluations
+    d.upper_evaluations = before.upper_evaluations

@@ -39,6 +39,8 @@ FLAT = 1e-3
 LEAST = 1e-6
 # A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
 ZERO, DIRECTIONS = 10, 8
+# A curvature below minus this many units in the last place of |g_vv| is negative.
+DOWN = 1e3
 # How many columns of g_vv are computed at a time.
 COLUMNS = 64
 
@@ -139,8 +141,6 @@ class LowerSystems:
 
         b = target if keep is None else keep(target)
         scale = max(scale, b.norm().item())
-        # A caller who knows the products also knows that g is convex.
-        least = 1e-3 if self.curvature is None else math.inf
 
         def solve(near: Map | None, patience: float) -> tuple[Tensor, float]:
             rest = self._seen(b, scale) if dense and near else b
@@ -155,7 +155,7 @@ class LowerSystems:
                 flat=FLAT if dense else 0.0,
                 top=self.top,
                 scale=scale,
-                least=least,
+                convex=self.curvature is not None,  # a caller who knows the products also knows that
             )
 
         try:
@@ -186,7 +186,10 @@ class LowerSystems:
         return self._solver(self.factor), cost
 
     def _inverse(self, slope: Slope) -> Map | None:
-        """Return the inverse of g_vv where it is not zero; None if it has a negative curvature."""
+        """Return the inverse of g_vv where it is not zero; None if rounding leaves no factor.
+
+        Raise `FlatError` if g_vv has a negative curvature that rounding cannot explain.
+        """
         self.since, self.factor, self.unseen = 0, None, None
         matrix = self._matrix(slope)
         size, diagonal = matrix.norm(), matrix.diagonal()
@@ -194,6 +197,8 @@ class LowerSystems:
         with _one_thread():
             factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(raise_by))
             if failed.item():
+                if torch.linalg.eigvalsh(matrix)[0] < -DOWN * torch.finfo(matrix.dtype).eps * size:
+                    raise FlatError
                 return None
             self.factor = factor
             self.unseen = _null_space(matrix, factor, raise_by)

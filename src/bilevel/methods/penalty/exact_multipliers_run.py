@@ -26,7 +26,7 @@ from bilevel.measures.lower_minimum import flatten, lower_point, write
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, Point
 from bilevel.methods.penalty.options import PenaltyOptions
-from bilevel.methods.penalty.without_data import RunWithoutData
+from bilevel.methods.penalty.run_without_data import RunWithoutData
 from bilevel.optim.linear_solvers import FlatError
 from bilevel.optim.projected_lbfgs import Keep, Project, ProjectedLBFGS, Tangent
 from bilevel.results import Status
@@ -262,6 +262,8 @@ class ExactMultipliersRun(RunWithoutData):
             self.minimiser = None
             write(better, self.v.leaves)
             self._start()
+            if self.failed:
+                self.minimiser = False
             return
         self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
         if max(self.left, self.error) > (self.tolerance or 0.0):

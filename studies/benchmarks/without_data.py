@@ -109,7 +109,7 @@ PENALTIES = {
 def stated(model: Model, start: Array, dtype: torch.dtype) -> tuple[Problem, Tensor, Tensor]:
     """Return the problem of a model as a user states it, and its start."""
     x, y, x_valid, y_valid = (torch.from_numpy(a) for a in model.data)
-    u = torch.from_numpy(start).to(dtype).requires_grad_()
+    u = torch.from_numpy(start).to(dtype, copy=True).requires_grad_()
     if isinstance(model, Ridge):
         x, y, x_valid, y_valid = (t.to(dtype) for t in (x, y, x_valid, y_valid))
         v = torch.zeros(x.shape[1], dtype=dtype, requires_grad=True)

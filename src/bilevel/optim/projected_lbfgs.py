@@ -32,6 +32,8 @@ ROUNDING = 1000
 # The first move of a new search, relative to 1 + |x|.
 FIRST_MOVE = 0.1
 MEMORY = 50
+# The attributes that a checkpoint keeps.
+KEPT = ("x", "value", "gradient", "moves", "bends", "rate", "length", "rise")
 # P as a function of the flat vector, and D at a point: it multiplies each row of a matrix.
 Project = Callable[[Tensor], Tensor]
 Keep = Callable[[Tensor], Tensor]
@@ -124,6 +126,8 @@ class ProjectedLBFGS:
     # The inverse curvature of the last pair: the length t of a gradient step, relative to the gradient.
     rate: float = 0.0
     length: float = 0.0
+    # How much the value rose at the first trial point of a search that did not begin with a decrease.
+    rise: float = 0.0
     extra: Any = None
 
     # The quantities of the present point, made when they are first needed.
@@ -192,7 +196,7 @@ class ProjectedLBFGS:
         the minimum then knows that nothing is left to gain.
         """
         directions = [self.step] if self.tangent is None else [self.step, -self.rate * self.gradient]
-        first: tuple[Tensor, Tensor] | None = None
+        new, first = not len(self.moves), None
         for d in directions:
             best: tuple[Tensor, float, Tensor, Any] | None = None
             line = _Line()
@@ -206,8 +210,9 @@ class ProjectedLBFGS:
                 value, gradient, extra = function(x)
                 after = torch.dot(gradient, move).item()
                 better = self._better(value, before, after)
-                if first is None and math.isfinite(after):
+                if new and first is None and math.isfinite(value) and math.isfinite(after):
                     first = move, gradient - self.gradient
+                    self.rise = max(self.rise, value - self.value)
                 if better:
                     best = x, value, gradient, extra
                 if line.ends(before, after, better=better):
@@ -215,7 +220,7 @@ class ProjectedLBFGS:
             if best is not None:
                 self._accept(*best)
                 return True
-        if first is not None and not len(self.moves):
+        if first is not None:
             self._learn(*first)
         return False
 
@@ -242,4 +247,4 @@ class ProjectedLBFGS:
         self._face = self._promise = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("x", "value", "gradient", "moves", "bends", "rate", "length")}
+        return {name: getattr(self, name) for name in KEPT}

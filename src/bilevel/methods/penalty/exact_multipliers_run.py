@@ -2,7 +2,8 @@
 
     phi and phi' by `exact_multipliers`, more accurate as less is left to gain
     left = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the fall of
-    phi since the start. Its square is the share of the gain that is still missing: u can have any unit.
+    phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run that
+    starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
     ends when left <= goal, or when rounding hides any progress
     at the end: v and q are solved again from other starts; the change of phi' is its error, which counts as left
     then v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
@@ -131,21 +132,27 @@ class ExactMultipliersRun(RunWithoutData):
         self.failed = self.search.extra is None
         self._aim(1.0)
         if not self.failed:
-            self.search.forget(self._first_rate())
+            self._forget_model()
             self.exact.allowed = self._allowed
 
-    def _first_rate(self) -> float | None:
+    def _forget_model(self) -> None:
+        """Start L-BFGS without pairs; the first move follows the slope along the face, which depends on the rate."""
+        self.search.forget(self._first_rate(self.search.gradient))
+        if self.u.projected:
+            self.search.forget(self._first_rate(self.search.face.slope))
+
+    def _first_rate(self, slope: Tensor) -> float | None:
         """Return the rate at which v*(u) moves by a tenth of its size, and phi by a tenth of its value, at most.
 
         Neither depends on the unit of u. None if the rate is not known.
         """
-        size = self.search.gradient.norm().item()
+        size = slope.norm().item()
         if not size > 0:
             return None
         rates = [FIRST * abs(self.search.value) / size**2]
         self.write_point()
         with suppress(FlatError):
-            moved = self.exact.response(self.search.gradient).norm().item()
+            moved = self.exact.response(slope).norm().item()
             rates += [FIRST * self.search.extra.v.norm().item() / moved] if moved > 0 else []
         known = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
         return min(known, default=None)
@@ -204,7 +211,7 @@ class ExactMultipliersRun(RunWithoutData):
         if self.search.promise <= self.search.noise and not useful:
             return False
         self.restarted_at = self.left
-        self.search.forget(self._first_rate())
+        self._forget_model()
         return True
 
     def write_point(self) -> None:
@@ -215,9 +222,12 @@ class ExactMultipliersRun(RunWithoutData):
 
     @property
     def gain(self) -> float:
-        """The fall of phi since the start; at least what rounding leaves unknown."""
+        """The fall of phi since the start.
+
+        At least its rise at the first trial point, if the run starts at a minimum, and what rounding leaves unknown.
+        """
         floor: float = torch.finfo(self.v.dtype).eps ** (2 / 3) * abs(self.search.value)
-        return max(self.first - self.search.value, 0.0) + max(floor, 1e-300)
+        return max(self.first - self.search.value, self.search.rise) + max(floor, 1e-300)
 
     def _left(self) -> float:
         """Return the root of the share of the gain that a step of L-BFGS promises."""

@@ -27,7 +27,7 @@ def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
             found = error
     found = ranks.broadcast_object(found)
     if isinstance(found, BilevelError):
-        found.told = not ranks.first
+        found.reported = not ranks.first
         raise found
     return found
 

@@ -142,7 +142,7 @@ def _clean(
             checkpoint=checkpoint,
             resume=resume,
             callbacks=[RunBar("learning importances")],
-            tell=on_progress,
+            on_progress=on_progress,
         )
 
 

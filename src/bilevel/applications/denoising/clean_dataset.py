@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 from bilevel import Callback, DataError, OptionError
 from bilevel._util.checks import agreeing, counted, first_of, in_range, require
 from bilevel._util.random_state import derived
-from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
+from bilevel.applications.denoising.denoise import Denoised, OnProgress, denoise
 from bilevel.applications.training import Augment, accuracy, fit
 from bilevel.data import Labelled, Pair, corrupt, split_test, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
@@ -213,13 +213,13 @@ def clean(
     checkpoint: Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    tell: Tell = lambda stage, done, total: None,
+    on_progress: OnProgress = lambda stage, done, total: None,
     precision: Precision | None = None,
 ) -> Cleaned:
     """Denoise, then train the classifiers that the result is compared with, in as many steps as a round of `denoise`.
 
-    `baselines=False` leaves these out. `tell(stage, done, total)` is called in all trainings. For the other options see
-    `denoise`.
+    `baselines=False` leaves these out. `on_progress(stage, done, total)` is called in all trainings. For the other
+    options see `denoise`.
     """
     data = prepared.data
     first = copy.deepcopy(model)
@@ -235,7 +235,7 @@ def clean(
         resume=resume,
         callbacks=callbacks,
         precision=precision,
-        watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
+        on_progress=lambda stage, done, total: on_progress(f"training: {stage}", done, total),
     )
     total = denoised.settings["final_steps"]
 
@@ -252,7 +252,7 @@ def clean(
             augment=augment,
             precision=precision,
             checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
-            watch=lambda done: tell(f"comparing: {name}", done, total),
+            on_progress=lambda done: on_progress(f"comparing: {name}", done, total),
         )
         return accuracy(rival, data.part("test"))
 

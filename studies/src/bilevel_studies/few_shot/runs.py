@@ -293,7 +293,7 @@ def _prototypes(
     clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
     chosen = max(1, steps // int(settings.get("selected", 1)))
 
-    def watch(step: int) -> bool:
+    def on_progress(step: int) -> bool:
         clock.hear(step)
         late = deadline is not None and time.monotonic() >= deadline
         choose = best is not None and (step % chosen == 0 or step == steps)
@@ -319,7 +319,7 @@ def _prototypes(
         augment=augmentation(settings),
         seed=seed,
         precision="bf16" if device.type == "cuda" else None,
-        watch=watch,
+        on_progress=on_progress,
         checkpoint=place / "checkpoint",
     )
     if settings["part"] == TIME:

@@ -34,7 +34,7 @@ class Evaluator:
         # The rows of u that the last evaluation read, with their leaves.
         self.row_reads: list[list[tuple[Tensor, Tensor]]] = []
         # The tensors that `prepare` made, each with the leaf that replaces it (see `detach_prepared`).
-        self.cuts: list[tuple[Tensor, Tensor]] = []
+        self.prepared_leaves: list[tuple[Tensor, Tensor]] = []
 
     # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
 
@@ -204,7 +204,7 @@ class Evaluator:
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
         """Return the batches as `prepare` makes them, with the graph if `graph`."""
-        self.cuts = []
+        self.prepared_leaves = []
         if self.problem.prepare is None:
             return list(batches)
         with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
@@ -232,15 +232,15 @@ class Evaluator:
                 return made
             if id(made) not in leaves:
                 leaves[id(made)] = made.detach().requires_grad_()
-                self.cuts.append((made, leaves[id(made)]))
+                self.prepared_leaves.append((made, leaves[id(made)]))
             return leaves[id(made)]
 
         return [each_tensor(leaf, pair) for pair in batches]
 
     def backward_through_prepare(self, found: list[Tensor]) -> list[Tensor]:
         """Return the derivative in u, given the derivatives in the leaves of u and of `detach_prepared`."""
-        count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
-        self.cuts = []
+        count, made = len(self.u.leaves), [tensor for tensor, _ in self.prepared_leaves]
+        self.prepared_leaves = []
         if not made:
             return found
         through = self.gradient(made, self.u.leaves, cotangent=found[count:])
@@ -250,7 +250,7 @@ class Evaluator:
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
         """Return `Gradients` from derivatives in `count` leaves of v, the leaves of u and of `prepare`, and rows."""
-        static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
+        static = len(self.u.leaves) + len(self.prepared_leaves) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []
         return Gradients(
@@ -275,7 +275,7 @@ class Evaluator:
             def inputs() -> list[Tensor]:
                 self.row_reads = [rows.tape() for rows in self.u.rows]
                 read = (leaf for tape in self.row_reads for _, leaf in tape)
-                return [*self.u.leaves, *(leaf for _, leaf in self.cuts), *read]
+                return [*self.u.leaves, *(leaf for _, leaf in self.prepared_leaves), *read]
 
             try:
                 yield inputs

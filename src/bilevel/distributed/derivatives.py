@@ -217,7 +217,7 @@ class ShardedDerivatives(RankDerivatives):
             grad: Any = self._parameters.get(id(leaf), leaf).grad
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             found.append(torch.zeros_like(leaf, requires_grad=False) if local is None else local.detach())
-        for leaf in (*self._parameters.values(), *self.u.leaves, *(leaf for _, leaf in self.cuts), *leaves):
+        for leaf in (*self._parameters.values(), *self.u.leaves, *(leaf for _, leaf in self.prepared_leaves), *leaves):
             leaf.grad = None
         return found
 

@@ -40,19 +40,19 @@ class Compiled(Recorded):
             forms.append(form)
             return out
 
-        with self._undone():
+        with self.restoring_state():
             self._try(step, tensors)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, and of the step, which has already given them
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 
-            with self._undone(), recordable(self.host.optimizers()):
+            with self.restoring_state(), recordable(self.host.optimizers()):
                 graph, count = self._counted(lambda: make_fx(recorded, tracing_mode="real")(*tensors))
             lived = _lift(graph, len(tensors))
             weight_gradients(graph)
             inputs: list[Any] = [*tensors, *lived]
-            with self._undone(), torch.no_grad():
+            with self.restoring_state(), torch.no_grad():
                 compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
                 compiled(*inputs)  # an error here still leads to the eager step
 

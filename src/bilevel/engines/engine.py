@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bilevel.engines.compiled import Compiled
 from bilevel.engines.cuda_graph import Captured
-from bilevel.engines.recording import Engine, Host, Recorded
+from bilevel.engines.recording import Engine, Recordable, Recorded
 from bilevel.errors import OptionError
 
 __all__ = ["COMPILE_FROM", "ENGINES", "Captured", "Compiled", "Engine", "Engines", "Recorded"]
@@ -34,7 +34,7 @@ class Engines:
         each: The number of gradients in an upper iteration. Default: 1.
     """
 
-    def __init__(self, name: str, host: Host, *, gradients: int, each: int = 1) -> None:
+    def __init__(self, name: str, host: Recordable, *, gradients: int, each: int = 1) -> None:
         device = host.derivatives.v.device.type
         if "graph" in name and device != "cuda":
             raise OptionError(f"engine={name!r} needs u and v on a CUDA device; they are on {device}. Use 'compile'.")
@@ -50,7 +50,7 @@ class Engines:
             self.inner, self.outer = self.outer, self.inner
         if obstacle:
             for engine in self.made:
-                engine.give_up(obstacle)
+                engine.fall_back_to_eager(obstacle)
 
     @property
     def made(self) -> list[Recorded]:

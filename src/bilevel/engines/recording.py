@@ -41,7 +41,7 @@ class Counts(Protocol):
     upper_evaluations: int
 
 
-class Host(Protocol):
+class Recordable(Protocol):
     """The run whose steps an engine runs."""
 
     @property
@@ -71,7 +71,7 @@ class Recorded(Engine):
 
     name: str
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Recordable) -> None:
         self.host = host
         self.failed = self._full = False
         self._wrapped: dict[Step, Step] = {}
@@ -88,10 +88,14 @@ class Recorded(Engine):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
-            self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would keep constant. Use tensors.")
+            self.fall_back_to_eager(
+                f"a batch holds {type(strange[0]).__name__}, which a record would keep constant. Use tensors."
+            )
             return step(*arguments)
         if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
-            self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
+            self.fall_back_to_eager(
+                f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors."
+            )
             return step(*arguments)
         key = (step, form, others, tuple((t.shape, t.stride(), t.dtype) for t in tensors))
         unit = self._units.get(key)
@@ -113,11 +117,13 @@ class Recorded(Engine):
             try:
                 unit = self._units[key] = self._make(filled, tensors)
             except Exception as error:
-                self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _reason(error))
+                self.fall_back_to_eager(
+                    str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _reason(error)
+                )
                 return step(*arguments)
         return unit(tensors)
 
-    def give_up(self, why: str, *, quietly: bool = False) -> None:
+    def fall_back_to_eager(self, why: str, *, quietly: bool = False) -> None:
         """Run all later steps eagerly, with a warning that says why unless `quietly`."""
         self.failed = True
         self._units.clear()
@@ -138,7 +144,7 @@ class Recorded(Engine):
             raise UnrecordableError(obstacle)
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def restoring_state(self) -> Iterator[None]:
         """Undo the steps inside: live tensors return to their values, and new ones to zero."""
         d, device = self.host.derivatives, self.host.derivatives.v.device
         before = [(tensor, tensor.detach().clone()) for tensor in self.host.live()]

@@ -81,7 +81,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         for engine in self.engines.made if context.v.device.type == "cuda" else []:
             if isinstance(engine, Compiled):
                 why = "on a GPU, steps with lower constraints are not compiled."
-                engine.give_up(why, quietly=self.context.engine == "auto")
+                engine.fall_back_to_eager(why, quietly=self.context.engine == "auto")
 
     # -- before the first step -----------------------------------------------------------------------------------
 

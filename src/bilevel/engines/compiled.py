@@ -72,7 +72,7 @@ def _options(device: torch.device) -> dict[str, Any]:
     dropout can draw other masks than an eager step.
 
     On a CPU, channels-last convolutions cost more copies than they save. On a GPU, `combo_kernels` joins the many small
-    kernels of moments and prices; inductor's reordering of loops then fails one of its assertions (torch 2.11).
+    kernels of moments and multipliers; inductor's reordering of loops then fails one of its assertions (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda

@@ -1,9 +1,9 @@
 """The choice of the engine that runs the steps: eager, compiled, or captured as one CUDA graph.
 
 A step on minibatches never reads a value on the host and never branches on one. Its record, operator by operator, is
-therefore valid for every batch of the same shapes: it reads and writes the tensors of the run (u, v, moments, prices)
-in place. Other shapes, such as a smaller last batch, need a second record. The engines are in `recording`, `compiled`
-and `cuda_graph`.
+therefore valid for every batch of the same shapes: it reads and writes the tensors of the run (u, v, moments, penalty
+weights) in place. Other shapes, such as a smaller last batch, need a second record. The engines are in `recording`,
+`compiled` and `cuda_graph`.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ class MinibatchRun(ABC):
         self.problem, self.u, self.v = context.problem, context.u, context.v
         if self.problem.constrained_below:
             raise OptionError(
-                "lower_equalities and lower_inequalities need Penalty(), which prices the KKT conditions of the lower "
-                "level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
+                "lower_equalities and lower_inequalities need Penalty(), which puts a penalty on the KKT conditions "
+                "of the lower level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, "
+                "Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
             raise OptionError(
@@ -357,10 +358,10 @@ class MinibatchRun(ABC):
 
     @abstractmethod
     def prices(self) -> Prices:
-        """Return the prices for the certificate: nu + gamma s is minus the adjoint q."""
+        """Return `Prices` for the certificate: nu + gamma s is minus the adjoint q."""
 
     def _adjoint_prices(self, q: Sequence[Tensor]) -> Prices:
-        """Return the prices of a method that estimates the adjoint q and has no gamma."""
+        """Return `Prices` of a method that estimates the adjoint q and has no gamma."""
         return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in q])
 
     def lam(self) -> Tensor:

@@ -233,7 +233,7 @@ def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tu
         project_lower=sets(v, v.names * len(values)),
         prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
     )
-    # Prices that keep each copy at its minimum: t is linear, and shows no scale.
+    # Penalty weights that keep each copy at its minimum: t is linear, and shows no scale.
     gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
     method = replace(
         method,

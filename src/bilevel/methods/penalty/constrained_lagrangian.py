@@ -30,7 +30,7 @@ from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.without_data import default_tolerance
 
-# The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints.
+# The default, relative. Penalties of several kinds leave fewer digits than a problem without lower constraints.
 TOLERANCE = 1e-7
 # The goal of the smooth rounds, relative to the sizes of the problem.
 SMOOTH_GOAL = 1e-4

@@ -60,7 +60,7 @@ def test_wrong_labels_of_digits_are_found_and_the_classifier_is_better_for_it(ki
     assert abs(found.noise_rate - 0.4) < 0.05
     assert float((found.suggested == prepared.truth)[found.suspect].double().mean()) > 0.85
     right = (probabilities(model, data.test[0]).argmax(1) == data.test[1]).double().mean()
-    assert right > 0.91  # 0.89 with the trusted set alone, 0.84 (0.75 asymmetric) with the labels as they are
+    assert right > 0.91  # 0.89 with the trusted set only, 0.84 (0.75 asymmetric) with the labels as they are
     assert found.model is model
 
 
@@ -543,7 +543,7 @@ def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set
     prepared = digits(noise=0.6, trusted=600)
     stages: list[str] = []
     found = clean(prepared, network(), steps=250, on_progress=lambda stage, done, total: stages.append(stage))
-    assert set(found.accuracies) == {"denoised", "trusted set alone", "labels as they are", "right labels"}
+    assert set(found.accuracies) == {"denoised", "trusted set only", "labels as they are", "right labels"}
     assert found.accuracies["right labels"] > found.accuracies["labels as they are"]
     assert stages[0] == "training: trusted set"
     assert len(set(stages)) == 6
@@ -567,7 +567,7 @@ def test_every_way_of_training_that_is_as_good_as_the_rows_can_tell_is_named(cou
     pair = torch.zeros(1200, 5), torch.zeros(1200, dtype=torch.int64)
     test = torch.zeros(count, 5), torch.zeros(count, dtype=torch.int64)
     prepared = Prepared(small(trusted=pair, test=test), held_out=count == 100)
-    given = {"denoised": denoised, "labels as they are": plain, "trusted set alone": alone, "right labels": 1.0}
+    given = {"denoised": denoised, "labels as they are": plain, "trusted set only": alone, "right labels": 1.0}
     found = _advice(prepared, {name: share for name, share in given.items() if share is not None})
     assert [note.split("training on ")[1].split(" is as good")[0] for note in found[:-1]] == named
     assert bool(found) == bool(named)

@@ -57,7 +57,7 @@ class Status(enum.Enum):
 
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
-    INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
+    INFEASIBLE = "Stationary, but a constraint is violated: perhaps no point near here is feasible."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
     MAX_STEPS = "The budget of steps is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."

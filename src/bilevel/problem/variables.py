@@ -42,7 +42,7 @@ class Variable:
                 found = [(str(i), item) for i, item in enumerate(value)]
             case _:
                 raise VariableError(
-                    f"{name} must be a tensor, a module, Rows, or a dict or list of these tensors (at least one); "
+                    f"{name} must be a tensor, a module, Rows, or a dict or list of such tensors (at least one); "
                     f"got {type(value).__name__}."
                 )
         for key, item in found:

@@ -267,7 +267,7 @@ def clean(
 def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
     """Yield what `clean` compares with, by name."""
     data, (x, y) = prepared.data, prepared.trusted
-    yield "trusted set alone", (x, y)
+    yield "trusted set only", (x, y)
     inputs = torch.cat([data.x, x])
     yield "labels as they are", (inputs, torch.cat([data.y, y]))
     if prepared.truth is not None:
@@ -289,7 +289,7 @@ def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]
     ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
     ways = {
         "labels as they are": "the labels as they are",
-        "trusted set alone": f"only the {counted(len(prepared.trusted[1]), 'trusted row')}",
+        "trusted set only": f"only the {counted(len(prepared.trusted[1]), 'trusted row')}",
     }
     rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
     found = [

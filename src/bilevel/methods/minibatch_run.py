@@ -85,9 +85,8 @@ class MinibatchRun(ABC):
         self.problem, self.u, self.v = context.problem, context.u, context.v
         if self.problem.constrained_below:
             raise OptionError(
-                "lower_equalities and lower_inequalities need Penalty(), which puts a penalty on the KKT conditions "
-                "of the lower level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, "
-                "Simplex)."
+                "lower_equalities and lower_inequalities need Penalty(), which penalises the KKT conditions of the "
+                "lower level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
             raise OptionError(

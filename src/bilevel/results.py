@@ -67,7 +67,7 @@ class Status(enum.Enum):
         return self.value
 
 
-# A relative error of the hypergradient above this one is worth a sentence.
+# Above this relative error of the hypergradient, the solution shows a sentence about it.
 LARGE = 0.1
 # What a user can do after each status.
 NEXT = {
@@ -126,7 +126,7 @@ class History:
         return values.tolist()
 
     def rows(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The rows from `start` on, each a dict of its columns."""
+        """Yield the rows from `start` on, each a dict of its columns."""
         for i in range(start, len(self)):
             row: dict[str, Any] = {name: column[i] for name, column in self._columns.items()}
             row["step"], row["evaluations"] = int(row["step"]), int(row["evaluations"])
@@ -182,7 +182,7 @@ class Certificate:
         lower_unit: 1 + |v|; the two fields before are judged against it.
         lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points; None
             without lower constraints, or if it was not tried (with data it is not).
-        lower_starts: The number of these points.
+        lower_starts: How many points the lower problem was solved from again.
         hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients.
             None if it was not requested, under `project_lower` or lower constraints, or if it is unknown.
         hypergradient_unknown: Why the conjugate gradients failed: g_vv is not positive definite, or too
@@ -192,7 +192,8 @@ class Certificate:
         full_data: Whether these were all batches.
         scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
         upper: f at the end.
-        tolerance: What the relative measures had to reach for the run to end as converged; None: nothing.
+        tolerance: The value to which the relative measures had to fall for the run to end as converged; None if
+            there was none.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
     True

@@ -30,7 +30,7 @@ def gradient(
     keep_graph: bool = False,
     retain: bool = False,
 ) -> list[Tensor]:
-    """Return d<cotangent, output> in the leaves; zero for a leaf that plays no part."""
+    """Return d<cotangent, output> in the leaves; zero for a leaf on which the output does not depend."""
     outputs = [output] if isinstance(output, Tensor) else list(output)
     weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
     live = [i for i, out in enumerate(outputs) if out.requires_grad]

@@ -92,11 +92,11 @@ class Evaluator:
         return self._scalar(self.returned(value, batch), "upper")
 
     def calling(self, batch: Any) -> AbstractContextManager[Any]:
-        """The context that a user's function is called in: it yields the batch to pass."""
+        """Return the context in which a user's function is called; it yields the batch to pass."""
         return nullcontext(batch) if self.precision is None else reduced(self.precision, self.v.device, batch)
 
     def returned(self, value: Any, batch: Any) -> Any:
-        """Return what a user's function gave for this batch, as it is differentiated: half precision as float32."""
+        """Return the value of a user's function in a precision to differentiate in: float32 for half precision."""
         return value if self.precision is None else widened(value)
 
     def _scalar(self, value: Any, name: str) -> Tensor:

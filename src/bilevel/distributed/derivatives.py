@@ -164,7 +164,7 @@ class RankDerivatives(PenalisedObjective):
 
 
 class ShardedDerivatives(RankDerivatives):
-    """Derivatives whose tensors shaped like v are shards of it, and means over ranks already."""
+    """Derivatives for a sharded v: tensors shaped like v are shards, and already means over ranks."""
 
     def __init__(
         self,

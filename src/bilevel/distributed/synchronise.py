@@ -1,4 +1,4 @@
-"""What ranks have in common in a run: arguments, u and v, records and the end. Random numbers are each rank's own."""
+"""What ranks share in a run: arguments, u and v, records and the end. Each rank has its own random numbers."""
 
 from __future__ import annotations
 

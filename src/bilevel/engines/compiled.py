@@ -80,13 +80,13 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides; if these overlap, as after `expand`, another name for the same memory."""
+    """Return a copy with the same strides; if these overlap, as after `expand`, a view of the same memory."""
     copy = tensor.clone()
     return copy if copy.stride() == tensor.stride() else tensor.detach()
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors that share memory with one before: compiled code assumes that all are separate."""
+    """Copy tensors that share memory with an earlier one: compiled code assumes that all are separate."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [tensor.clone() if memory[i] in memory[:i] else tensor for i, tensor in enumerate(tensors)]
 

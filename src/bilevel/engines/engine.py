@@ -20,7 +20,7 @@ ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
 # On a CPU, `auto` also compiles from this number of gradients times numbers in v.
 COMPILE_WORK = 2e10
-# Up to this number of gradients times numbers in v, an upper iteration is compiled as one: calls take most time.
+# Up to this number of gradients times numbers in v, an upper iteration is compiled as a whole, as calls take most time.
 WHOLE = 32_768
 
 

@@ -1,6 +1,7 @@
-"""The base of the engines that record a step: a record for each set of shapes, and the eager step for all else.
+"""The base of the engines that record a step: one record for each set of shapes; other steps run eagerly.
 
-Recording runs the step, and the engine then undoes these runs. The same code thus does every step, resumed or not.
+Recording runs the step, and the engine then undoes these runs. The record therefore takes every step of a run,
+resumed or not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bilevel._util.random_state import random_state, set_random_state
 from bilevel.engines._torch_private import compiling, pytree
 from bilevel.problem import Variable
 
-# A function of batches and tensors. It changes all else that it reads or writes in place.
+# A function of batches and tensors. It changes all other state in place.
 Step = Callable[..., Any]
 # The most records that an engine keeps; steps with other shapes then run eagerly.
 MOST_UNITS = 16
@@ -193,7 +194,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Have torch's optimizers compute with counters and rates inside, and not read them on the host."""
+    """Make torch's optimizers keep counters and rates as tensors inside, without reading them on the host."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # All optimizers except Adam need their `foreach` form to compute with a rate that is a tensor.
     foreach = [None if isinstance(o, torch.optim.Adam) else True for o in optimizers for _ in o.param_groups]

@@ -8,7 +8,7 @@ With s = grad_v g(u, v), or v - P(v - s) if the lower variable is projected,
 The user's v is the lower solution. f pulls w away from v, and the gap g(u, w) - g(u, v) has the penalty weight p. Then
 p (v - w) estimates the adjoint (g_vv)^-1 f_v. Each method defines p. The term in s is zero if v minimises g. Otherwise
 (while u moves, and on minibatches) it removes from v - w the part that v and w have in common, which p would multiply.
-For the same reason, w makes every move of v as well.
+For the same reason, w also makes every move of v.
 
 To evaluate at w, the tensors of v hold the values of w for a moment. BatchNorm's statistics follow only v.
 """

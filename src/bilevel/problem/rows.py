@@ -19,7 +19,7 @@ Parts = list[list[tuple[Tensor, Tensor]]]
 
 
 def together(*parts: Parts) -> Parts:
-    """Return the pairs of the sum of several derivatives."""
+    """Return the pairs of all parts, which belong to the sum of their derivatives."""
     count = max(len(part) for part in parts)
     return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
 
@@ -98,7 +98,7 @@ class Rows:
         return list(self._tape or ())
 
     def replay(self) -> None:
-        """Return the recorded leaves again, in order, from the next read on: the same evaluation is repeated."""
+        """Make the next reads return the recorded leaves again, in order, to repeat an evaluation."""
         if self._tape is not None:
             self._cursor = 0
 

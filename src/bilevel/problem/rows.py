@@ -19,7 +19,7 @@ Parts = list[list[tuple[Tensor, Tensor]]]
 
 
 def together(*parts: Parts) -> Parts:
-    """Return the pairs of all parts, which belong to the sum of their derivatives."""
+    """Return the pairs of the sum of several derivatives."""
     count = max(len(part) for part in parts)
     return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
 

@@ -152,7 +152,7 @@ class Progress(Callback):
 
 
 class CSVHistory(Callback):
-    """Writes the history to the CSV file `path` during the run, and replaces an existing file.
+    """Writes the history to the CSV file `path` during the run, and replaces a file that is there.
 
     A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
 

@@ -96,7 +96,7 @@ def solve_pessimistic(
     seed: int | None = None,
     hypergradient: bool | None = None,
 ) -> Solution:
-    """Solve a bilevel problem without data in which f is evaluated at the worst of several lower solutions.
+    """Solve a bilevel problem without data in which f counts at the worst of several lower solutions.
 
     It solves in rounds: it searches for lower solutions at u, keeps the best ones, minimises the largest f over them,
     and searches again, until it finds no others. u and v are updated in place; v ends at the worst of the kept lower

@@ -59,8 +59,8 @@ def solve(
         v: The lower variable, as u.
         data: None, or a pair (upper, lower) of iterables of batches. Each is cycled separately.
         max_steps: The number of upper steps after which the run ends.
-        tolerance: The value to which the relative measures of the certificate must fall for the run to end as
-            converged. None (default): the method's own without data, and none with data.
+        tolerance: What the relative measures of the certificate must reach for the run to end as converged. None
+            (default): the method's own without data, and none with data.
         callbacks: A list such as `[Progress(), CSVHistory("run.csv")]`.
         checkpoint: A folder for the state of the run, which is written every `every` steps and at the end.
         every: The number of steps between checkpoints. Default: a tenth of `max_steps`.
@@ -70,7 +70,7 @@ def solve(
             (default) chooses one; `Solution.engine` names it.
         precision: `"bf16"` runs the problem's functions under bfloat16 autocast; variables, moments and multipliers
             stay in their own precision, and so does the certificate. None (default): no autocast.
-        accumulate: The number of batches over which every gradient is averaged.
+        accumulate: The number of batches that every gradient is the mean of.
         starts: The number of starting points. The first is the point that was passed. The best end is kept: feasible,
             then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has
             its folder in `checkpoint`. See `bilevel.running.multistart`.

@@ -77,7 +77,7 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     assert sum(int(row["suspect"]) for row in rows) == written["suspects"]
     assert written["noise_rate"] == pytest.approx(written["suspects"] / 1517)
     assert written["test_accuracy"] == written["accuracies"]["denoised"] > 0.85
-    assert {"labels as they are", "trusted set alone"} < set(written["accuracies"])
+    assert {"labels as they are", "trusted set only"} < set(written["accuracies"])
     for name, words in {"denoised": "on the cleaned data", "labels as they are": "on the labels as they are"}.items():
         assert f"{words}: {100 * written['accuracies'][name]:.1f}%" in written["message"]
     assert written["seed"] == 0
@@ -129,14 +129,14 @@ def test_the_message_has_the_accuracies_that_were_measured():
     suspect = torch.tensor([True, False])
     solution = Namespace(ranks=1, status=Status.MAX_STEPS, engine="")
     found = Namespace(suspect=suspect, noise_rate=0.5, settings={}, solution=solution)
-    cleaned = Cleaned(found, {"denoised": 0.9, "trusted set alone": 0.8}, None, None, ())
+    cleaned = Cleaned(found, {"denoised": 0.9, "trusted set only": 0.8}, None, None, ())
     pair = torch.zeros(2, 3), torch.tensor([0, 1])
     prepared = Prepared(Labelled("two", "arrays", *pair, ("a", "b"), ["0", "1"], trusted=pair))
     net = Classifier(torch.nn.Linear(3, 2), "linear")
     asked = {"method": "penalty", "seed": 0}
     assert summary(prepared, cleaned, net, asked, 1.0, torch.device("cpu"))["message"] == (
         "1 of 2 labels (50.0%) is probably wrong. Accuracy on the test set after training on the cleaned data: 90.0%, "
-        "on only the trusted set: 80.0%."
+        "on the trusted set only: 80.0%."
     )
 
 

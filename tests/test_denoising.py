@@ -60,7 +60,7 @@ def test_wrong_labels_of_digits_are_found_and_the_classifier_is_better_for_it(ki
     assert abs(found.noise_rate - 0.4) < 0.05
     assert float((found.suggested == prepared.truth)[found.suspect].double().mean()) > 0.85
     right = (probabilities(model, data.test[0]).argmax(1) == data.test[1]).double().mean()
-    assert right > 0.91  # 0.89 with the trusted set alone, 0.84 (0.75 asymmetric) with the labels as they are
+    assert right > 0.91  # 0.89 with the trusted set only, 0.84 (0.75 asymmetric) with the labels as they are
     assert found.model is model
 
 
@@ -137,14 +137,22 @@ def test_run_stopped_at_any_stage_goes_on_with_the_same_bits(stage, tmp_path):
     options = {"steps": 40, "seed": 0}
     straight = denoise(train, prepared.trusted, network(), **options)
 
-    def watch(name: str, done: int, total: int) -> None:
+    def on_progress(name: str, done: int, total: int) -> None:
         assert total == 40
         if name == stage and done == 17:
             raise KeyboardInterrupt
 
     callbacks = [StopAt(20)] if stage == "importance" else []
     with pytest.raises(KeyboardInterrupt):
-        denoise(train, prepared.trusted, network(), checkpoint=tmp_path, callbacks=callbacks, watch=watch, **options)
+        denoise(
+            train,
+            prepared.trusted,
+            network(),
+            checkpoint=tmp_path,
+            callbacks=callbacks,
+            on_progress=on_progress,
+            **options,
+        )
     again = denoise(train, prepared.trusted, network(), checkpoint=tmp_path, resume=True, **options)
     assert torch.equal(straight.importance, again.importance)
     assert torch.equal(straight.confidence, again.confidence)
@@ -159,7 +167,7 @@ def test_folder_of_a_run_that_was_stopped_in_its_first_training_is_not_taken_for
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, watch=stop, steps=40)
+        denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, on_progress=stop, steps=40)
     with pytest.raises(CheckpointError, match="already holds a run, and nothing is overwritten"):
         denoise((x[:100], y[:100]), prepared.trusted, network(), checkpoint=tmp_path, steps=40)
     denoise((x, y), prepared.trusted, network(), checkpoint=tmp_path, resume=True, steps=40)
@@ -176,7 +184,7 @@ def test_model_of_any_type_of_numbers_has_checkpoints_to_go_on_from(dtype, tmp_p
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made((x, y), model=network().to(dtype), watch=stop)
+        made((x, y), model=network().to(dtype), on_progress=stop)
     with pytest.raises(CheckpointError, match="its train data differ"):
         made((x + 1, y), model=network().to(dtype), resume=True)
     straight = denoise((x, y), prepared.trusted, network().to(dtype), steps=8)
@@ -534,8 +542,8 @@ def test_trusted_set_of_few_different_rows_has_none_held_out():
 def test_accuracies_of_what_it_is_compared_with_and_advice_where_the_trusted_set_is_enough():
     prepared = digits(noise=0.6, trusted=600)
     stages: list[str] = []
-    found = clean(prepared, network(), steps=250, tell=lambda stage, done, total: stages.append(stage))
-    assert set(found.accuracies) == {"denoised", "trusted set alone", "labels as they are", "right labels"}
+    found = clean(prepared, network(), steps=250, on_progress=lambda stage, done, total: stages.append(stage))
+    assert set(found.accuracies) == {"denoised", "trusted set only", "labels as they are", "right labels"}
     assert found.accuracies["right labels"] > found.accuracies["labels as they are"]
     assert stages[0] == "training: trusted set"
     assert len(set(stages)) == 6
@@ -559,7 +567,7 @@ def test_every_way_of_training_that_is_as_good_as_the_rows_can_tell_is_named(cou
     pair = torch.zeros(1200, 5), torch.zeros(1200, dtype=torch.int64)
     test = torch.zeros(count, 5), torch.zeros(count, dtype=torch.int64)
     prepared = Prepared(small(trusted=pair, test=test), held_out=count == 100)
-    given = {"denoised": denoised, "labels as they are": plain, "trusted set alone": alone, "right labels": 1.0}
+    given = {"denoised": denoised, "labels as they are": plain, "trusted set only": alone, "right labels": 1.0}
     found = _advice(prepared, {name: share for name, share in given.items() if share is not None})
     assert [note.split("training on ")[1].split(" is as good")[0] for note in found[:-1]] == named
     assert bool(found) == bool(named)

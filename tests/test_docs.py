@@ -52,6 +52,16 @@ def test_links_of_the_documents_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("folder", ["methods", "methods/penalty", "optim", "running"])
+def test_contributing_lists_every_file_of_the_folder(folder):
+    (section,) = re.findall(r"## The tree\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    listed = set(re.findall(r"`(\w+\.py)`", section))
+    # The names on the left are about to become the ones on the right.
+    renamed = {"exact_run.py": "exact_multipliers_run.py", "without_data.py": "run_without_data.py"}
+    files = {renamed.get(path.name, path.name) for path in (ROOT / "src" / "bilevel" / folder).glob("*.py")}
+    assert files - {"__init__.py"} <= listed
+
+
 def documents():
     return [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").rglob("*.md")]
 
@@ -109,7 +119,7 @@ def test_numbers_that_help_names_are_those_of_the_python_interface():
     assert f"{denoising.PASSES} passes" in options["denoise", "steps"]
     assert f"at least {denoising.LEAST_STEPS:,}" in options["denoise", "steps"]
     convex = inspect.signature(linear_tuning.tune_linear).parameters["steps"].default
-    assert f"by default {convex}, and {tuning.STEPS:,} of an mlp" in options["tune", "steps"]
+    assert f"by default {convex}, and {tuning.STEPS:,} for an mlp" in options["tune", "steps"]
     assert TunedRidge().folds == 5
     assert TunedRidge().steps == convex
     assert "By default 5." in options["tune", "folds"]

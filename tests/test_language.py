@@ -9,14 +9,19 @@ from language import PATTERNS, ROOT, counted, hits, rate
 
 CEILINGS = {
     "src": 2.0,
-    "src/bilevel/cli": 2.0,
+    **{f"src/bilevel/{path.name}": 2.0 for path in (ROOT / "src" / "bilevel").iterdir() if any(path.glob("*.py"))},
+    "src/bilevel/methods/penalty": 4.1,  # this number may only fall, to 2.0
+    "src/bilevel/optim": 3.6,  # this number may only fall, to 2.0
+    "src/bilevel/report/templates": 2.0,
     "studies/src": 2.0,
+    "studies/src/bilevel_studies/pages": 2.0,
+    "studies/tests": 2.0,
     "README.md": 0.0,
     "docs": 0.5,
     "docs/results.md": 2.0,
     "docs/results": 2.0,
 }
-"""Hits in 1,000 words at most."""
+"""Hits in 1,000 words at most; a folder counts without the folders in it that have their own number."""
 
 
 def area(name: str) -> str:
@@ -37,6 +42,32 @@ def test_rate_is_below_the_ceiling(rates, key):
         f"{key} has {rates[key]:.2f} hits in 1,000 words, and may have {CEILINGS[key]}. "
         f"See python tests/language.py {key}"
     )
+
+
+def test_errors_warnings_help_and_endings_of_runs_have_no_hits():
+    found, table = counted([ROOT / "src", ROOT / "studies" / "src"], messages=True)
+    assert sum(counts["words"] for counts in table.values()) > 5000, "the messages were not found"
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'def f(x):\n    raise ValueError(f"{x} may be wrong")',
+        'error = OptionError("x may be wrong")',
+        'warn_user("x may be wrong")',
+        'Seed = Annotated[int, typer.Option(help="It may be " "any number.")]',
+        'def run(x: Annotated[str, typer.Argument()]):\n    """It may run."""',
+        'class Status(enum.Enum):\n    """Plain."""\n\n    LOST = "It may be lost."',
+        'NEXT = {Status.LOST: "you may try again"}',
+    ],
+)
+def test_message_is_found(code, tmp_path):
+    path = tmp_path / "message.py"
+    path.write_text(f'"""It may be long."""\n\n# It may be short.\n{code}\n')
+    (hit,), _ = hits(path, messages=True)
+    assert hit.pattern == "may"
+    assert hit.line > 3
 
 
 HITS = {
@@ -67,6 +98,7 @@ PLAIN = [
     "Where it happened.",
     "Leave it alone.",
     "It is no longer needed.",
+    "There is no such file.",
     "On 3 May it was made.",
     "It too is kept.",
     "If it is asked for, stop.",
@@ -81,6 +113,10 @@ def test_each_pattern_is_found_in_a_docstring_a_comment_a_message_and_a_document
             "comment.py": f"x = 1\n\n# {sentence}",
             "message.py": f'def f(x):\n    raise ValueError(\n        f"{{x}}: {sentence}")',
             "document.md": f"# Title\n\n{sentence}\n",
+            "template.md.j2": f"{{# a note #}}\n\n{sentence}\n",
+            "page.html": f"{{% block body %}}\n<h1>Title</h1>\n<p class='x'>{sentence}</p>\n",
+            "script.js": f"const x = 1;\n\n// {sentence}\n",
+            "string.js": f'let x;\n\nconst text = "{sentence}";\n',
         }.items():
             path = tmp_path / name
             path.write_text(text + "\n")

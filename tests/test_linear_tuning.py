@@ -126,16 +126,16 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(classes, why, at, tmp_pat
     steps = len(straight.path) - len(straight.stages) - 1
     last = round(at * steps)
 
-    def watch(*told):
+    def on_progress(*told):
         left.append(told)
         if len(left) == last:
             raise why
 
     options = {"caution": 0.1, "tolerance": 1e-3, "checkpoint": tmp_path}
     with pytest.raises(why):
-        tune_linear(rows, watch=watch, **options)
+        tune_linear(rows, on_progress=on_progress, **options)
     assert len(left) == last
-    again = tune_linear(rows, watch=watch, **options)
+    again = tune_linear(rows, on_progress=on_progress, **options)
     assert torch.equal(again.alpha, straight.alpha)
     assert torch.equal(again.weight, straight.weight)
     assert again.path == straight.path

@@ -200,12 +200,12 @@ def test_tether_is_half_the_square_of_the_way_from_the_clean_victim_and_decay_st
     start = [p.detach() - 0.1 for p in model.parameters()]
     way = 0.01 * sum(p.numel() for p in model.parameters())
 
-    def price(tether, weight=None):
-        return poisoning._price(start, tether, 0.2, model, weight).item()
+    def total(tether, weight=None):
+        return poisoning._regularisation(start, tether, 0.2, model, weight).item()
 
-    assert price(0.0) == pytest.approx(decayed(model, 0.2).item())
-    assert price(3.0) - price(0.0) == pytest.approx(3.0 / 2 * way, rel=1e-4)
-    assert price(3.0, torch.ones(4)) == pytest.approx(3.0 / 2 * way + 0.2 / 2 * 4, rel=1e-4)
+    assert total(0.0) == pytest.approx(decayed(model, 0.2).item())
+    assert total(3.0) - total(0.0) == pytest.approx(3.0 / 2 * way, rel=1e-4)
+    assert total(3.0, torch.ones(4)) == pytest.approx(3.0 / 2 * way + 0.2 / 2 * 4, rel=1e-4)
 
 
 def test_tethered_attack_flips_targets_in_a_victim_trained_anew_and_a_free_one_in_its_own_variable_alone(digits):

@@ -155,7 +155,7 @@ def test_record_sees_names_defaults_and_methods():
     text = interface()
     assert "\nsolve(problem: Problem, method: Method, u: U, v: V, data: object = None, *, max_steps: int" in text
     assert "class Penalty(" in text
-    assert "    gamma: Price | None = None\n" in text
+    assert "    gamma: PenaltyWeight | None = None\n" in text
     assert "    classmethod algorithm_1(" in text
     assert "0x" not in text
     assert "bilevel." not in text.replace("'bilevel.", "")

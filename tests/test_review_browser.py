@@ -203,10 +203,7 @@ def test_keys_say_when_all_are_reviewed(visit):
 def test_the_legend_names_every_key_and_where_they_begin():
     page = Page(render_review(review()))
     text = " ".join(" ".join(page.texts).split())
-    assert (
-        "Wherever the page is scrolled, the first press brings up the first undecided suspect, and the next decides"
-        in text
-    )
+    assert "If no suspect is in view, the first press shows the first undecided one, and the second decides" in text
     keys = re.findall(r"const acts = \{([^}]*)\}", source("review.js"))[0]
     for key in re.findall(r"(\w): ", keys):
         assert key.upper() in page.texts
@@ -312,7 +309,7 @@ def test_a_number_of_the_matrix_whose_suspects_are_not_on_the_page_says_so(visit
     page.evaluate("Object.assign(document.querySelector('.pair').dataset, {given: '0', suggested: '0'})")
     page.locator('.pair[data-given="0"][data-suggested="0"]').click()
     assert page.locator("#shown").inner_text().startswith("30 of 30 shown")
-    assert page.locator("#message").inner_text() == "None of these is among the 30 worst on this page."
+    assert page.locator("#message").inner_text() == "None of them is among the 30 worst on this page."
 
 
 def test_bulk_decisions_leave_those_made_by_hand_and_are_undone_as_one(visit):
@@ -419,7 +416,9 @@ def test_a_saved_file_is_read_back_and_what_does_not_fit_is_skipped(visit, tmp_p
     assert progress(fresh).startswith("0 of 11")
     strange = [["0", "other.png", "drop", ""], ["99", "x", "drop", ""], ["1", NASTY[1], "relabel", "bird"]]
     strange += [["2", NASTY[2], "burn", ""], ["3", NASTY[3], "relabel", "cow"]]
-    assert read([rows[0], *strange]) == ("1 decisions read. 4 skipped: they name no suspect of this page, or no label.")
+    assert read([rows[0], *strange]) == (
+        "1 decisions read. 4 skipped: they do not name a suspect of this page and a label."
+    )
     assert verdict(fresh, 3) == "Relabelled as cow"
     assert 'no column "index"' in read([["a", "b"]])
 

@@ -74,7 +74,7 @@ def test_stopped_training_goes_on_with_the_same_bits(stop, tmp_path):
     class StopError(Exception):
         pass
 
-    def watch(done: int) -> None:
+    def on_progress(done: int) -> None:
         if done == stop:
             raise StopError
 
@@ -82,9 +82,9 @@ def test_stopped_training_goes_on_with_the_same_bits(stop, tmp_path):
     halves, again = copy.deepcopy(straight), copy.deepcopy(straight)
     fit(straight, x, y, steps=20, batch=20)
     with pytest.raises(StopError):
-        fit(halves, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=watch)
+        fit(halves, x, y, steps=20, batch=20, checkpoint=tmp_path, on_progress=on_progress)
     done: list[int] = []
-    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=done.append)
+    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, on_progress=done.append)
     assert torch.equal(weights(straight), weights(again))
     assert done == list(range(stop + 1, 21))
 
@@ -108,7 +108,7 @@ def test_a_training_that_is_killed_goes_on_from_the_tenth_that_it_had_ended(tmp_
     with pytest.raises(KilledError):
         fit(killed, x, y, steps=20, batch=20, checkpoint=tmp_path)
     heard: list[int] = []
-    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=heard.append)
+    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, on_progress=heard.append)
     assert heard == list(range(7, 21))  # saved at every second step
     assert torch.equal(weights(straight), weights(again))
 
@@ -118,11 +118,13 @@ def test_a_training_ends_where_its_watch_says_so_and_goes_on_from_there(tmp_path
     stopped, again = copy.deepcopy(straight), copy.deepcopy(straight)
     fit(straight, x, y, steps=20, batch=20)
     first: list[int] = []
-    fit(stopped, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=lambda done: first.append(done) or done == 7)
+    fit(
+        stopped, x, y, steps=20, batch=20, checkpoint=tmp_path, on_progress=lambda done: first.append(done) or done == 7
+    )
     assert first == list(range(1, 8))
     assert not stopped.training
     second: list[int] = []
-    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, watch=second.append)
+    fit(again, x, y, steps=20, batch=20, checkpoint=tmp_path, on_progress=second.append)
     assert second == list(range(8, 21))
     assert torch.equal(weights(straight), weights(again))
 

@@ -230,7 +230,7 @@ def _stop(*_, **__):
 def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
     (x, y), (a, b) = regression(0, rows=40), regression(1, rows=40)
     with pytest.raises(KeyboardInterrupt):
-        tune(nn.Linear(20, 1).double(), (x, y), (a, b), {"decay": WeightDecay()}, watch=_stop)
+        tune(nn.Linear(20, 1).double(), (x, y), (a, b), {"decay": WeightDecay()}, on_progress=_stop)
 
 
 # -- a run that was stopped --------------------------------------------------------------------------------------------
@@ -247,14 +247,16 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monke
             if stopping and at == "tuning" and run.step >= 20:
                 raise KeyboardInterrupt
 
-    def watch(stage, done, total):
+    def on_progress(stage, done, total):
         if stopping and stage == at and done == 4:
             raise KeyboardInterrupt
 
     def tuned(**options):
         options |= {"callbacks": [Stop()]} if mode == "minibatch" else {}
         model, hyper = copy.deepcopy(first), {"penalty": FeaturePenalty()}
-        return tune(model, (x[:80], y[:80]), (x[80:], y[80:]), hyper, mode=mode, steps=40, watch=watch, **options)
+        return tune(
+            model, (x[:80], y[:80]), (x[80:], y[80:]), hyper, mode=mode, steps=40, on_progress=on_progress, **options
+        )
 
     stopping = False
     straight = tuned()

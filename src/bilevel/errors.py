@@ -7,8 +7,8 @@ LONGEST = 2000
 class BilevelError(Exception):
     """The base of all errors raised here."""
 
-    # Whether another rank reports it to the user.
-    told = False
+    # Whether another rank has reported it to the user.
+    reported = False
 
     def __init__(self, message: object = "") -> None:
         text = str(message)

@@ -57,7 +57,7 @@ class Status(enum.Enum):
 
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
-    INFEASIBLE = "Stationary, but a constraint is violated: the problem may have no feasible point near here."
+    INFEASIBLE = "Stationary, but a constraint is violated: perhaps no point near here is feasible."
     STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
     MAX_STEPS = "The budget of steps is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
@@ -67,7 +67,7 @@ class Status(enum.Enum):
         return self.value
 
 
-# A relative error of the hypergradient above this one is worth a sentence.
+# Above this relative error of the hypergradient, the solution shows a sentence about it.
 LARGE = 0.1
 # What a user can do after each status.
 NEXT = {
@@ -126,7 +126,7 @@ class History:
         return values.tolist()
 
     def rows(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The rows from `start` on, each a dict of its columns."""
+        """Yield the rows from `start` on, each a dict of its columns."""
         for i in range(start, len(self)):
             row: dict[str, Any] = {name: column[i] for name, column in self._columns.items()}
             row["step"], row["evaluations"] = int(row["step"]), int(row["evaluations"])

@@ -167,12 +167,12 @@ def main() -> None:
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     began = time.monotonic()
 
-    def tell(cell: RunItem) -> None:
+    def on_progress(cell: RunItem) -> None:
         print(f"{cell.name}: {time.monotonic() - began:.0f} s, {store.get(cell)}", file=sys.stderr, flush=True)
         store.write()
         write_whole(shown, tables(store.all()))
 
-    complete = run_items(some, store, run, where=ONCE, deadline=deadline, tell=tell)
+    complete = run_items(some, store, run, where=ONCE, deadline=deadline, on_progress=on_progress)
     write_whole(shown, tables(store.all()))
     sys.exit(0 if complete else 1)
 

@@ -24,7 +24,7 @@ from bilevel.problem.variables import Variable
 
 ALL = cases()
 DIGITS = 2e-3
-"""The points of the literature are given to two or three digits: so much may a constraint be violated there."""
+"""The literature gives its points to two or three digits, so a constraint can be violated by this much."""
 
 
 def vector(x):
@@ -54,9 +54,9 @@ def test_point_of_the_literature_is_feasible_solves_the_lower_problem_and_has_th
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in ALL if len(c.u) == len(c.v) == 1], ids=lambda case: case.name)
 def test_no_point_of_a_fine_grid_is_better_than_the_best_known(case):
-    """Both levels by enumeration: at each u all v of a grid that minimise g to a relative 1e-6; of these the best f.
+    """Enumerate both levels: at each u, find the v of a grid that minimise g to a relative 1e-6, and take the best f.
 
-    That tolerance lets v be off by about 1e-3 where g is quadratic, and f by as much: less than the 1% of `solved`.
+    If g is quadratic, this tolerance moves v and f by about 1e-3, which is less than the 1% of `solved`.
     """
     (known,), (lower,) = case.at
     low = known - 3 if case.low is None else case.low
@@ -98,7 +98,7 @@ def test_no_point_of_a_coarse_grid_is_better_than_the_best_known(case, monkeypat
         u = vector(point)
         _, v = resolved(case, u, vector(case.at[1] if case.at else case.v))
         verdict = judge(case, u, vector(v))
-        # f may be below at a lower solution that is one to the tolerance only: the margin is that of `solved`.
+        # A lower solution is exact only to a tolerance, so f can be too small: the margin is the one of `solved`.
         if verdict.violation <= 1e-7 and verdict.gap <= 1e-7 and verdict.excess < -module.WITHIN:
             better.append((point, v.tolist(), verdict))
     assert not better
@@ -142,7 +142,7 @@ def test_reproduce_classical_writes_a_page_and_does_not_run_finished_cells_again
     assert main(arguments) == 0
     assert (tmp_path / "out" / "tables.md").read_text() == page
     assert len(json.loads((tmp_path / "results" / "classical.json").read_text())["cells"]) == 1
-    monkeypatch.setattr(study, "STARTS", 3)  # what is there has other settings than asked for
+    monkeypatch.setattr(study, "STARTS", 3)  # the stored cells now have other settings than requested
     capsys.readouterr()
     assert main([*arguments, "--no-run"]) == 0
     assert json.loads(capsys.readouterr().out)["cases"] == 0

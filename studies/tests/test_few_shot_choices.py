@@ -172,7 +172,9 @@ def test_of_settings_that_have_the_length_of_the_table_the_best_on_meta_validati
     kept = kept_cells()
     for (network, method), others in study.ALSO_RUN.items():
         held = "chosen_accuracy" if network == "resnet" else "accuracy"
-        assert held != "accuracy" or method == "prototypes", "what is seen at the test favours only a baseline"
+        assert held != "accuracy" or method == "prototypes", (
+            "a choice made on the test classes can favour only a baseline"
+        )
         taken, means = study.chosen_for(network, method), {}
         for name in (taken, *others):
             wanted = [study.table_settings("cifar-fs", network, 5, 5, method, i, name) for i in range(study.ALSO_SEEDS)]

@@ -114,7 +114,10 @@ def test_finished_cells_are_not_run_again_and_others_are(tmp_path):
     assert asked == [2, 1, 0]
     told = []
     assert run_items(
-        [*cells, RunItem({"x": 5}, weight=1)], ResultFolder(tmp_path), counted, tell=lambda c: told.append(c.name)
+        [*cells, RunItem({"x": 5}, weight=1)],
+        ResultFolder(tmp_path),
+        counted,
+        on_progress=lambda c: told.append(c.name),
     )
     assert asked == [2, 1, 0, 5]
     assert len(told) == 4

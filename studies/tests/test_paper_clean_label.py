@@ -191,7 +191,7 @@ each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def watching(monkeypatch):
-    """The steps of `batch` by number, each of which may read nothing on the host."""
+    """Return the steps of `batch` by number; none of them can read a value on the host."""
     taken, plain = watched(monkeypatch, NoHostReadErrors), batch.repeat
 
     def repeat(step, count, moved, descent=None):

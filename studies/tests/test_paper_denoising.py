@@ -171,9 +171,9 @@ def test_columns_are_trained_on_what_they_are_called_after(monkeypatch):
 def test_the_early_stopped_column_holds_out_a_fifth_of_the_trusted_set(monkeypatch):
     seen = {}
 
-    def fit(model, x, y, *, steps, watch, **rest):
+    def fit(model, x, y, *, steps, on_progress, **rest):
         seen.update(rows=len(y), steps=steps)
-        watch(steps)
+        on_progress(steps)
 
     monkeypatch.setattr(denoising_runs, "fit", fit)
     task = denoising_runs.Task(digits("stopped", passes=(1, 2)), CPU)
@@ -190,11 +190,11 @@ def test_the_early_stopped_column_keeps_the_first_of_its_best_epochs(held, best,
     task = denoising_runs.Task(digits("stopped", passes=(1, 4)), CPU)
     labels = task.trusted[1][::5]
 
-    def fit(model, x, y, *, steps, watch, **rest):
+    def fit(model, x, y, *, steps, on_progress, **rest):
         for done in range(1, 4 * each + 1):
             if done % each == 0:
                 epochs.append(done // each)
-            watch(done)
+            on_progress(done)
 
     def probabilities(model, x):
         right = round(held[epochs[-1] - 1] * len(x))

@@ -42,7 +42,7 @@ def test_the_table_has_ours_the_papers_and_what_was_not_run(tmp_path):
 
 
 def compared(ours, others, column="plain"):
-    """Where ours is, and by how much; accuracies by seed."""
+    """Return whether our method is better, and by how much, from accuracies by seed."""
     cells = [
         [mnist(name, value, seed) for seed, value in some.items()] for name, some in (("ours", ours), (column, others))
     ]

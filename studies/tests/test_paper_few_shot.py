@@ -231,7 +231,7 @@ def test_cifar_fs_is_trained_with_five_shots_and_tried_with_one_too_but_where_on
     assert found["paper"] == [(1, None), (5, None)]
     assert study.trained_for("omniglot", "conv4", 5, 1, "prototypes") == (20, 1)
     scales = [(s["shots"], s["distances"], s.get("also")) for s in cells if s["method"] == "prototypes"]
-    assert scales == [(1, 1 / 16, None), (5, 1 / 64, None), (5, 1 / 256, None)], "the last was run at this length, too"
+    assert scales == [(1, 1 / 16, None), (5, 1 / 64, None), (5, 1 / 256, None)], "the last was also run at this length"
 
 
 def test_what_else_has_the_length_of_the_table_comes_last_by_three_seeds_and_stands_by_itself(tmp_path):

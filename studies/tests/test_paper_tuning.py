@@ -43,7 +43,7 @@ def test_every_way_ends_with_losses_and_the_tables_show_them(quick, tmp_path, ca
         assert f"| {title} |" in page
     kept = json.loads((tmp_path / "tuning.json").read_text())["cells"]
     losses = {settings["way"]: found["valid_loss"] for settings, found in kept}
-    # Which way is best depends on what half a second is enough for: what is said of it must be what was found.
+    # Which way is best depends on how much half a second allows; the page must name the one that was found.
     least = min((way for way in losses if not way.startswith("folds")), key=losses.__getitem__)
     assert first["claims"]["text"]["least_validation_loss"] == least
     # Finished cells are kept: nothing is run again, and the page is the same.
@@ -51,7 +51,7 @@ def test_every_way_ends_with_losses_and_the_tables_show_them(quick, tmp_path, ca
     assert main(arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert (tmp_path / "tables.md").read_text() == page
-    # The file beside the page has them all, too; a cell of settings that the study no longer has is not shown.
+    # The file next to the page also has them all; a cell with settings that the study no longer has is not shown.
     stale = [{"part": "linear", "dataset": "text", "way": "single", "seed": 0, "old": 1}, {"valid_loss": 9.0}]
     (tmp_path / "tuning.json").write_text(json.dumps({"cells": [*kept, stale]}))
     shutil.rmtree(tmp_path / "cells")

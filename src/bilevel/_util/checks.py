@@ -63,7 +63,7 @@ def in_range(
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse what is not a whole number of at least 1; None passes."""
+    """Refuse a count that is not a whole number of at least 1; None passes."""
     for name, count in counts.items():
         in_range(name, count, least=1, whole=True)
 
@@ -74,7 +74,7 @@ def true_or_false(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def factory(name: str, value: object) -> None:
-    """Refuse an optimizer in place of what makes one; None passes."""
+    """Refuse a value that is not an optimizer factory; None passes."""
     import torch
 
     if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
@@ -95,7 +95,7 @@ def warn_user(message: str) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """The count and its noun, whose plural ends in s."""
+    """Return the count and its noun, with an s in the plural."""
     return f"{count:,} {noun}" + "s" * (count != 1)
 
 

@@ -46,19 +46,19 @@ def derived(seed: int, name: str) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device, buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Put the buffers, and the global generators of the CPU and this device, back as they were."""
+    """Restore the buffers, and the global generators of the CPU and this device, at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), keeping(buffers):
         yield
 
 
 @contextmanager
 def keeping(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Put the buffers back as they were."""
+    """Restore the buffers at the end."""
     saved = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, saved, strict=True):
-                # Not counted as a change: a graph that saved the buffer has seen this very value.
+                # `.data` hides the change from autograd: a graph that saved the buffer has seen this value.
                 buffer.data.copy_(value)

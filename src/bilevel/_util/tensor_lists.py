@@ -30,7 +30,7 @@ def gradient(
     keep_graph: bool = False,
     retain: bool = False,
 ) -> list[Tensor]:
-    """Return d<cotangent, output> in the leaves; zero for a leaf that plays no part."""
+    """Return d<cotangent, output> in the leaves; zero for a leaf on which the output does not depend."""
     outputs = [output] if isinstance(output, Tensor) else list(output)
     weights: list[Tensor | None] = [None] * len(outputs) if cotangent is None else list(cotangent)
     live = [i for i, out in enumerate(outputs) if out.requires_grad]
@@ -50,9 +50,9 @@ def gradient(
     return [torch.zeros_like(leaf) if d is None else d for d, leaf in zip(found, leaves, strict=True)]
 
 
-def broadcast_trials(price: Tensor, like: Tensor) -> Tensor:
+def broadcast_trials(weight: Tensor, like: Tensor) -> Tensor:
     """Reshape a number, or one for each trial, so that it multiplies `like`."""
-    return price if price.dim() == 0 else price.reshape(-1, *[1] * (like.dim() - 1))
+    return weight if weight.dim() == 0 else weight.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:

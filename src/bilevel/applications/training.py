@@ -31,7 +31,7 @@ from bilevel.running.run_identity import compare
 # Changes a batch of inputs at random, by torch's generator; the shape stays the same.
 Augment = Callable[[Tensor], Tensor]
 # Called with the number of steps done; if it returns True or raises, the training is saved and ends.
-Watch = Callable[[int], object]
+OnProgress = Callable[[int], object]
 # The number of random changes of each input over which `probabilities` takes the mean.
 DRAWS = 8
 # Maps (model, inputs, targets, weights) of a batch to its loss.
@@ -84,7 +84,7 @@ class Trainer:
         batch: int,
         rate: float,
         seed: int,
-        watch: Watch | None = None,
+        on_progress: OnProgress | None = None,
         checkpoint: Path | None = None,
     ) -> None:
         """Train on these rows from the model's present weights; all random draws come from `seed`."""
@@ -102,9 +102,9 @@ class Trainer:
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
                     self.save(keeps, task, k + 1)
-                ends = True  # also if the watch raises
+                ends = True  # also if on_progress raises
                 try:
-                    ends = watch is not None and watch(k + 1) is True
+                    ends = on_progress is not None and on_progress(k + 1) is True
                 finally:
                     if keeps is not None and ends and not due:
                         self.save(keeps, task, k + 1)
@@ -166,7 +166,7 @@ def fit(
     seed: int = 0,
     augment: Augment | None = None,
     precision: Precision | None = None,
-    watch: Watch | None = None,
+    on_progress: OnProgress | None = None,
     checkpoint: Path | None = None,
     loss: Loss | None = None,
     decay: float = 0.0,
@@ -178,7 +178,7 @@ def fit(
     - `steps`, `batch` (100), `rate` (1e-3, falling linearly to zero), `decay` (0, of AdamW).
     - `weights`: of the examples, default 1; examples of weight 0 are not drawn.
     - `loss(model, x, y, w)`: of a batch, default the weighted cross-entropy.
-    - `augment`: changes inputs at random. `watch(done)`: called after each step.
+    - `augment`: changes inputs at random. `on_progress(done)`: called after each step.
     - `seed`: of all random draws, here and in the model; the global generators are restored at the end.
     - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 
@@ -190,7 +190,7 @@ def fit(
         model, (x, y, w), steps=steps, augment=augment, precision=precision, loss=loss, decay=decay, engine=engine
     )
     rows = w.nonzero().squeeze(1)
-    trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, watch=watch, checkpoint=checkpoint)
+    trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, on_progress=on_progress, checkpoint=checkpoint)
 
 
 def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:

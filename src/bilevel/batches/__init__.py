@@ -1,1 +1,1 @@
-"""Where batches come from."""
+"""The sources of batches, and how they are read."""

@@ -46,7 +46,7 @@ UNINDEXED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class BatchShare(NamedTuple):
-    """A rank's part of a batch, if it is larger or smaller than the others'."""
+    """A rank's part of a batch, with its weight, if the parts have different sizes."""
 
     batch: Any
     weight: float
@@ -86,7 +86,7 @@ class RankShares:
         return self.chosen(range(shapes[0][0]), lambda rows: each_tensor(lambda t: t[rows.start : rows.stop], batch))
 
     def divided(self, items: Any, name: str) -> bool:
-        """Return whether the source gives each rank other batches already."""
+        """Return whether the source already gives each rank its own batches."""
         samplers = [getattr(items, "sampler", None), getattr(getattr(items, "batch_sampler", None), "sampler", None)]
         for sampler in samplers:
             if isinstance(sampler, DistributedSampler):
@@ -105,7 +105,7 @@ def weighted(batch: Any, weight: float) -> Any:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """Everything in tuples, lists and dicts."""
+    """Return all entries of nested tuples, lists and dicts."""
     if isinstance(batch, dict):
         batch = list(batch.values())
     return [leaf for item in batch for leaf in _leaves(item)] if isinstance(batch, (tuple, list)) else [batch]
@@ -151,7 +151,7 @@ class _SharedSampler(BatchSampler):
 
 
 class DeviceCopies:
-    """Copies of tensors on the device. Each is made once: later changes of the original are not seen."""
+    """Copies of tensors on the device. Each copy is made once and does not follow later changes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -159,7 +159,7 @@ class DeviceCopies:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these tensors are plain numbers and on the device, or there is room for their copies."""
+        """Return whether these tensors are plain, and on the device already or small enough to be copied there."""
         missing = {id(t): t.nbytes for t in tensors if t.device != self.device and id(t) not in self._copies}
         return all(map(_plain, tensors)) and sum(missing.values()) <= self.room
 
@@ -199,7 +199,7 @@ class ListReader(StreamReader):
     def __init__(self, items: Sequence[Any], name: str, copies: DeviceCopies, shares: RankShares | None) -> None:
         super().__init__(items, name, copies.device, shares)
         self._moved = copies.copy  # type: ignore[method-assign]
-        each_tensor(copies.copy, items)  # now: data that is read later must not take its room
+        each_tensor(copies.copy, items)  # at once, so that data read later cannot take the room
 
 
 class IndexReader:
@@ -246,7 +246,7 @@ Reader = StreamReader | IndexReader
 
 
 def reader(items: Any, name: str, copies: DeviceCopies, shares: RankShares | None) -> Reader:
-    """Return the fastest way to read these items that gives the batches that iterating over them would.
+    """Return the fastest reader whose batches equal the batches of plain iteration.
 
     With `shares`, it gives this rank's share of each batch.
     """
@@ -265,14 +265,14 @@ def reader(items: Any, name: str, copies: DeviceCopies, shares: RankShares | Non
 
 
 def _underlying(dataset: Any) -> Any:
-    """The dataset that this is a subset of, or itself."""
+    """Return the dataset that this one is a subset of, or the dataset itself."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether the tensor is numbers in memory, and a copy is as good."""
+    """Return whether the tensor is dense and has no gradient, so that a copy can take its place."""
     strided = type(tensor) is Tensor and tensor.layout == torch.strided
     return strided and not tensor.requires_grad and not tensor.is_inference()
 

@@ -1,7 +1,7 @@
 """The sources of batches: two iterables that are cycled independently.
 
-Each pass over a source starts from the seed (seed, source, pass), so that a resumed run draws what the straight one
-drew: it starts its pass again and goes to its batch. `bilevel.batches.readers` reads the passes.
+Each pass over a source starts from the seed (seed, source, pass). A resumed run therefore draws the same batches as an
+uninterrupted run: it starts its pass again and skips to its batch. `bilevel.batches.readers` reads the passes.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Sources:
         return [(self._draw(upper), self._draw(lower)) for _ in range(count)]
 
     def _draw(self, source: Source) -> Any:
-        """Draw a batch and count the time as waiting; on CUDA only if the device has run out of work by its end."""
+        """Draw a batch and count the time as waiting; on CUDA only if the device is idle at the end."""
         work = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         started = time.perf_counter()
         batch = source.draw()

@@ -93,7 +93,7 @@ def denoise(
         ),
     ] = None,
     baselines: Annotated[
-        bool, typer.Option(help="Also train on the labels as they are and on only the trusted rows, to compare.")
+        bool, typer.Option(help="Also train on the labels as they are and on the trusted rows only, to compare.")
     ] = True,
     out: Annotated[
         Path | None,
@@ -136,13 +136,13 @@ def poison(
             "0.03, or one point for clean-label."
         ),
     ] = None,
-    target_class: Annotated[str | None, typer.Option(help="Targeted: the class that is to be mistaken.")] = None,
+    target_class: Annotated[str | None, typer.Option(help="Targeted: the class to be misclassified.")] = None,
     as_class: Annotated[
         str | None,
         typer.Option(
             "--as",
-            help="The class that --target-class, or the row of --target, is to be taken for. For a row, by default the "
-            "class of the nearest validation row of another class.",
+            help="The class to predict instead of --target-class, or for the row of --target. For a row, by default "
+            "the class of the nearest validation row of another class.",
         ),
     ] = None,
     target: Annotated[int | None, typer.Option(min=0, help="Clean label: a row of the test set, from 0.")] = None,
@@ -163,7 +163,7 @@ def poison(
     steps: Annotated[int, typer.Option(min=1, help="Steps of the attack.")] = 300,
     audit: AuditOption = False,
     cost: Annotated[
-        float | None, typer.Option(help="Points of accuracy whose loss is enough for --audit; by default 5.")
+        float | None, typer.Option(help="The loss of accuracy, in points, that --audit looks for; by default 5.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run. By default runs/poison-DATA.")] = None,
     device: DeviceOption = "auto",
@@ -214,10 +214,10 @@ def tune(
     ] = None,
     caution: Annotated[
         float | None,
-        typer.Option(min=0, help="The cost of penalties that differ; 0 is free. By default the rows decide."),
+        typer.Option(min=0, help="The cost of penalties that differ; 0 means no cost. By default the rows decide."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Most steps of the tuning; by default 100, and 1,000 of an mlp.")
+        int | None, typer.Option(min=1, help="Largest number of tuning steps; by default 100, and 1,000 for an mlp.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run. By default runs/tune-DATA.")] = None,
     device: Annotated[
@@ -284,11 +284,11 @@ def fewshot(
 ) -> None:
     """Learn one representation for many small tasks.
 
-    The classes of DATA are split: the representation is learned on tasks of some of them, and tried on tasks of others,
-    each with its own classifier that sees a few images. The run folder has representation.safetensors, result.json and
-    report.html. `--evaluate RUN` measures it again: on the run's test classes, by default with its --ways, --shots,
-    --queries, --tasks and --seed, or on all classes of another folder DATA that shares none with the run. With
-    `--embed FOLDER` it embeds new images. --backbone then says where your network's file is now.
+    The classes of DATA are split: the representation is learned on tasks of some of them, and tested on tasks of
+    others, each with its own classifier that sees a few images. The run folder has representation.safetensors,
+    result.json and report.html. `--evaluate RUN` measures it again: on the run's test classes, by default with its
+    --ways, --shots, --queries, --tasks and --seed, or on all classes of another folder DATA that shares none with the
+    run. With `--embed FOLDER` it embeds new images. --backbone then says where your network's file is now.
     """
     if data is None and evaluate is None:
         also = "" if embed is None else " --embed also works without DATA, with --evaluate RUN."
@@ -346,7 +346,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="The folder to write to; methods that are finished in it are not run again.")
     ] = Path("runs/compare"),
-    plot: Annotated[Path | None, typer.Option(help="The image. By default compare.png in --out.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="The file of the plot. By default compare.png in --out.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Run methods on one problem, from the same starts and with the same budget, and show how they end."""

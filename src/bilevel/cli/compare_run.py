@@ -201,7 +201,7 @@ def _rows(
 
     with Bar("methods") as bar:
         task = bar.add_task("comparing", total=len(items))
-        run_items(items, store, compared, where=ONCE, tell=lambda _: bar.update(task, advance=1))
+        run_items(items, store, compared, where=ONCE, on_progress=lambda _: bar.update(task, advance=1))
     rows = zip(chosen, map(store.get, items), strict=True)
     return [{"method": name, **found} for name, found in rows if found is not None]
 

@@ -60,12 +60,12 @@ SHOWN_FIELDS = 40
 ROWS = {
     "denoised": "on the cleaned data",
     "labels as they are": "on the labels as they are",
-    "trusted set alone": "on only the trusted set",
+    "trusted set only": "on the trusted set only",
     "right labels": "on the right labels",
 }
 HEADS = ("Trained", "Accuracy")
 # The other sets that a user could train on.
-RIVALS = ("labels as they are", "trusted set alone")
+RIVALS = ("labels as they are", "trusted set only")
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
@@ -142,7 +142,7 @@ def _clean(
             checkpoint=checkpoint,
             resume=resume,
             callbacks=[RunBar("learning importances")],
-            tell=on_progress,
+            on_progress=on_progress,
         )
 
 

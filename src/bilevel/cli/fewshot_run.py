@@ -193,8 +193,8 @@ def _learn_and_evaluate(
 
 def _evaluated(net: nn.Module, test: TaskSampler, asked: Mapping[str, Any], label: str, **options: Any) -> Evaluation:
     with stages("images") as on_progress:
-        tell = partial(on_progress, label)
-        return adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], tell=tell, **options)
+        counted = partial(on_progress, label)
+        return adapt_and_evaluate(net, test, tasks=asked["tasks"], seed=asked["seed"], on_progress=counted, **options)
 
 
 def _result(

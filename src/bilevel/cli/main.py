@@ -79,7 +79,7 @@ def _options(
     """Solve bilevel optimization problems by the penalty method."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand != "denoise":
         error = OptionError(f"torchrun is only for denoise; run {context.invoked_subcommand} in one process.")
-        error.told = os.environ.get("RANK", "0") != "0"
+        error.reported = os.environ.get("RANK", "0") != "0"
         raise error
 
 
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as end:
         return _end(str(end), INTERRUPTED)
     except OptionError as error:
-        return _end("" if error.told else _name_option(str(error), words), 2)
+        return _end("" if error.reported else _name_option(str(error), words), 2)
     except (BilevelError, OSError) as error:
-        return _end("" if getattr(error, "told", False) else str(error), 1)
+        return _end("" if getattr(error, "reported", False) else str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise

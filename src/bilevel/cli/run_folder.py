@@ -34,7 +34,7 @@ Once = Callable[[Callable[[], Result | None]], Result | None]
 
 
 class Stopped(Exception):  # noqa: N818
-    """Ctrl-C ended the command. The message says which results are kept; it is empty if another rank says so."""
+    """Ctrl-C ended the command. The message says which results are kept; it is empty if another rank prints it."""
 
 
 class RunFolder:
@@ -135,8 +135,8 @@ def run_or_resume(
     """Return the result of a run: of the finished run in the folder if `resume`, else of `work`.
 
     - `work` gets the folder of checkpoints and returns the result and the page of the run. It can write other files.
-    - `files`: the names of all files that the run writes. They are removed if an error ends it that would end a resumed
-      run as well.
+    - `files`: the names of all files that the run writes. They are removed after an error that a resumed run would
+      meet again.
     - `first`, `once`: if several ranks run the command, whether this is the first one, which writes, and a function
       that calls another on the first rank and returns the result on all.
 
@@ -170,7 +170,7 @@ def run_or_resume(
 def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str]) -> dict[str, Any] | None:
     """Prepare the folder for a run; return the result if `resume` and the same run is finished.
 
-    Refuses a run that was stopped without `resume`, other options with it, and files that would be written over.
+    Refuses a run that was stopped without `resume`, other options with it, and files that would be overwritten.
     """
     checkpoint, result = folder.path / CHECKPOINT, folder.read_json(RESULT)
     differs = _difference(folder.read_json(CONFIG), asked)

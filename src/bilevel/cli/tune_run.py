@@ -69,7 +69,7 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
                 steps=asked["steps"],
                 seed=asked["seed"],
                 callbacks=[RunBar("tuning")],
-                tell=on_progress,
+                on_progress=on_progress,
                 device=where,
                 checkpoint=checkpoint,
             )

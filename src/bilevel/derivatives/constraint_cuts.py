@@ -34,7 +34,7 @@ class Cuts:
         self._moved.append(self._moved_by_u(self._values[-1]))
 
     def functions(self) -> list[Objective]:
-        """One inequality for each."""
+        """Return one inequality for each cut."""
         return [
             self._cut(w, 1 + flat.norm().item(), moved)
             for w, flat, moved in zip(self._values, self.points, self._moved, strict=True)
@@ -42,7 +42,7 @@ class Cuts:
 
     @torch.no_grad()
     def violation(self, batch: Any) -> float:
-        """How far the present point is beyond a cut: a w is known there that is better than v."""
+        """Return the largest violation of a cut at the present point; above 0, one of the w is better than v."""
         return max((cut(None, None, batch).item() for cut in self.functions()), default=0.0)
 
     def _cut(self, w: Any, size: float, moved: list[Tensor]) -> Objective:
@@ -63,7 +63,7 @@ class Cuts:
 
     @torch.no_grad()
     def _moved_by_u(self, w: Any) -> list[Tensor]:
-        """Which numbers of the lower constraints at w change with u."""
+        """Return which numbers of the lower constraints at w change with u."""
         kkt, generator = self.kkt, torch.Generator().manual_seed(0)
         held = [leaf.detach().clone() for leaf in kkt.plain_u.leaves]
         prepare = kkt.source.prepare
@@ -85,7 +85,7 @@ class Cuts:
 
 
 def other(v: Variable, w: Tensor) -> Any:
-    """The user's v with other numbers: a copy that nothing is optimised in."""
+    """Return a copy of the user's v that has the numbers w and requires no gradient."""
     value = copy.deepcopy(v.value)
     twin = Variable(value, "v")
     parts = torch.split(w, [leaf.numel() for leaf in twin.leaves])

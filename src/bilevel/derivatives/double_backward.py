@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def missing_double_backward(error: BaseException | None) -> str | None:
-    """The operator that an autograd error names as having no second derivative, or None."""
+    """Return the operator that an autograd error names as having no second derivative, or None."""
     text = str(error)
     if found := re.search(r"derivative for '?([\w:.]+)'? is not implemented", text):
         return found.group(1)

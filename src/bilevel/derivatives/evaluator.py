@@ -34,7 +34,7 @@ class Evaluator:
         # The rows of u that the last evaluation read, with their leaves.
         self.row_reads: list[list[tuple[Tensor, Tensor]]] = []
         # The tensors that `prepare` made, each with the leaf that replaces it (see `detach_prepared`).
-        self.cuts: list[tuple[Tensor, Tensor]] = []
+        self.prepared_leaves: list[tuple[Tensor, Tensor]] = []
 
     # -- hooks for ranks (see `bilevel.distributed.derivatives`); one process averages nothing
 
@@ -92,11 +92,11 @@ class Evaluator:
         return self._scalar(self.returned(value, batch), "upper")
 
     def calling(self, batch: Any) -> AbstractContextManager[Any]:
-        """The context that a user's function is called in: it yields the batch to pass."""
+        """Return the context in which a user's function is called; it yields the batch to pass."""
         return nullcontext(batch) if self.precision is None else reduced(self.precision, self.v.device, batch)
 
     def returned(self, value: Any, batch: Any) -> Any:
-        """Return what a user's function gave for this batch, as it is differentiated: half precision as float32."""
+        """Return the value of a user's function in a precision to differentiate in: float32 for half precision."""
         return value if self.precision is None else widened(value)
 
     def _scalar(self, value: Any, name: str) -> Tensor:
@@ -204,7 +204,7 @@ class Evaluator:
 
     def prepare(self, batches: Sequence[Pair], *, graph: bool) -> list[Pair]:
         """Return the batches as `prepare` makes them, with the graph if `graph`."""
-        self.cuts = []
+        self.prepared_leaves = []
         if self.problem.prepare is None:
             return list(batches)
         with torch.set_grad_enabled(graph), reduced(self.precision, self.v.device):
@@ -232,15 +232,15 @@ class Evaluator:
                 return made
             if id(made) not in leaves:
                 leaves[id(made)] = made.detach().requires_grad_()
-                self.cuts.append((made, leaves[id(made)]))
+                self.prepared_leaves.append((made, leaves[id(made)]))
             return leaves[id(made)]
 
         return [each_tensor(leaf, pair) for pair in batches]
 
     def backward_through_prepare(self, found: list[Tensor]) -> list[Tensor]:
         """Return the derivative in u, given the derivatives in the leaves of u and of `detach_prepared`."""
-        count, made = len(self.u.leaves), [tensor for tensor, _ in self.cuts]
-        self.cuts = []
+        count, made = len(self.u.leaves), [tensor for tensor, _ in self.prepared_leaves]
+        self.prepared_leaves = []
         if not made:
             return found
         through = self.gradient(made, self.u.leaves, cotangent=found[count:])
@@ -250,7 +250,7 @@ class Evaluator:
         self, f: Tensor, g: Tensor, slope: list[Tensor], h: list[Tensor], found: list[Tensor], share: float, count: int
     ) -> Gradients:
         """Return `Gradients` from derivatives in `count` leaves of v, the leaves of u and of `prepare`, and rows."""
-        static = len(self.u.leaves) + len(self.cuts) if len(found) > count else 0
+        static = len(self.u.leaves) + len(self.prepared_leaves) if len(found) > count else 0
         rest = iter(found[count + static :])
         rows = [[(index, next(rest)) for index, _ in tape] for tape in self.row_reads] if len(found) > count else []
         return Gradients(
@@ -275,7 +275,7 @@ class Evaluator:
             def inputs() -> list[Tensor]:
                 self.row_reads = [rows.tape() for rows in self.u.rows]
                 read = (leaf for tape in self.row_reads for _, leaf in tape)
-                return [*self.u.leaves, *(leaf for _, leaf in self.cuts), *read]
+                return [*self.u.leaves, *(leaf for _, leaf in self.prepared_leaves), *read]
 
             try:
                 yield inputs

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# Entries of a weight from which looking for layers pays (measured on one CPU core: 0.96 at 256 x 256).
+# The number of entries of a weight from which looking for layers pays (measured on one CPU core: 0.96 at 256 x 256).
 LEAST = 2**16
 # The nodes that a linear layer leaves in the graph, and where each keeps x.
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
@@ -32,7 +32,7 @@ PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 class Layer:
     """One product z = x W' in g, or z = x W."""
 
-    # Of W among the leaves
+    # The position of W among the leaves
     position: int
     x: Tensor
     z: GradientEdge
@@ -42,9 +42,9 @@ class Layer:
     transposed: bool
 
     def wins(self, *, with_slope: bool, with_nu: bool) -> bool:
-        """Whether the Gram form takes fewer multiplications: n (m + k) in place of m k for each product it replaces.
+        """Return whether the Gram form takes fewer multiplications: n (m + k), not m k, for each product it replaces.
 
-        The product that gives s itself is saved only where s is not asked for; the products with nu come on top.
+        The product that gives s itself is saved only if s is not requested; nu adds further products.
         """
         (n, m), k = self.x.shape, self.width
         replaced = 2 if self.x.requires_grad else 1
@@ -53,12 +53,12 @@ class Layer:
 
 
 def layers(g: Tensor, leaves: Sequence[Tensor], least: int = 0) -> list[Layer]:
-    """The products in the graph of g that are the only use of their weight, among weights of at least this size."""
+    """Return the products in the graph of g whose weight g uses nowhere else; smaller weights are left out."""
     often = Counter(map(id, leaves))
     weights: dict[Any, int] = {
         get_gradient_edge(leaf).node: i
         for i, leaf in enumerate(leaves)
-        # A hook on the weight wants to see its gradient.
+        # The Gram form makes no gradient of the weight, which a hook needs.
         if leaf.ndim == 2 and leaf.numel() >= least and often[id(leaf)] == 1 and not leaf._backward_hooks
     }
     if not weights or g.grad_fn is None:
@@ -106,7 +106,7 @@ def terms(
     *,
     with_slope: bool,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(outputs, cotangents, s) with d(<nu, s> + gamma/2 |s|^2) = sum <cotangent, d output>.
+    """Return (outputs, cotangents, s) with d(<nu, s> + gamma/2 |s|^2) = sum <cotangent, d output>.
 
     `nu` is None if it is zero. s is empty without `with_slope`. `layers` are in Gram form, all other leaves plain.
     """
@@ -129,8 +129,8 @@ def terms(
             if layer.x.requires_grad:
                 pulls.append((layer.x, gamma * (d @ d.T) @ x))
             if nu is not None:
-                price = nu[layer.position].T if layer.transposed else nu[layer.position]
-                full = (x @ price, d @ price.T) if layer.x.requires_grad else (x @ price,)
+                multiplier = nu[layer.position].T if layer.transposed else nu[layer.position]
+                full = (x @ multiplier, d @ multiplier.T) if layer.x.requires_grad else (x @ multiplier,)
                 pulls = [(output, pull + more) for (output, pull), more in zip(pulls, full, strict=True)]
             outputs += [output for output, _ in pulls]
             cotangents += [pull for _, pull in pulls]

@@ -6,7 +6,7 @@ With c <= 0 the lower inequalities, d = 0 the lower equalities, and L = g + <alp
 
 alpha and beta are variables next to u, L replaces g, and d and phi_t are ordinary equalities: F and its derivatives do
 not change. a = alpha / k and b = -c / |J_c| with k = |g_vv| / |J_c| have the unit of v, as has beta / k.
-phi_t = 0 says a b = t^2 and a, b > 0; t falls with the rounds. Once t is small, pieces replace phi_t:
+phi_t = 0 means a b = t^2 and a, b > 0; t falls with the rounds. Once t is small, pieces replace phi_t:
 
     active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
 
@@ -74,12 +74,12 @@ class KKT:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def parts(self, batch: Any, v: Any = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """g, c and d at the present u and v, or at another v."""
+        """Return g, c and d at the present u and v, or at another v."""
         g = self.source.lower(self.plain_u.value, self.v.value if v is None else v, batch).reshape(())
         return (g, *self.constraints(batch, v))
 
     def constraints(self, batch: Any, v: Any = None) -> tuple[list[Tensor], list[Tensor]]:
-        """c and d at the present u and v, or at another v."""
+        """Return c and d at the present u and v, or at another v."""
         p, u, at = self.source, self.plain_u.value, self.v.value if v is None else v
         return (
             [function(u, at, batch) for function in p.lower_inequalities],
@@ -107,7 +107,7 @@ class KKT:
         return [leaf._version for leaf in (*self.plain_u.leaves, *self.v.leaves)]
 
     def lower_value(self, batch: Any) -> Tensor:
-        """g at the present point."""
+        """Return g at the present point."""
         made = self._made()
         return self.source.lower(self.plain_u.value, self.v.value, batch).reshape(()) if made is None else made[0]
 
@@ -137,7 +137,7 @@ class KKT:
         self.measure_rows(batch)
 
     def measure_rows(self, batch: Any) -> None:
-        """|J| of each number of each constraint at the present point."""
+        """Measure |J| of each number of each constraint at the present point."""
         c, d = self.constraints(batch)
         self.sizes_c = [self._row_sizes(x) for x in c]
         self.sizes_d = [self._row_sizes(x) for x in d]
@@ -180,7 +180,7 @@ class KKT:
     # -- the problem ---------------------------------------------------------------------------------------------------
 
     def problem(self) -> Problem:
-        """The problem without lower constraints, as the present phase has it."""
+        """Return the problem without lower constraints, for the present phase."""
         source = self.source
         equalities: list[Objective] = [*source.equalities, *(self._equality(j) for j in range(len(self.b)))]
         inequalities: list[Objective] = list(source.inequalities)
@@ -215,7 +215,7 @@ class KKT:
         return equality
 
     def _slack(self, i: int, batch: Any) -> Tensor:
-        """b_i = -c / |J_c|."""
+        """Return b_i = -c / |J_c|."""
         made = self._made()
         function = self.source.lower_inequalities[i]
         c = function(self.plain_u.value, self.v.value, batch) if made is None else made[1][i]
@@ -235,7 +235,7 @@ class KKT:
         def signs(u: Any, v: Any, batch: Any) -> Tensor:
             active = self.active
             if active is None:
-                raise RuntimeError("signs are of a piece")
+                raise RuntimeError("only a piece has inequalities on signs")
             return torch.where(active[i], -self.a[i], -self._slack(i, batch))
 
         return signs

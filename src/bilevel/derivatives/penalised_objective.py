@@ -9,7 +9,7 @@ With s = grad_v g, and r = s, or r = v - P(v - s) if the lower variable is proje
 Its derivative needs g once: a first backward that keeps the graph gives s, and one second backward with the cotangent
 nu + gamma r, held fixed, gives the derivatives in u and in v together. `curvature="difference"` replaces the second
 backward by a central difference of grad g along the cotangent: three evaluations of g instead of one, first order only.
-Linear layers whose Gram form is cheaper take that (see `bilevel.derivatives.gram`).
+Linear layers use their Gram form if it is cheaper (see `bilevel.derivatives.gram`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Curvature = Literal["auto", "exact", "gram", "difference"]
 
 @dataclass(frozen=True)
 class Part:
-    """One of several batches: its share of the mean, and the means over all of them, which its cotangents come from."""
+    """One of several batches: its share of the mean, and the means over all batches, which give its cotangents."""
 
     share: float
     slope: Sequence[Tensor]
@@ -67,7 +67,7 @@ class PenalisedObjective(Evaluator):
         self.curvature: Curvature = curvature
         # The number of linear layers in Gram form in the last evaluation of F.
         self.gram_layers = 0
-        # The form that the lower level's constraints were brought into; `problem` is then without them.
+        # The KKT conditions that replace the lower level's constraints; `problem` then has no lower constraints.
         self.kkt: KKT | None = None
         self._proved = False  # whether an exact evaluation has succeeded
 
@@ -227,7 +227,7 @@ class PenalisedObjective(Evaluator):
         return [p - w for p, w in zip(pull, back, strict=True)], back
 
     def constraint_cotangents(self, values: Sequence[Tensor], prices: Prices) -> list[Tensor]:
-        """Return the cotangent of each constraint (`constraint_pull`); refuse shapes unlike their multipliers'."""
+        """Return the cotangent of each constraint (`constraint_pull`); refuse a shape unlike its multiplier's."""
         for i, (m, h) in enumerate(zip(prices.mu, values, strict=True)):
             if m.shape != h.shape:
                 raise ProblemError(
@@ -241,7 +241,7 @@ class PenalisedObjective(Evaluator):
     def hessian_product(self, batches: Sequence[Pair], direction: Sequence[Tensor], *, with_u: bool) -> list[Tensor]:
         """Return g_vv d, followed by g_uv d with `with_u`, by the present kind of curvature.
 
-        Afterwards `self.row_reads` says which rows of u the last entries belong to.
+        Then `self.row_reads` says which rows of u the last entries belong to.
         """
         share = 1.0 / len(batches)
 

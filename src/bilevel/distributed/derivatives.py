@@ -4,7 +4,7 @@ Over ranks these are the derivatives of the mean objectives: each rank sees its 
 averaged before they become cotangents, because F is the penalty of the mean of s, not a mean of F. The result is
 averaged later: for a fixed mean cotangent p, the mean over ranks of d<p, s_rank> is d<p, s>.
 
-With a sharded v, each rank has a shard of every tensor of v. Moments, prices and cotangents have the size of the
+With a sharded v, each rank has a shard of every tensor of v. Moments, multipliers and cotangents have the size of the
 shards. A forward pass gathers the tensors; a backward pass leaves in each shard the mean over ranks. Autograd sees only
 the gathered tensors, and does not support a second backward. So gradients are read where `backward` leaves them, and
 the curvature is a difference of gradients.
@@ -164,7 +164,7 @@ class RankDerivatives(PenalisedObjective):
 
 
 class ShardedDerivatives(RankDerivatives):
-    """Derivatives whose tensors shaped like v are shards of it, and means over ranks already."""
+    """Derivatives for a sharded v: tensors shaped like v are shards, and already means over ranks."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ShardedDerivatives(RankDerivatives):
             grad: Any = self._parameters.get(id(leaf), leaf).grad
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             found.append(torch.zeros_like(leaf, requires_grad=False) if local is None else local.detach())
-        for leaf in (*self._parameters.values(), *self.u.leaves, *(leaf for _, leaf in self.cuts), *leaves):
+        for leaf in (*self._parameters.values(), *self.u.leaves, *(leaf for _, leaf in self.prepared_leaves), *leaves):
             leaf.grad = None
         return found
 

@@ -1,7 +1,7 @@
 """The ranks of a data-parallel run, and the collectives between them.
 
-A mean over ranks is one all-reduce of one flat buffer for each dtype. All ranks receive the same bits, so what they
-decide from it is the same everywhere. Small objects that hosts decide on (a stop, a checkpoint) use a gloo group.
+A mean over ranks is one all-reduce of one flat buffer for each dtype. All ranks receive the same bits, so they all
+decide the same. Small objects that hosts decide on (a stop, a checkpoint) use a gloo group.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def world() -> int:
 
 
 def first_rank() -> bool:
-    """Whether this process is rank 0, which writes files and draws progress bars."""
+    """Return whether this process is rank 0, which writes files and draws progress bars."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return world() == 1 or int(os.environ.get("RANK", "0")) == 0
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this process again after a failure."""
+    """Return whether torchrun has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -201,7 +201,7 @@ class ProcessGroup:
                     dist.irecv(word, rank, group).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
     def _sentence(self, error: RuntimeError) -> str:
-        """Say on rank 0 which ranks are lost, and on the others that rank 0 knows."""
+        """Return the message: on rank 0, which ranks are lost; on the others, that rank 0 knows."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
         lost = [int(rank) for rank in re.findall(r"\d+", named[1])] if named else self._lost()
         # The first sentence of the error, without the line of gloo's source.
@@ -215,7 +215,7 @@ class ProcessGroup:
         )
 
     def _lost(self) -> list[int]:
-        """Send a word to rank 0. On rank 0, return the ranks whose process has ended, or else the silent ones."""
+        """Send a message to rank 0. On rank 0, return the ranks whose process has ended, or else the silent ones."""
         word = torch.zeros(1)
         if not self.first:
             with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""The state of a run with a sharded v, as one process would have it, and back.
+"""Converts the state of a run with a sharded v into the state of one process, and back.
 
 For a checkpoint, the tensors that `fully_shard` has divided, and the parts of the state that are shaped like them, are
 gathered one tensor at a time on the host of rank 0, which writes them. A run that resumes at any number of ranks takes

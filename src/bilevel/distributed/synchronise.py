@@ -1,4 +1,4 @@
-"""What ranks have in common in a run: arguments, u and v, records and the end. Random numbers are each rank's own."""
+"""What ranks share in a run: arguments, u and v, records and the end. Each rank has its own random numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_on_first(ranks: ProcessGroup, make: Callable[[], Any]) -> Any:
             found = error
     found = ranks.broadcast_object(found)
     if isinstance(found, BilevelError):
-        found.told = not ranks.first
+        found.reported = not ranks.first
         raise found
     return found
 

@@ -14,7 +14,7 @@ __all__ = ["compiling", "preserve_version_counter", "pytree"]
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Have torch's optimizers compute with counters and rates, and not read them on the host, as when compiling."""
+    """Make torch's optimizers keep counters and rates as tensors that the host does not read, as when compiling."""
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

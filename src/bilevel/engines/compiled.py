@@ -40,19 +40,19 @@ class Compiled(Recorded):
             forms.append(form)
             return out
 
-        with self._undone():
+        with self.restoring_state():
             self._try(step, tensors)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, and of the step, which has already given them
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 
-            with self._undone(), recordable(self.host.optimizers()):
+            with self.restoring_state(), recordable(self.host.optimizers()):
                 graph, count = self._counted(lambda: make_fx(recorded, tracing_mode="real")(*tensors))
             lived = _lift(graph, len(tensors))
             weight_gradients(graph)
             inputs: list[Any] = [*tensors, *lived]
-            with self._undone(), torch.no_grad():
+            with self.restoring_state(), torch.no_grad():
                 compiled = compile_graph(graph, inputs, options=_options(self.host.derivatives.v.device))
                 compiled(*inputs)  # an error here still leads to the eager step
 
@@ -72,7 +72,7 @@ def _options(device: torch.device) -> dict[str, Any]:
     dropout can draw other masks than an eager step.
 
     On a CPU, channels-last convolutions cost more copies than they save. On a GPU, `combo_kernels` joins the many small
-    kernels of moments and prices; inductor's reordering of loops then fails one of its assertions (torch 2.11).
+    kernels of moments and multipliers; inductor's reordering of loops then fails one of its assertions (torch 2.11).
     """
     cuda = {"combo_kernels": True, "loop_ordering_after_fusion": False}
     own = {"layout_optimization": False} if device.type == "cpu" else cuda
@@ -80,13 +80,13 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides; if these overlap, as after `expand`, another name for the same memory."""
+    """Return a copy with the same strides; if these overlap, as after `expand`, a view of the same memory."""
     copy = tensor.clone()
     return copy if copy.stride() == tensor.stride() else tensor.detach()
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors that share memory with one before: compiled code assumes that all are separate."""
+    """Copy tensors that share memory with an earlier one: compiled code assumes that all are separate."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [tensor.clone() if memory[i] in memory[:i] else tensor for i, tensor in enumerate(tensors)]
 

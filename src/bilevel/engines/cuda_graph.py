@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bilevel.engines._torch_private import pytree
-from bilevel.engines.recording import Engine, Host, Recorded, recordable
+from bilevel.engines.recording import Engine, Recordable, Recorded, recordable
 
 
 class Captured(Recorded):
@@ -19,7 +19,7 @@ class Captured(Recorded):
 
     name = "graph"
 
-    def __init__(self, host: Host, inner: Engine) -> None:
+    def __init__(self, host: Recordable, inner: Engine) -> None:
         super().__init__(host)
         self.inner = inner
         self._pool: Any = None
@@ -29,17 +29,17 @@ class Captured(Recorded):
         plain = not isinstance(self.inner, Recorded) or self.inner.failed
         return recordable(self.host.optimizers()) if plain else nullcontext()
 
-    def give_up(self, why: str, *, quietly: bool = False) -> None:
-        super().give_up(why, quietly=quietly or (isinstance(self.inner, Recorded) and self.inner.failed))
+    def fall_back_to_eager(self, why: str, *, quietly: bool = False) -> None:
+        super().fall_back_to_eager(why, quietly=quietly or (isinstance(self.inner, Recorded) and self.inner.failed))
 
     def _make(self, step: Callable[[Sequence[Tensor]], Any], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         held = [tensor.clone() for tensor in tensors]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            with self._undone():
+            with self.restoring_state():
                 step(held)  # the inner engine compiles here
-            with self._undone(), self._computing():
+            with self.restoring_state(), self._computing():
                 self._try(step, held)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -51,7 +51,7 @@ class Captured(Recorded):
             with _capturing(), safe, self._computing():
                 return step(held)
 
-        with self._undone():
+        with self.restoring_state():
             out, count = self._counted(capture)
         self._pool = self._pool or graph.pool()
         leaves, form = pytree.tree_flatten(out)

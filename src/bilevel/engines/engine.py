@@ -1,16 +1,16 @@
 """The choice of the engine that runs the steps: eager, compiled, or captured as one CUDA graph.
 
 A step on minibatches never reads a value on the host and never branches on one. Its record, operator by operator, is
-therefore valid for every batch of the same shapes: it reads and writes the tensors of the run (u, v, moments, prices)
-in place. Other shapes, such as a smaller last batch, need a second record. The engines are in `recording`, `compiled`
-and `cuda_graph`.
+therefore valid for every batch of the same shapes: it reads and writes the tensors of the run (u, v, moments, penalty
+weights) in place. Other shapes, such as a smaller last batch, need a second record. The engines are in `recording`,
+`compiled` and `cuda_graph`.
 """
 
 from __future__ import annotations
 
 from bilevel.engines.compiled import Compiled
 from bilevel.engines.cuda_graph import Captured
-from bilevel.engines.recording import Engine, Host, Recorded
+from bilevel.engines.recording import Engine, Recordable, Recorded
 from bilevel.errors import OptionError
 
 __all__ = ["COMPILE_FROM", "ENGINES", "Captured", "Compiled", "Engine", "Engines", "Recorded"]
@@ -20,7 +20,7 @@ ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}
 # On a CPU, `auto` also compiles from this number of gradients times numbers in v.
 COMPILE_WORK = 2e10
-# Up to this number of gradients times numbers in v, an upper iteration is compiled as one: calls take most time.
+# Up to this number of gradients times numbers in v, an upper iteration is compiled as a whole, as calls take most time.
 WHOLE = 32_768
 
 
@@ -34,7 +34,7 @@ class Engines:
         each: The number of gradients in an upper iteration. Default: 1.
     """
 
-    def __init__(self, name: str, host: Host, *, gradients: int, each: int = 1) -> None:
+    def __init__(self, name: str, host: Recordable, *, gradients: int, each: int = 1) -> None:
         device = host.derivatives.v.device.type
         if "graph" in name and device != "cuda":
             raise OptionError(f"engine={name!r} needs u and v on a CUDA device; they are on {device}. Use 'compile'.")
@@ -50,7 +50,7 @@ class Engines:
             self.inner, self.outer = self.outer, self.inner
         if obstacle:
             for engine in self.made:
-                engine.give_up(obstacle)
+                engine.fall_back_to_eager(obstacle)
 
     @property
     def made(self) -> list[Recorded]:

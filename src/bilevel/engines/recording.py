@@ -1,6 +1,7 @@
-"""The base of the engines that record a step: a record for each set of shapes, and the eager step for all else.
+"""The base of the engines that record a step: one record for each set of shapes; other steps run eagerly.
 
-Recording runs the step, and the engine then undoes these runs. The same code thus does every step, resumed or not.
+Recording runs the step, and the engine then undoes these runs. The record therefore takes every step of a run,
+resumed or not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bilevel._util.random_state import random_state, set_random_state
 from bilevel.engines._torch_private import compiling, pytree
 from bilevel.problem import Variable
 
-# A function of batches and tensors. It changes all else that it reads or writes in place.
+# A function of batches and tensors. It changes all other state in place.
 Step = Callable[..., Any]
 # The most records that an engine keeps; steps with other shapes then run eagerly.
 MOST_UNITS = 16
@@ -41,7 +42,7 @@ class Counts(Protocol):
     upper_evaluations: int
 
 
-class Host(Protocol):
+class Recordable(Protocol):
     """The run whose steps an engine runs."""
 
     @property
@@ -71,7 +72,7 @@ class Recorded(Engine):
 
     name: str
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Recordable) -> None:
         self.host = host
         self.failed = self._full = False
         self._wrapped: dict[Step, Step] = {}
@@ -88,10 +89,14 @@ class Recorded(Engine):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if strange := [leaf for leaf in others if not isinstance(leaf, PLAIN)]:
-            self.give_up(f"a batch holds {type(strange[0]).__name__}, which a record would keep constant. Use tensors.")
+            self.fall_back_to_eager(
+                f"a batch holds {type(strange[0]).__name__}, which a record would keep constant. Use tensors."
+            )
             return step(*arguments)
         if odd := [tensor.layout for tensor in tensors if tensor.layout is not torch.strided]:
-            self.give_up(f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors.")
+            self.fall_back_to_eager(
+                f"a batch holds a tensor of layout {odd[0]}, which has no strides. Use dense tensors."
+            )
             return step(*arguments)
         key = (step, form, others, tuple((t.shape, t.stride(), t.dtype) for t in tensors))
         unit = self._units.get(key)
@@ -113,11 +118,13 @@ class Recorded(Engine):
             try:
                 unit = self._units[key] = self._make(filled, tensors)
             except Exception as error:
-                self.give_up(str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _reason(error))
+                self.fall_back_to_eager(
+                    str(error).splitlines()[0] if isinstance(error, UnrecordableError) else _reason(error)
+                )
                 return step(*arguments)
         return unit(tensors)
 
-    def give_up(self, why: str, *, quietly: bool = False) -> None:
+    def fall_back_to_eager(self, why: str, *, quietly: bool = False) -> None:
         """Run all later steps eagerly, with a warning that says why unless `quietly`."""
         self.failed = True
         self._units.clear()
@@ -138,7 +145,7 @@ class Recorded(Engine):
             raise UnrecordableError(obstacle)
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def restoring_state(self) -> Iterator[None]:
         """Undo the steps inside: live tensors return to their values, and new ones to zero."""
         d, device = self.host.derivatives, self.host.derivatives.v.device
         before = [(tensor, tensor.detach().clone()) for tensor in self.host.live()]
@@ -187,7 +194,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Have torch's optimizers compute with counters and rates inside, and not read them on the host."""
+    """Make torch's optimizers keep counters and rates as tensors inside, without reading them on the host."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # All optimizers except Adam need their `foreach` form to compute with a rate that is a tensor.
     foreach = [None if isinstance(o, torch.optim.Adam) else True for o in optimizers for _ in o.param_groups]

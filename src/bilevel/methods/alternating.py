@@ -58,5 +58,5 @@ class _Run(MinibatchRun):
         self._ready()
 
     def prices(self) -> Prices:
-        """Return prices with an adjoint of zero, as the method ignores it; the certificate shows the difference."""
+        """Return `Prices` with an adjoint of zero, as the method ignores it; the certificate shows the difference."""
         return self._adjoint_prices([torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves])

@@ -196,7 +196,7 @@ class _Run(MinibatchRun):
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
-        """Return prices with nu = -q: the derivative of f + <nu, grad_v g> in v is then the residual of the system."""
+        """Return `Prices` with nu = -q: the derivative of f + <nu, grad_v g> in v is the residual of the system."""
         return self._adjoint_prices(self.linear.q)
 
     def _tensors(self) -> dict[str, Any]:

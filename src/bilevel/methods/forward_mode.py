@@ -206,7 +206,7 @@ class _Run(Unrolled):
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
-        """Return prices with the adjoint of the present point, from g_vv q = f_v. This reads values on the host."""
+        """Return `Prices` with the adjoint of the present point, from g_vv q = f_v. This reads values on the host."""
         if self.adjoint is None:
             self.adjoint = adjoint(self, self.context.sources)
         return self._adjoint_prices(self.adjoint)

@@ -85,8 +85,8 @@ class MinibatchRun(ABC):
         self.problem, self.u, self.v = context.problem, context.u, context.v
         if self.problem.constrained_below:
             raise OptionError(
-                "lower_equalities and lower_inequalities need Penalty(), which prices the KKT conditions of the lower "
-                "level. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
+                "lower_equalities and lower_inequalities need Penalty(), which penalises the lower KKT "
+                "conditions. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
             )
         if self.problem.prepare is not None and self.u.rows:
             raise OptionError(
@@ -141,7 +141,7 @@ class MinibatchRun(ABC):
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None
     ) -> VariableOptimizer:
-        """Return what moves u, or the variable in its place: the user's optimizer, or Adam at the default rate."""
+        """Return the optimizer of u, or of the variable in its place: the user's, or Adam at the default rate."""
         u = self.u if u is None else u
         if factory is not None:
             return VariableOptimizer(u, factory, "upper_optimizer")
@@ -155,7 +155,7 @@ class MinibatchRun(ABC):
         return max(measured.lower_rate(None), 0.0 if self.context.sources else 2 * REACH / moving)
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> VariableOptimizer:
-        """Return what moves v: the user's optimizer, or Adam at this rate."""
+        """Return the optimizer of v: the user's, or Adam at this rate."""
         return VariableOptimizer(self.v, factory or adam(self.v, rate), "lower_optimizer")
 
     def _ready(self) -> None:
@@ -257,7 +257,7 @@ class MinibatchRun(ABC):
         return batches[0] if self.problem.prepare is None else batches[0][0]
 
     def _start_episode(self, draw: Draw) -> None:
-        """Call `start_lower`, and reset what belongs to the lower problem of one episode."""
+        """Call `start_lower`, and reset the state that belongs to one lower problem."""
         if self.problem.start_lower is not None:
             with torch.no_grad():
                 self.problem.start_lower(self.v.value, self._episode_of(draw))
@@ -285,7 +285,7 @@ class MinibatchRun(ABC):
     def _record(
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
     ) -> Tensor:
-        """Return the record of a method without prices, from |grad_v| and |r|; `moved` has the gradient in u."""
+        """Return the record of a method without gamma, from |grad_v| and |r|; `moved` has the gradient in u."""
         zero = torch.zeros_like(f)
         row = [f, g, self._size_u(moved), size_v, residual, zero, zero, zero, zero]
         row += [left * self.upper.rate * moving, self._lower_left(left) * self.lower.rate, zero]
@@ -357,10 +357,10 @@ class MinibatchRun(ABC):
 
     @abstractmethod
     def prices(self) -> Prices:
-        """Return the prices for the certificate: nu + gamma s is minus the adjoint q."""
+        """Return `Prices` for the certificate: nu + gamma s is minus the adjoint q."""
 
     def _adjoint_prices(self, q: Sequence[Tensor]) -> Prices:
-        """Return the prices of a method that estimates the adjoint q and has no gamma."""
+        """Return `Prices` of a method that estimates the adjoint q and has no gamma."""
         return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in q])
 
     def lam(self) -> Tensor:

@@ -177,7 +177,7 @@ class _Run(Unrolled):
         return super().obstacle()
 
     def prices(self) -> Prices:
-        """Return prices with the adjoint of the last step, on its batches; gamma is zero."""
+        """Return `Prices` with the adjoint of the last step, on its batches; gamma is zero."""
         return self._adjoint_prices(self.adjoint)
 
     def _tensors(self) -> dict[str, Any]:

@@ -5,10 +5,10 @@ With s = grad_v g(u, v), or v - P(v - s) if the lower variable is projected,
     v descends g(u, .),     w descends f(u, .) + p (g(u, .) - <s, .>)     (T times)
     u descends f_u(u, w) + p (g_u(u, w) - g_u(u, v))
 
-The user's v is the lower solution. f pulls w away from v, at a price p for the gap g(u, w) - g(u, v), so that
+The user's v is the lower solution. f pulls w away from v, and the gap g(u, w) - g(u, v) has the penalty weight p. Then
 p (v - w) estimates the adjoint (g_vv)^-1 f_v. Each method defines p. The term in s is zero if v minimises g. Otherwise
 (while u moves, and on minibatches) it removes from v - w the part that v and w have in common, which p would multiply.
-For the same reason, w makes every move of v as well.
+For the same reason, w also makes every move of v.
 
 To evaluate at w, the tensors of v hold the values of w for a moment. BatchNorm's statistics follow only v.
 """
@@ -70,7 +70,7 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     @abstractmethod
     def _start(self, measured: BatchScales) -> None:
-        """Set the first prices."""
+        """Set the first penalty weights."""
 
     @abstractmethod
     def _priced(self, gap: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     @abstractmethod
     def _advance(self) -> float:
-        """Change the prices after a step on u; return the factor on w - v that follows from this."""
+        """Change the penalty weights after a step on u; return the factor on w - v that follows from this."""
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class TwoLowerVariablesRun(MinibatchRun):
     # -- what the engines and solve ask --------------------------------------------------------------------------
 
     def prices(self) -> Prices:
-        """Return prices with nu = p (w - v)."""
+        """Return `Prices` with nu = p (w - v)."""
         pairs = zip(self.w, self.v.leaves, strict=True)
         nu = [broadcast_trials(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
         return Prices(gamma=torch.zeros_like(self.price), nu=nu)

@@ -9,7 +9,7 @@ Liu, Liu, Yuan, Zeng and Zhang, *A value-function-based interior-point method fo
 2021. Among several lower solutions w finds one that is good for f. The method needs no curvature of g and no unique
 lower solution. At t = -delta = -margin/2 the parabola has the value and the first two derivatives of the barrier. It
 pulls w back from outside, and no logarithm has a negative argument. Each step on u multiplies tau by the same factor
-and the margin by its square, so that the price P' of the gap grows like 1 / tau.
+and the margin by its square, so that the penalty weight P' of the gap grows like 1 / tau.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ValueFunction(OptimizerOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
             whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
             the rate of u.
-        barrier: First weight tau of the barrier. Default: such that the first price, tau / margin, is
+        barrier: First weight tau of the barrier. Default: such that the first penalty weight, tau / margin, is
             |f_v| / |grad_v g| at the start.
         margin: How far g at w can exceed its minimum at first. Default: |s|^3 / |g_vv s| at the start, with
             s = grad_v g.

@@ -1,4 +1,4 @@
-"""The value-gap penalty, a first-order method with a price on how far g is above its minimum.
+"""The value-gap penalty, a first-order method with a penalty on how far g is above its minimum.
 
     F(u, w) = f(u, w) + gamma (g(u, w) - min_v g(u, v))
     v descends g,     w descends f / gamma + g     (T times),     u descends f_u(u, w) + gamma (g_u(u, w) - g_u(u, v))
@@ -26,7 +26,7 @@ from bilevel.methods.two_lower_variables import TwoLowerVariablesRun
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ValueGap(OptimizerOptions):
-    """Value-gap penalty: a price on how far g at a second lower variable w is above its minimum. First order only.
+    """Value-gap penalty: penalises how far g at a second lower variable w is above its minimum. First order only.
 
     Options:
         lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
@@ -39,7 +39,7 @@ class ValueGap(OptimizerOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
             whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
             the rate of u.
-        gamma: First price of the gap. Default: |f_v| / |grad_v g| at the start.
+        gamma: First penalty weight of the gap. Default: |f_v| / |grad_v g| at the start.
         gamma_growth: Last gamma as a multiple of the first. Default: 100.
 
     >>> ValueGap(gamma_growth=1000.0)

@@ -98,7 +98,7 @@ class Rows:
         return list(self._tape or ())
 
     def replay(self) -> None:
-        """Return the recorded leaves again, in order, from the next read on: the same evaluation is repeated."""
+        """Make the next reads return the recorded leaves again, in order, to repeat an evaluation."""
         if self._tape is not None:
             self._cursor = 0
 

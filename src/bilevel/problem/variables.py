@@ -42,7 +42,7 @@ class Variable:
                 found = [(str(i), item) for i, item in enumerate(value)]
             case _:
                 raise VariableError(
-                    f"{name} must be a tensor, a module, Rows, or a dict or list of these tensors (at least one); "
+                    f"{name} must be a tensor, a module, Rows, or a dict or list of such tensors (at least one); "
                     f"got {type(value).__name__}."
                 )
         for key, item in found:
@@ -77,7 +77,7 @@ class Variable:
         return {key: torch.func.vmap(f) if key in self.row_names else f for key, f in given.items()}
 
     def make_dense(self) -> None:
-        """Turn Rows into ordinary leaves, for what moves or measures all of u at once."""
+        """Turn Rows into ordinary leaves, for code that moves or measures all of u at once."""
         for key, rows in zip(self.row_names, self.rows, strict=True):
             self._dense_rows.append((key, rows))
             self.names.append(key)
@@ -131,7 +131,7 @@ class Variable:
                 leaf.copy_(projection(leaf))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that makes up the variable's value, frozen parameters and buffers too, by name.
+        """Return all tensors of the variable's value by name, frozen parameters and buffers included.
 
         If v is sharded, these are this rank's shards.
         """

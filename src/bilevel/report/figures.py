@@ -104,7 +104,7 @@ def bars(name: str, names: Sequence[str], penalties: Sequence[float], *, label: 
     """Return a list with a bar for each penalty on a logarithmic scale, its name and its number, the smallest on top.
 
     The bars are text of the page, to be readable on any screen. More than 40 are in a list to scroll through, below a
-    figure of their shape; of more than 1,000, sorted, every few are listed.
+    figure of their shape; of more than 1,000, an evenly spread selection is listed.
     """
     order = np.argsort(penalties, kind="stable")
     shown = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]

@@ -134,7 +134,7 @@ def listed(counts: NDArray[np.int64], most: int = PAIRS) -> list[tuple[int, int,
 
 
 def embedded(data: object) -> str:
-    """Return the data as JSON that no text in it can end: ASCII only, without the characters that HTML interprets."""
+    """Return the data as JSON that is safe in a script element: ASCII, without the characters that HTML interprets."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,8 +1,8 @@
 """Atomic save and exact load of a run's state: one safetensors file whose header carries the rest as JSON.
 
 The state is a tree of dicts and lists whose leaves are tensors, numbers, strings, booleans and None. A digest of
-everything is stored with it, so that a truncated or altered file is never taken for a good one. The state before is
-kept next to it, and is used if the last one is not good. No pickle.
+everything is stored with it, so that a truncated or altered file is never mistaken for a good one. The previous
+state is kept next to it, and is used if the last one is damaged. No pickle.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {folder} cannot be written: {error}. Pass a folder that can be."
-        ) from error
+        raise CheckpointError(f"the checkpoint {folder} cannot be written: {error}. Pass a writable folder.") from error
 
 
 def exists(folder: Path) -> bool:

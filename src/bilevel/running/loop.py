@@ -112,7 +112,7 @@ class Loop:
                 callback.close()
 
     def _after_step(self, watch: Run) -> Status | None:
-        """Log and save if it is time to; return how the run ended, None while it continues."""
+        """Log and save when due; return how the run ended, or None while it continues."""
         status = self.state.ended()
         due = self.folder is not None and self.step % self.every == 0
         # Ranks exchange interrupts when they communicate anyway: Ctrl-C reaches them in different steps.
@@ -239,7 +239,7 @@ class Loop:
         }
 
     def _diverged(self, message: str) -> Status:
-        """Go back to the last finite state."""
+        """Restore the last finite state."""
         self.message = message
         self._write(self.good)
         self.state.load_state_dict(self.good["method"])

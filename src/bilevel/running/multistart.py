@@ -32,8 +32,8 @@ from bilevel.running.starting_points import Point, copied, drawn, spread_points,
 
 # The relative measures below which an end counts as feasible and as a lower solution, when ends are compared.
 NEAR = 1e-6
-# With data, an end counts as feasible below the first, and as a lower solution if its residual is at most so many times
-# the smallest of all: noise leaves none at zero.
+# With data, the violation below which an end counts as feasible, and the largest residual of a lower solution as a
+# multiple of the smallest one: noise leaves none at zero.
 NEAR_WITH_DATA, SPREAD = 1e-2, 3.0
 # Ends whose u and v differ by less, relative to their size, are one candidate.
 SAME = 1e-4
@@ -131,7 +131,8 @@ def candidate(solution: Solution, d: PenalisedObjective, start: int, sources: So
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort candidates: feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
 
-    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by their distance.
+    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by how far
+    they are from a feasible lower solution.
     """
 
     def residual(c: Candidate) -> float:

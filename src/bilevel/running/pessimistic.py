@@ -1,4 +1,4 @@
-"""The pessimistic choice: if the lower problem has several solutions, f counts at the worst of them.
+"""The pessimistic choice: if the lower problem has several solutions, f is evaluated at the worst of them.
 
     min_{u, t} t   subject to   f(u, v_k) <= t,   h(u, v_k) = 0 or <= 0,   v_k a lower solution at u,   k = 1..K
 
@@ -7,8 +7,8 @@ problems of Hamm and Noh, ICML 2018, and the candidates of Appendix C.3 of the p
 in (u, t) and (v_1, ..., v_K). It is solved in rounds: find lower solutions at u from several points, keep those with
 the smallest g, solve, and search again, until the search finds no others.
 
-The end is a stationary point for the kept solutions. Lower solutions that no search found do not count, and of
-infinitely many only the kept ones count. If a lower solution exists only at a single u, the pessimistic problem can
+The end is a stationary point for the kept solutions. Lower solutions that no search found are ignored, and of
+infinitely many only the kept ones are used. If a lower solution exists only at a single u, the pessimistic problem can
 have no minimum at all.
 """
 
@@ -233,7 +233,7 @@ def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tu
         project_lower=sets(v, v.names * len(values)),
         prepare=None if prepare is None else lambda _, batches: prepare(u.value, batches),
     )
-    # Prices that keep each copy at its minimum: t is linear, and shows no scale.
+    # Penalty weights that keep each copy at its minimum: t is linear, and shows no scale.
     gamma = STEADY * size / max(scales.g, size if problem.constrained_below else 0.0) ** 2
     method = replace(
         method,

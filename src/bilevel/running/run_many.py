@@ -40,12 +40,12 @@ class Failed:
     """Why a run has no result."""
 
     why: str
-    # Where it happened.
+    # The traceback.
     trace: str = ""
 
 
 class Worker(NamedTuple):
-    """What does one run at a time: this process, another one, or a part of a cluster. `end` ends it and its run."""
+    """Does one run at a time: this process, another one, or a part of a cluster. `end` ends it and its run."""
 
     submit: Callable[..., Future[Any]]
     end: Callable[[], object] = lambda: None
@@ -250,18 +250,18 @@ def run_items(
     *,
     where: Where = HERE,
     deadline: float | None = None,
-    tell: Callable[[RunItem], None] = lambda item: None,
+    on_progress: Callable[[RunItem], None] = lambda item: None,
 ) -> bool:
     """Run the items that have no result yet, the longest first; return False if Ctrl-C interrupted it.
 
-    `function` returns None if it was stopped. After the deadline (of `time.monotonic`) no item is begun. An item that
-    fails is tried again; if it fails for good, the others still run, and RunError names it at the end. `tell` is
+    `function` returns None if it was stopped. After the deadline (of `time.monotonic`) no item is started. An item that
+    fails is tried again; if it fails for good, the others still run, and RunError names it at the end. `on_progress` is
     called with each finished item.
     """
     left = sorted((item for item in items if folder.get(item) is None), key=lambda item: -item.weight)
     for item in items:
         if item not in left:
-            tell(item)
+            on_progress(item)
     failed: list[tuple[str, Failed]] = []
 
     results = parallel_map(
@@ -278,7 +278,7 @@ def run_items(
                 failed.append((left[position].name, found))
                 continue
             folder.put(left[position], found)
-            tell(left[position])
+            on_progress(left[position])
     except KeyboardInterrupt:
         return False
     finally:

@@ -57,7 +57,7 @@ def solve(
         method: A method with its options, such as `Penalty()`.
         u: The upper variable: a tensor that requires grad, a module, `Rows`, or a dict or list of tensors.
         v: The lower variable, as u.
-        data: None, or a pair (upper, lower) of iterables of batches. Each is cycled on its own.
+        data: None, or a pair (upper, lower) of iterables of batches. Each is cycled separately.
         max_steps: The number of upper steps after which the run ends.
         tolerance: What the relative measures of the certificate must reach for the run to end as converged. None
             (default): the method's own without data, and none with data.
@@ -66,7 +66,7 @@ def solve(
         every: The number of steps between checkpoints. Default: a tenth of `max_steps`.
         resume: Whether to resume from the checkpoint, if there is one. The result is the same, bit for bit.
         log_every: The number of steps between calls of the callbacks. Default: a hundredth of `max_steps`, at most 100.
-        engine: What runs the steps: `eager` (as written), `compile`, `graph` (CUDA graphs) or `compile+graph`. `auto`
+        engine: How to run the steps: `eager` (as written), `compile`, `graph` (CUDA graphs) or `compile+graph`. `auto`
             (default) chooses one; `Solution.engine` names it.
         precision: `"bf16"` runs the problem's functions under bfloat16 autocast; variables, moments and multipliers
             stay in their own precision, and so does the certificate. None (default): no autocast.

@@ -279,7 +279,7 @@ class Study:
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             task, before = bar.add_task(self.name, total=len(left)), self.done
 
-            def tell(cell: RunItem) -> None:
+            def on_progress(cell: RunItem) -> None:
                 self.done += 1
                 bar.advance(task)
                 if self.store.get(cell) is None:
@@ -288,7 +288,7 @@ class Study:
                     shutil.rmtree(self.states / cell.name, ignore_errors=True)
 
             made = partial(_with_commit, function, commit())
-            complete = run_items(left, self.store, made, where=where, deadline=self.deadline, tell=tell)
+            complete = run_items(left, self.store, made, where=where, deadline=self.deadline, on_progress=on_progress)
         if not complete:
             done = f"{self.done - before} of {len(left)} cells"
             print(f"Stopped: {done} are finished and kept. Run the same command to continue.", file=sys.stderr)

@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 from bilevel import Callback, DataError, OptionError
 from bilevel._util.checks import agreeing, counted, first_of, in_range, require
 from bilevel._util.random_state import derived
-from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
+from bilevel.applications.denoising.denoise import Denoised, OnProgress, denoise
 from bilevel.applications.training import Augment, accuracy, fit
 from bilevel.data import Labelled, Pair, corrupt, split_test, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
@@ -213,13 +213,13 @@ def clean(
     checkpoint: Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    tell: Tell = lambda stage, done, total: None,
+    on_progress: OnProgress = lambda stage, done, total: None,
     precision: Precision | None = None,
 ) -> Cleaned:
     """Denoise, then train the classifiers that the result is compared with, in as many steps as a round of `denoise`.
 
-    `baselines=False` leaves these out. `tell(stage, done, total)` is called in all trainings. For the other options see
-    `denoise`.
+    `baselines=False` leaves these out. `on_progress(stage, done, total)` is called in all trainings. For the other
+    options see `denoise`.
     """
     data = prepared.data
     first = copy.deepcopy(model)
@@ -235,7 +235,7 @@ def clean(
         resume=resume,
         callbacks=callbacks,
         precision=precision,
-        watch=lambda stage, done, total: tell(f"training: {stage}", done, total),
+        on_progress=lambda stage, done, total: on_progress(f"training: {stage}", done, total),
     )
     total = denoised.settings["final_steps"]
 
@@ -252,7 +252,7 @@ def clean(
             augment=augment,
             precision=precision,
             checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
-            watch=lambda done: tell(f"comparing: {name}", done, total),
+            on_progress=lambda done: on_progress(f"comparing: {name}", done, total),
         )
         return accuracy(rival, data.part("test"))
 
@@ -267,7 +267,7 @@ def clean(
 def _rivals(prepared: Prepared) -> Iterator[tuple[str, Pair]]:
     """Yield what `clean` compares with, by name."""
     data, (x, y) = prepared.data, prepared.trusted
-    yield "trusted set alone", (x, y)
+    yield "trusted set only", (x, y)
     inputs = torch.cat([data.x, x])
     yield "labels as they are", (inputs, torch.cat([data.y, y]))
     if prepared.truth is not None:
@@ -289,7 +289,7 @@ def _advice(prepared: Prepared, accuracies: dict[str, float]) -> tuple[str, ...]
     ours, count = accuracies["denoised"], len(prepared.data.part("test")[1])
     ways = {
         "labels as they are": "the labels as they are",
-        "trusted set alone": f"only the {counted(len(prepared.trusted[1]), 'trusted row')}",
+        "trusted set only": f"only the {counted(len(prepared.trusted[1]), 'trusted row')}",
     }
     rows = f"{counted(count, 'row')} of the {'held-out part' if prepared.held_out else 'test set'}"
     found = [

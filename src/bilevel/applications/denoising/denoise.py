@@ -48,7 +48,7 @@ VISITS = 24
 BATCH = 100, 200
 LARGE = 10_000
 # Called with a stage, the steps done in it, and their number.
-Tell = Callable[[str, int, int], object]
+OnProgress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def denoise(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    watch: Tell | None = None,
+    on_progress: OnProgress | None = None,
     engine: str = "auto",
     precision: Precision | None = None,
 ) -> Denoised:
@@ -108,7 +108,7 @@ def denoise(
     - `augment`: changes inputs at random, in the run and in the trainings.
     - `seed` (0): of all random draws.
     - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
-    - `callbacks`, `engine` and `precision` are passed to `solve`; `watch(stage, done, total)` is called in the
+    - `callbacks`, `engine` and `precision` are passed to `solve`; `on_progress(stage, done, total)` is called in the
       trainings.
 
     >>> x, y = torch.randn(80, 2), torch.arange(80) % 2
@@ -129,7 +129,9 @@ def denoise(
     if folder is not None and first_rank():
         task = {"train data": digest_of(pair), "trusted data": digest_of(pair_trusted), "steps": steps}
         claim(folder, task, resume=resume)
-    trainings = _Trainings(model, pair, pair_trusted, classes, rounds, size, augment, precision, seed, folder, watch)
+    trainings = _Trainings(
+        model, pair, pair_trusted, classes, rounds, size, augment, precision, seed, folder, on_progress
+    )
     guess = trainings.train("trusted set", trainings.every[count:], rate or DEEP_RATE)
     noise = mistakes(guess, y)
     right = noise.posterior(guess, y, noise.temperature)[torch.arange(count), y]
@@ -201,10 +203,10 @@ class _Trainings:
         precision: Precision | None,
         seed: int,
         folder: Path | None,
-        watch: Tell | None,
+        on_progress: OnProgress | None,
     ) -> None:
         self.model, self.first, self.x, self.steps = model, copy.deepcopy(model.state_dict()), pair[0], steps
-        self.batch, self.seed, self.folder, self.watch = batch, seed, folder, watch
+        self.batch, self.seed, self.folder, self.on_progress = batch, seed, folder, on_progress
         self.changes: dict[str, Any] = {"augment": augment, "precision": precision}
         x, y = (torch.cat(parts) for parts in zip(pair, trusted, strict=True))
         self.every = torch.arange(len(y))
@@ -213,7 +215,7 @@ class _Trainings:
 
     def train(self, stage: str, part: Tensor, rate: float) -> Tensor:
         """Train the model from scratch on a part of the examples; return its probabilities on the training inputs."""
-        watch, seed = self.watch, derived(self.seed, stage)
+        on_progress, seed = self.on_progress, derived(self.seed, stage)
         self.model.load_state_dict(self.first)
         self.trainer.train(
             part,
@@ -222,7 +224,7 @@ class _Trainings:
             rate=rate,
             seed=seed,
             checkpoint=self.folder and self.folder / stage.replace(" ", "-"),
-            watch=watch and (lambda done: watch(stage, done, self.steps)),
+            on_progress=on_progress and (lambda done: on_progress(stage, done, self.steps)),
         )
         found = probabilities(self.model, self.x, seed=seed, **self.changes)
         if not bool(torch.isfinite(found).all()):

@@ -20,9 +20,9 @@ from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
     SCALE,
     CosineClassifier,
+    OnProgress,
     Start,
     TaskSampler,
-    Tell,
     embed,
     support_loss,
 )
@@ -103,13 +103,13 @@ def adapt_and_evaluate(
     optimizer: OptimizerFactory | None = None,
     seed: int = 0,
     precision: Precision | None = None,
-    tell: Tell = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Evaluation:
     """Train a classifier on the support of each task, with a fixed representation, and test it on the queries.
 
     The representation is in evaluation mode, so its output for an image depends on no other image. `tasks` (600) tasks
     are drawn from `seed`; `steps` (100), `scale`, `proximity`, `start` and `optimizer` are passed to `adapt`.
-    `tell(done, total)` counts the embedded images, which take most of the time.
+    `on_progress(done, total)` counts the embedded images, which take most of the time.
 
     >>> adapt_and_evaluate(network, sampler, tasks=600).accuracy  # doctest: +SKIP
     """
@@ -117,7 +117,7 @@ def adapt_and_evaluate(
     in_range("steps", steps, least=0, whole=True)
     one_of("start", start, ("means", "random"))
     device = next(representation.parameters()).device
-    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, tell)
+    index, z, place = embedded_tasks(representation, sampler, tasks, seed, precision, on_progress)
     labels = sampler.labels(device)[1]
     predicted = []
     with seeded(derived(seed, "classifiers"), device):
@@ -139,12 +139,12 @@ def embedded_tasks(
     tasks: int,
     seed: int,
     precision: Precision | None = None,
-    tell: Tell = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tasks as numbers of images, the features of their images, and the tasks as rows of the features."""
     index = sampler.draw(tasks, torch.Generator().manual_seed(derived(seed, "tasks")))
     used, place = torch.unique(index, return_inverse=True)
-    z = embed(representation, sampler.classes.images[used], precision=precision, tell=tell)
+    z = embed(representation, sampler.classes.images[used], precision=precision, on_progress=on_progress)
     return index, z, place.to(z.device)
 
 

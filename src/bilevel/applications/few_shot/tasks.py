@@ -31,7 +31,7 @@ SMALL = 0.01
 BATCH = 500
 Start = Literal["means", "random"]
 # Called with the number of embedded images and the number of all images.
-Tell = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 BACKBONES = ("conv4", "resnet")
 
 
@@ -210,17 +210,17 @@ def embed(
     *,
     batch: int = BATCH,
     precision: Precision | None = None,
-    tell: Tell = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Tensor:
     """Return the representation of images given as bytes, in evaluation mode, on the representation's device.
 
-    `batch` (500) images are computed at once, in `precision` (by default the representation's). `tell(done, total)` is
-    called before each batch and at the end.
+    `batch` (500) images are computed at once, in `precision` (by default the representation's). `on_progress(done,
+    total)` is called before each batch and at the end.
     """
     first, found = next(representation.parameters()), []
     with evaluating(representation), reduced(precision, first.device):
         for i, x in enumerate(torch.split(images, batch)):
-            tell(i * batch, len(images))
+            on_progress(i * batch, len(images))
             found.append(representation(pixels(x.to(first.device), first.dtype)))
-        tell(len(images), len(images))
+        on_progress(len(images), len(images))
     return torch.cat([z.float() if z.dtype is torch.bfloat16 else z for z in found])

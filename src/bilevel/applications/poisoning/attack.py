@@ -45,7 +45,7 @@ from bilevel.applications.training import probabilities
 from bilevel.data import Pair
 from bilevel.methods.base import Method
 
-Price = Callable[[nn.Module, Tensor | None], Tensor | float]
+Regulariser = Callable[[nn.Module, Tensor | None], Tensor | float]
 # With at most this many training examples, every step uses all of them.
 FULL = 5000
 BATCH = 200
@@ -127,8 +127,8 @@ def attack(
     - `box`: the least and the largest input, default (0, 1); `bound`: how far a point can be from its base.
     - `steps`: default 500. `batch`: default 200, or all data in every step with at most 5,000 training examples.
     - `whiten`: attack a softmax regression in whitened coordinates (see `Whitened`), default True.
-    - `tether`: mu, the price of the distance from the victim trained on clean data; by default 0 for a victim that is
-      whitened or trained by L-BFGS, and 0.03 for others.
+    - `tether`: mu, the penalty weight of the distance from the victim trained on clean data; by default 0 for a victim
+      that is whitened or trained by L-BFGS, and 0.03 for others.
     - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
 
     >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
@@ -156,9 +156,9 @@ def attack(
         tether = 0.0 if linear is not None or recipe.optimizer == "lbfgs" else TETHER
     method = method or default_method(within, linear is not None)
     batch = BATCH if batch is None and len(y) > FULL else batch
-    price = partial(_price, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
+    regulariser = partial(_regularisation, [p.detach().clone() for p in v.parameters()], tether, recipe.decay)
     pair = aim, goal.y.to(device)
-    problem = _problem(goal, (x, y), pair, features, loss, price, within, isinstance(method, Penalty))
+    problem = _problem(goal, (x, y), pair, features, loss, regulariser, within, isinstance(method, Penalty))
     u = within.base.clone().requires_grad_()
     data = None if batch is None else (_loader(pair, batch), _loader((x, y), batch))
     options: dict[str, Any] = {"max_steps": steps, "seed": seed, "callbacks": callbacks, "hypergradient": False}
@@ -210,7 +210,7 @@ def default_method(within: Within, linear: bool) -> Penalty:
     """Return the penalty method for a victim that is already trained, so without warm-up.
 
     The rate of the points is 3% of the width of their box, or of the room that a bound leaves. In whitened coordinates
-    the rate of the victim is known as well. The price of a point's bound is its share of the objective.
+    the rate of the victim is known as well. The penalty weight of a point's bound is its share of the objective.
     """
     return Penalty(
         mode="stochastic",
@@ -286,7 +286,7 @@ def _problem(
     aim: Pair,
     features: Features | None,
     loss: Loss,
-    price: Price,
+    regulariser: Regulariser,
     within: Within,
     multipliers: bool,
 ) -> Problem:
@@ -326,7 +326,9 @@ def _problem(
             # One pass, as in training: batch normalisation takes its moments from both.
             scores, of_points = v(torch.cat([x, z])).split([len(x), len(z)])
             weight = None
-        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + price(v, weight)
+        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + regulariser(
+            v, weight
+        )
 
     return Problem(
         upper,
@@ -337,13 +339,15 @@ def _problem(
     )
 
 
-def _price(start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None) -> Tensor | float:
+def _regularisation(
+    start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None
+) -> Tensor | float:
     """Return the other terms of g: the decay (of `weight` if it is known) and the tether to `start`."""
-    price = decayed(v, decay, weight)
+    total = decayed(v, decay, weight)
     if tether:
         apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
-        price = price + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
-    return price
+        total = total + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
+    return total
 
 
 def _loader(pair: Pair, batch: int) -> DataLoader[Any]:

@@ -31,7 +31,7 @@ from bilevel.running.run_identity import compare
 # Seconds between two checkpoints of a descent.
 SAVE_EVERY = 5.0
 # Called with the number of steps done and the upper objective.
-Watch = Callable[[int, float], object]
+OnProgress = Callable[[int, float], object]
 
 
 def objective(problem: Problem, u: Any, v: Any, curvature: Curvature | None = None) -> ExactMultipliers:
@@ -47,7 +47,7 @@ def descend(
     max_steps: int,
     tolerance: float = 1e-5,
     late: Callable[[], bool] = lambda: False,
-    watch: Watch = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     curvature: Curvature | None = None,
     begin: Callable[[], object] = lambda: None,
     checkpoint: Path | None = None,
@@ -56,7 +56,7 @@ def descend(
     """Minimise phi from the present u by L-BFGS, in place; return phi at the start and after each step.
 
     The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, or if
-    `late()` is true. `begin` is called before each step, `watch` after it. `curvature` is passed to
+    `late()` is true. `begin` is called before each step, `on_progress` after it. `curvature` is passed to
     `objective`. The state is saved in the folder `checkpoint` every few seconds, and also at the end or if the
     descent is interrupted. A state in the folder is resumed, or refused if its `task` is another.
     """
@@ -94,7 +94,7 @@ def descend(
                 store.save(checkpoint, state)
                 saved = time.monotonic()
             if not ended:
-                watch(len(path) - 1, search.value)
+                on_progress(len(path) - 1, search.value)
     finally:
         if checkpoint is not None:
             store.save(checkpoint, state)

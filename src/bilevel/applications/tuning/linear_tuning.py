@@ -47,7 +47,7 @@ START = 0.1
 SHARE, LEAST = 0.2, 2
 Penalty = Literal["single", "per-feature"]
 # Called with the stage, the steps done in it, and the validation loss.
-Watch = Callable[[str, int, float], object]
+OnProgress = Callable[[str, int, float], object]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def tune_linear(
     steps: int = 100,
     tolerance: float = 1e-4,
     seconds: float | None = None,
-    watch: Watch = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     clock: Callable[[], float] = time.perf_counter,
     checkpoint: Path | None = None,
 ) -> LinearTuned:
@@ -92,7 +92,7 @@ def tune_linear(
     - `tolerance`: a stage ends if five steps lower the validation loss by less than this share of it, default 1e-4; ten
       times that if another caution follows.
     - `seconds`, by `clock`: the most seconds of all stages, default no limit.
-    - `watch(stage, done, value)`: called after each step.
+    - `on_progress(stage, done, value)`: called after each step.
     - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 
     >>> x = torch.randn(30, 4, dtype=torch.float64)
@@ -119,7 +119,7 @@ def tune_linear(
                 max_steps=steps,
                 tolerance=tolerance,
                 late=lambda: clock() >= end,
-                watch=lambda done, value: watch(name, done, value),
+                on_progress=lambda done, value: on_progress(name, done, value),
                 curvature=lambda: model.second(scale * span.value(t.detach())),
                 begin=model.renew,
                 checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),

@@ -42,7 +42,7 @@ from bilevel.running.run_identity import claim, described, digest_of
 # Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used.
 Examples = Sequence[Tensor | ArrayLike]
 # Called with the stage, the steps done in it, and their number.
-Watch = Callable[[str, int, int], object]
+OnProgress = Callable[[str, int, int], object]
 STEPS, CONVEX_STEPS = 1000, 60
 # A linear layer is tuned without minibatches if its inputs times its outputs are at most this many numbers.
 SMALL = 50_000_000
@@ -89,7 +89,7 @@ def tune(
     rate: float | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
-    watch: Watch | None = None,
+    on_progress: OnProgress | None = None,
     engine: str = "auto",
     log_every: int | None = None,
     checkpoint: str | Path | None = None,
@@ -104,7 +104,7 @@ def tune(
     - `mode`: "convex" or "minibatch"; by default "convex" for a single linear layer on data of moderate size.
     - `steps`: tuning steps, by default 1,000, or 60 in the mode "convex".
     - `checkpoint`: a folder to write to, and to resume from if it holds a state of the same tuning.
-    - `watch(stage, done, total)`: called after each step.
+    - `on_progress(stage, done, total)`: called after each step.
 
     Only in the mode "minibatch": `method` (default `Penalty()`), `batch`, `callbacks`, `engine` and `log_every` are
     passed to `solve`; `final_steps` (default `steps`) and `rate` are of the final training, by default with the rate
@@ -128,7 +128,7 @@ def tune(
         mode = "convex" if method is None and loss is None and _convex(model, columns, hyper) else "minibatch"
     check_counts(steps=steps, final_steps=final_steps, batch=batch)
     in_range("rate", rate, above=0)
-    count, watch = steps or (CONVEX_STEPS if mode == "convex" else STEPS), watch or (lambda *_: None)
+    count, on_progress = steps or (CONVEX_STEPS if mode == "convex" else STEPS), on_progress or (lambda *_: None)
     folder, task = None if checkpoint is None else Path(checkpoint), dict[str, Any]()
     if folder is not None:
         task = {
@@ -140,7 +140,9 @@ def tune(
         claim(folder, task)
     options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
     place = folder and folder / "tuning"
-    curve, solution = _tune(mode, objective, u, model, columns, kept, method, count, batch, watch, place, task, options)
+    curve, solution = _tune(
+        mode, objective, u, model, columns, kept, method, count, batch, on_progress, place, task, options
+    )
     tuned = {name: value.detach().cpu() for name, value in values(hyper, u).items()}
     size, final = sum(t.numel() for t in u.values()), final_steps or count
     settings: dict[str, Any] = {"batch": batch, "seed": seed, "hyper_parameters": size, "steps": count}
@@ -149,7 +151,7 @@ def tune(
             rate = max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
         settings |= {"final_steps": final, "rate": rate}
         options = {"steps": final, "batch": batch, "rate": rate, "seed": seed + 1}
-        options["watch"] = lambda done: watch("training", done, final)
+        options["on_progress"] = lambda done: on_progress("training", done, final)
         train_with(objective, tuned, model, columns, checkpoint=folder and folder / "training", **options)
     loss_on_valid = objective.measured(tuned, model, kept)
     return Tuned(tuned, model, curve, loss_on_valid, mode, time.perf_counter() - began, solution, settings)
@@ -165,7 +167,7 @@ def _tune(
     method: Method | None,
     count: int,
     batch: int,
-    watch: Watch,
+    on_progress: OnProgress,
     checkpoint: Path | None,
     task: dict[str, Any],
     options: dict[str, Any],
@@ -178,7 +180,7 @@ def _tune(
             model,
             max_steps=count,
             tolerance=1e-6,
-            watch=lambda done, value: watch("tuning", done, count),
+            on_progress=lambda done, value: on_progress("tuning", done, count),
             checkpoint=checkpoint,
             task=task | {"steps": count},
         )
@@ -219,7 +221,7 @@ def train_with(
     batch: int,
     rate: float,
     seed: int,
-    watch: Callable[[int], object] | None = None,
+    on_progress: Callable[[int], object] | None = None,
     checkpoint: Path | None = None,
 ) -> None:
     """Train the model in place with these values of the hyperparameters; the options are passed to `fit`."""
@@ -238,7 +240,7 @@ def train_with(
         batch=batch,
         rate=rate,
         seed=seed,
-        watch=watch,
+        on_progress=on_progress,
         loss=loss,
         checkpoint=checkpoint,
     )

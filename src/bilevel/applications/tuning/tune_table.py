@@ -32,7 +32,7 @@ from bilevel.applications.tuning.linear_tuning import (
     tune_cautiously,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
-from bilevel.applications.tuning.tune import Watch, train_with, tune
+from bilevel.applications.tuning.tune import OnProgress, train_with, tune
 from bilevel.data import Labelled, Pair, split_test
 from bilevel.running.run_identity import digest_of
 from bilevel.running.run_many import ResultFolder, RunItem, Settings
@@ -102,7 +102,7 @@ def tune_table(
     steps: int | None = None,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
-    tell: Watch = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     device: torch.device | str = "cpu",
     checkpoint: Path | None = None,
 ) -> TunedTable:
@@ -112,7 +112,7 @@ def tune_table(
     - `folds`, `caution`: for linear models; if `caution` is None, the rows decide it.
     - `steps`: the most steps of each stage, by default 100, or 1,000 for an MLP.
     - `seed`: of all random draws, default 0. `device`: trains the model, default the CPU.
-    - `callbacks` are passed to `solve`; `tell(stage, done, total)` is called after each step.
+    - `callbacks` are passed to `solve`; `on_progress(stage, done, total)` is called after each step.
     - `checkpoint`: a folder to write to, and to resume from if it holds a state.
 
     >>> from bilevel.data import load
@@ -137,7 +137,12 @@ def tune_table(
         kind = torch.float32 if model == "mlp" else torch.float64
         y, y_test = (((y - center) / spread).to(kind) for y in (data.y, data.part("test")[1]))
         data = replace(data, y=y, test=(data.part("test")[0], y_test))
-    common: dict[str, Any] = {"seed": seed, "tell": tell, "device": torch.device(device), "checkpoint": checkpoint}
+    common: dict[str, Any] = {
+        "seed": seed,
+        "on_progress": on_progress,
+        "device": torch.device(device),
+        "checkpoint": checkpoint,
+    }
     if model == "mlp":
         found = _network(data, penalty, steps, callbacks, **common)
     else:
@@ -195,7 +200,7 @@ def _units(y: Tensor) -> tuple[float, float]:
 def _grid(
     penalties: np.ndarray,
     losses: Callable[[float], tuple[float, float]],
-    tell: Watch,
+    on_progress: OnProgress,
     checkpoint: Path | None,
     identity: Settings,
 ) -> list[Point]:
@@ -209,7 +214,7 @@ def _grid(
             if store is not None:
                 store.put(cell, kept)
         grid.append(Point(penalty, **kept))
-        tell("trying a grid", k + 1, len(penalties))
+        on_progress("trying a grid", k + 1, len(penalties))
     return grid
 
 
@@ -222,7 +227,7 @@ def _linear(
     steps: int,
     *,
     seed: int,
-    tell: Watch,
+    on_progress: OnProgress,
     device: torch.device,
     checkpoint: Path | None,
 ) -> TunedTable:
@@ -241,7 +246,7 @@ def _linear(
         caution=caution,
         seed=seed,
         steps=steps,
-        watch=lambda stage, done, value: tell(f"tuning {stage}", done, steps),
+        on_progress=lambda stage, done, value: on_progress(f"tuning {stage}", done, steps),
         checkpoint=checkpoint and checkpoint / "tuning",
     )
     unit = float(FoldedModel(rows).curvature.mean()) * data.count
@@ -264,7 +269,7 @@ def _linear(
         test_loss=loss_of(others, found.weight, found.bias),
         test_accuracy=right,
         curve=found.path,
-        grid=_grid(unit * np.logspace(-5, 5, GRID), losses, tell, checkpoint, identity),
+        grid=_grid(unit * np.logspace(-5, 5, GRID), losses, on_progress, checkpoint, identity),
         state={"weight": found.weight.cpu(), "bias": found.bias.cpu()},
         caution=used,
         notes=(NO_BETTER.format(folds=folds),) if used is None and not single else (),
@@ -278,7 +283,7 @@ def _network(
     callbacks: Sequence[Callback],
     *,
     seed: int,
-    tell: Watch,
+    on_progress: OnProgress,
     device: torch.device,
     checkpoint: Path | None,
 ) -> TunedTable:
@@ -294,7 +299,7 @@ def _network(
         "per-layer": WeightDecay(per="layer"),
         "single": single,
     }
-    knob, options = knobs[penalty], dict[str, Any](steps=steps, seed=seed, callbacks=callbacks, watch=tell)
+    knob, options = knobs[penalty], dict[str, Any](steps=steps, seed=seed, callbacks=callbacks, on_progress=on_progress)
     found = tune(network, train, valid, {"penalty": knob}, mode="minibatch", checkpoint=checkpoint, **options)
     objective, used = TrainingLoss({"penalty": single}, classes), found.settings
     final: dict[str, Any] = {"steps": used["final_steps"], "batch": used["batch"], "rate": used["rate"]}
@@ -315,7 +320,7 @@ def _network(
         test_loss=objective.measured({}, network, test),
         test_accuracy=accuracy(network, test) if classes else None,
         curve=found.curve,
-        grid=_grid(np.geomspace(single.low, single.high, NETWORK_GRID), losses, tell, checkpoint, identity),
+        grid=_grid(np.geomspace(single.low, single.high, NETWORK_GRID), losses, on_progress, checkpoint, identity),
         state={name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()},
         caution=None,
     )

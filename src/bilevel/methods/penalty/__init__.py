@@ -1,4 +1,4 @@
-"""The penalty method: a price on the slope of the lower objective (Mehra and Hamm, ACML 2021)."""
+"""The penalty method: a penalty on the slope of the lower objective (Mehra and Hamm, ACML 2021)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bilevel.methods.penalty.constrained_lagrangian import ConstrainedLagrangian
 from bilevel.methods.penalty.constrained_minibatch import ConstrainedMinibatchRun
 from bilevel.methods.penalty.deterministic import DeterministicRun
 from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
-from bilevel.methods.penalty.options import EPISODES, IN_TURN, PenaltyOptions, Price
+from bilevel.methods.penalty.options import EPISODES, IN_TURN, PenaltyOptions, PenaltyWeight
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Penalty(PenaltyOptions):
-    """Penalty method: descends f plus a price on grad_v g, with multipliers.
+    """Penalty method: descends f plus a penalty on grad_v g, with multipliers.
 
     Without options, it takes its scales from the problem. Without data it runs in `"deterministic"` mode (augmented
     Lagrangian, L-BFGS over u and v together), with data in `"stochastic"` mode (T steps on v, then one step on u and
@@ -31,9 +31,10 @@ class Penalty(PenaltyOptions):
             every linear layer that allows it in Gram form. "difference": by finite differences, first order only.
             "auto" (default): exact, in Gram form if that is cheaper, by differences if an operator has no double
             backward.
-        gamma: First price of |grad_v g|^2 / 2. Default: from the sizes of f and g at the end of the warm-up. A list
-            has one number for each trial.
-        gamma_h: First price of every upper-level constraint. Default: from the sizes of f and of the constraints.
+        gamma: First penalty weight of |grad_v g|^2 / 2. Default: from the sizes of f and g at the end of the warm-up.
+            A list has one number for each trial.
+        gamma_h: First penalty weight of every upper-level constraint. Default: from the sizes of f and of the
+            constraints.
 
     Options of the stochastic mode, lower level:
         lower_steps: Steps on v before each step on u (T in the paper). Default: 0 if `joint`, otherwise 5.
@@ -43,7 +44,7 @@ class Penalty(PenaltyOptions):
             reduces f + lam g by 6% to first order, with a rate between 1e-4 and 3e-2.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
-        lam: First weight of g in the steps on v; it keeps v at a minimum of g. Default: from the sizes of f and g. A
+        lam: First weight of g in the steps on v, which keeps v at a minimum of g. Default: from the sizes of f and g. A
             list has one number for each trial.
         warm_up: Share of `max_steps` in which only v moves, along f + lam g and without constraints. Default: 0.1; 0
             with `start_lower`.
@@ -75,8 +76,8 @@ class Penalty(PenaltyOptions):
         cls,
         *,
         lower_steps: int = 10,
-        gamma: Price = 1.0,
-        epsilon: Price = 1.0,
+        gamma: PenaltyWeight = 1.0,
+        epsilon: PenaltyWeight = 1.0,
         upper_rate: float = 1e-3,
         lower_rate: float = 1e-4,
         **options: Any,
@@ -110,7 +111,7 @@ class Penalty(PenaltyOptions):
         return cls(**(base | options))
 
     @classmethod
-    def algorithm_2(cls, *, lam: Price = 10.0, nu: float = 0.0, **options: Any) -> Penalty:
+    def algorithm_2(cls, *, lam: PenaltyWeight = 10.0, nu: float = 0.0, **options: Any) -> Penalty:
         """Return the paper's Algorithm 2: `algorithm_1` with the regularisation lam g and the multipliers nu."""
         return cls.algorithm_1(**({"lam": lam, "nu": nu, "multipliers": True} | options))
 

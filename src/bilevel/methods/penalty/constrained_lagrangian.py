@@ -30,13 +30,13 @@ from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.run_without_data import default_tolerance
 
-# The default, relative. Prices of several kinds leave fewer digits than a problem without lower constraints.
+# The default, relative. Penalties of several kinds leave fewer digits than a problem without lower constraints.
 TOLERANCE = 1e-7
 # The goal of the smooth rounds, relative to the sizes of the problem.
 SMOOTH_GOAL = 1e-4
 SMOOTH_ROUNDS = 15
-# Factors on the first prices, in turn over several starts: high prices keep a run near its start, low prices let it
-# cross barriers. Every second start also leaves out the smooth rounds.
+# Factors on the first penalty weights, in turn over several starts: large weights keep a run near its start, small ones
+# let it cross barriers. Every second start also leaves out the smooth rounds.
 PRICES = (1.0, 100.0, 0.1, 100.0)
 # The largest number of pieces in a run.
 PIECES = 30

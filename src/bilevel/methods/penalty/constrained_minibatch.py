@@ -1,4 +1,4 @@
-"""The penalty method on minibatches for a lower level with constraints: F has prices on its KKT conditions.
+"""The penalty method on minibatches for a lower level with constraints: F penalises its KKT conditions.
 
 With L = g + <alpha, c> + <beta, d>, s = grad_v L, and d = 0 and phi_t(alpha, -c) = 0 as equalities (see
 `bilevel.derivatives.lower_constraints`),
@@ -44,7 +44,7 @@ from bilevel.problem.variables import Variable
 # The first t, relative to the size of an entry of v.
 FIRST_T = 0.1
 T_FACTOR = 0.7
-# The price of a lower constraint in A, relative to the curvature of g.
+# The penalty weight of a lower constraint in A, relative to the curvature of g.
 RHO = 1.0
 
 
@@ -81,7 +81,7 @@ class ConstrainedMinibatchRun(PenaltyMinibatchRun):
         for engine in self.engines.made if context.v.device.type == "cuda" else []:
             if isinstance(engine, Compiled):
                 why = "on a GPU, steps with lower constraints are not compiled."
-                engine.give_up(why, quietly=self.context.engine == "auto")
+                engine.fall_back_to_eager(why, quietly=self.context.engine == "auto")
 
     # -- before the first step -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The penalty method on minibatches: T descent steps on v, one on u, and a schedule that raises the prices.
+"""The penalty method on minibatches: T descent steps on v, one on u, and a schedule that raises the penalty weights.
 
     v descends F + lam g,       u descends F
 
@@ -61,7 +61,7 @@ class PenaltyMinibatchRun(MinibatchRun):
         """Measure the scales, and make the schedule and the optimizers. This reads values on the host."""
         options = self.options
         measured = self._measured()
-        trials, new = self.problem.trials, self._price
+        trials, new = self.problem.trials, self._first_weight
         lam = measured.lam if options.lam is None else options.lam
         shapes = measured.shapes
         gamma_h = measured.gamma_h if options.gamma_h is None else [options.gamma_h] * len(shapes)
@@ -92,8 +92,8 @@ class PenaltyMinibatchRun(MinibatchRun):
         if trials and (self.lower_power or self.upper_power):
             raise OptionError("rate_power must be 0 with trials, which share their learning rates. Use Adam.")
 
-    def _price(self, name: str, value: float | Sequence[float]) -> Tensor:
-        """Return a first price as a tensor, with one number for each trial."""
+    def _first_weight(self, name: str, value: float | Sequence[float]) -> Tensor:
+        """Return a first penalty weight as a tensor, with one number for each trial."""
         trials = self.problem.trials
         shape = () if trials is None else (trials,)
         if isinstance(value, (int, float)):
@@ -112,12 +112,12 @@ class PenaltyMinibatchRun(MinibatchRun):
 
     def _measure_gamma(self) -> None:
         """Set the first gamma at the end of the warm-up; before it, v is untrained and its slopes say little."""
-        d, prices = self.derivatives, (self.schedule.prices.gamma, self.schedule.gamma_start)
+        d, weights = self.derivatives, (self.schedule.prices.gamma, self.schedule.gamma_start)
         counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
             gamma = gamma_now(d, d.prepare(self._sample(), graph=False))
-        for price in prices:
-            price.copy_(torch.where(torch.isfinite(gamma) & (gamma > 0), gamma, price))
+        for weight in weights:
+            weight.copy_(torch.where(torch.isfinite(gamma) & (gamma > 0), gamma, weight))
         d.lower_evaluations, d.upper_evaluations = counts
 
     # -- one step ------------------------------------------------------------------------------------------------

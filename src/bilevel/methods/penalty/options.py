@@ -15,7 +15,7 @@ from bilevel.optim.variable_optimizer import OptimizerFactory
 
 Mode = Literal["deterministic", "stochastic"]
 # A number, or one for each of the problem's trials.
-Price = float | Sequence[float]
+PenaltyWeight = float | Sequence[float]
 
 STOCHASTIC: dict[str, Any] = {
     "lower_steps": 0,
@@ -53,12 +53,12 @@ class PenaltyOptions(MethodOptions):
 
     mode: Mode | None = None
     curvature: Curvature = "auto"
-    gamma: Price | None = None
+    gamma: PenaltyWeight | None = None
     gamma_h: float | None = None
     lower_steps: int | None = None
     joint: bool | None = None
-    lam: Price | None = None
-    epsilon: Price | None = None
+    lam: PenaltyWeight | None = None
+    epsilon: PenaltyWeight | None = None
     nu: float | None = None
     multipliers: bool | None = None
     gamma_factor: float | None = None

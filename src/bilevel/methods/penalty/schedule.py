@@ -11,8 +11,8 @@ and an advance does
     gamma *= c_gamma;   gamma_h *= c_gamma;   lam *= c_lam;   epsilon *= c_epsilon;   t *= c_t (`shrinking`)
 
 Everything is a tensor on the device of v, and the host reads no decision. Without an epsilon the host counts the steps
-itself, and changes the multipliers only at an advance. With trials each price is a vector, and each trial advances
-separately.
+itself, and changes the multipliers only at an advance. With trials each penalty weight is a vector, and each trial
+advances separately.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from bilevel.methods.base import copy_state
 
 
 class Schedule:
-    """The prices of a run, and the rule that moves them.
+    """The penalty weights and multipliers of a run, and the rule that moves them.
 
     Arguments:
-        prices: The first prices. The schedule changes them in place.
+        prices: The first penalty weights and multipliers. The schedule changes them in place.
         lam: The first weight of g.
         epsilon: The first tolerance; None for no tolerance.
         factors: The factors on gamma, lam and epsilon at an advance.

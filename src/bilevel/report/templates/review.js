@@ -30,7 +30,7 @@
     return element;
   };
 
-  // ---- decisions, kept in the browser where it allows it
+  // ---- decisions, kept in the browser if it allows this
 
   const memory = `bilevel-review:${data.run}`;
   const place = new Map(data.index.map((index, p) => [String(index), p]));
@@ -352,7 +352,7 @@
     return say(decisions.includes(null) ? "All that are shown are reviewed." : "All are reviewed.");
   }
 
-  // A key never decides on a card that is out of sight: it brings up the one in hand, or else the first undecided.
+  // A key never decides on a card that is out of view: it shows the current card, or the first undecided one.
   function begin(inHand) {
     const p = inHand && decisions[current] === null ? current : shown.find((q) => decisions[q] === null);
     if (p === undefined) return next();
@@ -491,7 +491,7 @@
     return rows.filter((row) => row.length > 1 || row[0] !== "");
   }
 
-  // The text as a file has it: half a surrogate pair, from a name that is no text, does not survive there.
+  // The text as it is in a saved file, which cannot hold half a surrogate pair.
   const wellFormed = (text) => new TextDecoder().decode(new TextEncoder().encode(text));
 
   function load(text) {
@@ -509,7 +509,7 @@
     }
     change(changes);
     const missed = rows.length - changes.length;
-    const rest = missed ? ` ${number(missed)} skipped: they name no suspect of this page, or no label.` : "";
+    const rest = missed ? ` ${number(missed)} skipped: they do not name a suspect of this page and a label.` : "";
     return say(`${number(changes.length)} decisions read.${rest}`);
   }
 
@@ -613,7 +613,7 @@
     button.addEventListener("click", () => {
       const there = data.label.some((c, p) => c === Number(button.dataset.given)
         && data.suggested[p] === Number(button.dataset.suggested));
-      if (!there) return say(`None of these is among the ${number(data.label.length)} worst on this page.`);
+      if (!there) return say(`None of them is among the ${number(data.label.length)} worst on this page.`);
       given.value = button.dataset.given;
       suggested.value = button.dataset.suggested;
       search.value = "";

@@ -21,7 +21,7 @@ from bilevel import Rows, Status, solve
 from bilevel._util.atomic_files import write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.denoising.denoise import denoise, importance_problem, loaders
-from bilevel.applications.training import Watch, accuracy, fit, probabilities
+from bilevel.applications.training import OnProgress, accuracy, fit, probabilities
 from bilevel.data import corrupt, split_trusted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.methods.base import Method
@@ -72,14 +72,14 @@ class Task:
         y: Tensor,
         *,
         steps: int,
-        watch: Watch | None = None,
+        on_progress: OnProgress | None = None,
         before: int | None = None,
     ) -> None:
         """Train the model. If the training comes `before` a run with this many steps, its own steps do not count."""
 
-        def heard(done: int) -> None:
-            if watch is not None:
-                watch(done)
+        def count(done: int) -> None:
+            if on_progress is not None:
+                on_progress(done)
             self.sitting.reached(*((done, steps) if before is None else (0, before)))
 
         fit(
@@ -92,7 +92,7 @@ class Task:
             seed=self.seed,
             augment=self.study.augment,
             precision=self.precision,
-            watch=heard,
+            on_progress=count,
             checkpoint=self.sitting.folder("training"),
         )
 
@@ -148,7 +148,7 @@ def ours(task: Task) -> Found | None:
             checkpoint=sitting.place,
             resume=sitting.place is not None,
             callbacks=[Leave(sitting, rounds, of)],
-            watch=lambda stage, done, total: sitting.reached(begins[stage] + done, of),
+            on_progress=lambda stage, done, total: sitting.reached(begins[stage] + done, of),
         )
     except KeyboardInterrupt:
         return None
@@ -185,7 +185,7 @@ def stopped(task: Task) -> Found:
     file = task.sitting.folder("best.json")
     best: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else []
 
-    def watch(done: int) -> None:
+    def on_progress(done: int) -> None:
         while best and best[-1]["epoch"] * each >= done:  # measured after the saved state
             best.pop()
         if done % each == 0:
@@ -195,7 +195,7 @@ def stopped(task: Task) -> Found:
                 if file is not None:
                     write_whole(file, json.dumps(best))
 
-    task.fit(task.model, inputs, labels, steps=task.steps(task.final_passes, len(labels)), watch=watch)
+    task.fit(task.model, inputs, labels, steps=task.steps(task.final_passes, len(labels)), on_progress=on_progress)
     return {"accuracy": best[-1]["accuracy"], "epoch": best[-1]["epoch"]}
 
 

@@ -19,7 +19,7 @@ from bilevel._util.random_state import derived
 from bilevel.applications.few_shot.evaluation import Evaluation, embedded_tasks
 from bilevel.applications.few_shot.tasks import TaskSampler, pixels
 from bilevel.applications.networks import cosine_logits
-from bilevel.applications.training import Augment, Watch, fit
+from bilevel.applications.training import Augment, OnProgress, fit
 from bilevel.derivatives.mixed_precision import Precision
 
 RATE = 2e-3
@@ -50,7 +50,7 @@ def train_prototypes(
     seed: int = 0,
     augment: Augment | None = None,
     precision: Precision | None = None,
-    watch: Watch | None = None,
+    on_progress: OnProgress | None = None,
     checkpoint: Path | None = None,
 ) -> None:
     """Train the representation in place by Adam (AdamW if `decay` is positive); the rate falls linearly to zero.
@@ -85,7 +85,7 @@ def train_prototypes(
         seed=seed,
         loss=loss,
         precision=precision,
-        watch=watch,
+        on_progress=on_progress,
         checkpoint=checkpoint,
     )
 

@@ -293,8 +293,8 @@ def _prototypes(
     clock, every, marked = _Clock(place / "accuracy.json", device), max(1, steps // points), max(1, steps // SAVES)
     chosen = max(1, steps // int(settings.get("selected", 1)))
 
-    def watch(step: int) -> bool:
-        clock.hear(step)
+    def on_progress(step: int) -> bool:
+        clock.update(step)
         late = deadline is not None and time.monotonic() >= deadline
         choose = best is not None and (step % chosen == 0 or step == steps)
         if step % every == 0 or step % marked == 0 or step == steps or late or choose:
@@ -319,7 +319,7 @@ def _prototypes(
         augment=augmentation(settings),
         seed=seed,
         precision="bf16" if device.type == "cuda" else None,
-        watch=watch,
+        on_progress=on_progress,
         checkpoint=place / "checkpoint",
     )
     if settings["part"] == TIME:
@@ -359,7 +359,7 @@ class _Clock:
         """Pairs (step, seconds so far)."""
         self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
 
-    def hear(self, step: int) -> None:
+    def update(self, step: int) -> None:
         """Record that a step is done. The first call drops what was measured after the saved state."""
         if not self.heard:
             self.rows = [row for row in self.rows if row["step"] < step]

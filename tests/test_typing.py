@@ -29,7 +29,8 @@ def test_examples_of_the_guide_pass_mypy_strict_and_a_wrong_type_does_not(tmp_pa
         "import torch\nfrom bilevel import Penalty, Problem, solve\n"
         "def run(problem: Problem, u: torch.Tensor, v: torch.nn.Linear) -> None:\n"
         "    solution = solve(problem, Penalty(), u, v, max_steps=1)\n"
-        "    solution.u.bias\n    solve(problem, Penalty(), 3, v, max_steps=1)\n    step: str = solution.history['f'][-1]\n"
+        "    solution.u.bias\n    solve(problem, Penalty(), 3, v, max_steps=1)\n"
+        "    step: str = solution.history['f'][-1]\n"
     )
     found = checked(wrong, tmp_path / "cache")
     assert found.returncode == 1

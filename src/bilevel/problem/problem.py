@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from bilevel._util.checks import ShortRepr
 from bilevel.errors import ProblemError
 
 # (u, v, batch) -> Tensor. u and v arrive as they were passed to `solve`; batch is None without data.
@@ -19,8 +20,8 @@ Objective = Callable[[Any, Any, Any], Tensor]
 Projection = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Problem:
+@dataclass(frozen=True, repr=False)
+class Problem(ShortRepr):
     """A bilevel problem: two objectives, and optionally constraints, projections and episodes.
 
     Every function is called as `function(u, v, batch)`, with u and v as they were passed to `solve`. `batch` is None

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import ShortRepr
 from bilevel.errors import OptionError
 
 
-@dataclass(frozen=True)
-class Box:
+@dataclass(frozen=True, repr=False)
+class Box(ShortRepr):
     """The set of tensors with every entry between `low` and `high`.
 
     Args:
@@ -37,8 +38,8 @@ class Box:
         return torch.clamp(x, self.low, self.high)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Ball:
+@dataclass(frozen=True, repr=False)
+class Ball(ShortRepr):
     """The set of tensors with a Euclidean distance to `center` of at most `radius`.
 
     Args:

@@ -20,8 +20,7 @@ Parts = list[list[tuple[Tensor, Tensor]]]
 
 def together(*parts: Parts) -> Parts:
     """Return the pairs of the sum of several derivatives."""
-    count = max(len(part) for part in parts)
-    return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
+    return [[pair for part in parts if part for pair in part[i]] for i in range(max(map(len, parts)))]
 
 
 class Rows:

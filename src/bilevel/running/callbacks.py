@@ -25,7 +25,7 @@ ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at 
 class Run:
     """The state of a run, as callbacks receive it. `rows()` yields the rows of the history since the last call.
 
-    `solve` makes it and fills in every field. The defaults are those of the first step on one process.
+    `solve` makes it and fills in every field. Its defaults fit the first step on one process.
 
     Fields:
         mode: `deterministic` or `stochastic`.

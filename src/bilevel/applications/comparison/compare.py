@@ -32,7 +32,7 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel._util.checks import in_range
+from bilevel._util.checks import ShortRepr, in_range
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.methods.base import Method
 
@@ -56,8 +56,8 @@ POINTS = 200
 TRIAL_STEPS = 4
 
 
-@dataclass(frozen=True)
-class Start:
+@dataclass(frozen=True, repr=False)
+class Start(ShortRepr):
     """A problem and a starting point, with its `data` if it has any.
 
     `error` measures (u, v), one number for each trial, if the solution is known.
@@ -85,8 +85,8 @@ class Budget:
         in_range(self.unit, self.most, above=0)
 
 
-@dataclass(frozen=True)
-class Subject:
+@dataclass(frozen=True, repr=False)
+class Subject(ShortRepr):
     """A problem to compare methods on: a start for each trial and, if they can run at once, all trials as one start."""
 
     name: str
@@ -98,8 +98,8 @@ class Subject:
         return self.singles if self.together is None or deterministic(method, self.together) else [self.together]
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
+@dataclass(frozen=True, repr=False)
+class ComparisonResult(ShortRepr):
     """The runs of one method, as means over the trials.
 
     - `error`: None if the solution is not known. `upper`: f. `residual`: |grad_v g|.

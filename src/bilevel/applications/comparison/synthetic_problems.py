@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bilevel import OptionError, Problem
+from bilevel._util.checks import ShortRepr
 
 # Starting points are uniform in [-BOUND, BOUND].
 BOUND = 5.0
@@ -33,8 +34,8 @@ Term = Callable[[Tensor, Tensor], Tensor]
 Points = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Example:
+@dataclass(frozen=True, repr=False)
+class Example(ShortRepr):
     """A problem whose solutions are known.
 
     `nearest` maps (u, v) to the nearest solution. `residuals` maps (u, v) to the two vectors whose joint norm is the

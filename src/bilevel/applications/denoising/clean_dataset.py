@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from bilevel import Callback, DataError, OptionError
-from bilevel._util.checks import agreeing, counted, first_of, in_range, require
+from bilevel._util.checks import ShortRepr, agreeing, counted, first_of, in_range, require
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.denoise import Denoised, Tell, denoise
 from bilevel.applications.training import Augment, accuracy, fit
@@ -36,8 +36,8 @@ AS_GOOD = 0.005
 Noise = Literal["symmetric", "asymmetric"]
 
 
-@dataclass(frozen=True)
-class Prepared:
+@dataclass(frozen=True, repr=False)
+class Prepared(ShortRepr):
     """Data with a trusted set.
 
     - `truth`: the labels before `noise` made some of them wrong on purpose.
@@ -56,8 +56,8 @@ class Prepared:
         return self.data.part("trusted")
 
 
-@dataclass(frozen=True)
-class Cleaned:
+@dataclass(frozen=True, repr=False)
+class Cleaned(ShortRepr):
     """The result of `clean`.
 
     `accuracies` are fractions of 1, by the name of the training. If the wrong labels are known, `auc` is the AUC of the

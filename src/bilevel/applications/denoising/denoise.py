@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, Status, solve, weighted_mean
-from bilevel._util.checks import check_counts, in_range
+from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
@@ -51,8 +51,8 @@ LARGE = 10_000
 Tell = Callable[[str, int, int], object]
 
 
-@dataclass(frozen=True)
-class Denoised:
+@dataclass(frozen=True, repr=False)
+class Denoised(ShortRepr):
     """What was learned about each training example, in the order of `train`, and the classifier.
 
     `suggested` is the class that the classifier predicts, and `confidence` its probability. `quality` is the importance

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import check_counts, in_range, one_of, require
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
@@ -36,8 +36,8 @@ ADAPT_STEPS = 100
 ADAPT_RATE = 0.05
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(ShortRepr):
     """The accuracy of each task.
 
     `index` has the numbers of the tasks' images, as the sampler drew them; `predictions` the predicted class, within

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
-from bilevel._util.checks import check_counts, in_range
+from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
 from bilevel.applications.poisoning.victims import (
@@ -56,8 +56,8 @@ RATE, LOWER_RATE = 0.03, 0.01
 TETHER = 0.03
 
 
-@dataclass(frozen=True)
-class Poison:
+@dataclass(frozen=True, repr=False)
+class Poison(ShortRepr):
     """The points of an attack, `x` with `labels`, and their distances `l2` and `linf` from their start, `base`.
 
     `rows` are the rows of the bases in the set that they were drawn from. `solution` is None if the points were not
@@ -80,8 +80,8 @@ class Poison:
         return self.x, self.labels
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(ShortRepr):
     """A victim trained from scratch, its predictions on a test set, and its accuracies, also `by_class`, up to 1."""
 
     model: nn.Module

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import Callback, DataError, OptionError
-from bilevel._util.checks import in_range, require
+from bilevel._util.checks import ShortRepr, in_range, require
 from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, evaluate, unmoved
 from bilevel.applications.poisoning.goals import Bound, Goal, clean_label, targeted, untargeted
@@ -47,8 +47,8 @@ WANTED = {
 }
 
 
-@dataclass(frozen=True)
-class AttackSetting:
+@dataclass(frozen=True, repr=False)
+class AttackSetting(ShortRepr):
     """The parts of a data set, the victim with its first weights, and the recipe of its training.
 
     `box` is the least and the largest input. `before` is the setting with the whole network, if the victim is its last
@@ -188,8 +188,8 @@ def wanted_of(setting: AttackSetting, goal: AttackGoal) -> int:
     return int(labels[distance.argmin()])
 
 
-@dataclass(frozen=True)
-class AttackResult:
+@dataclass(frozen=True, repr=False)
+class AttackResult(ShortRepr):
     """An attack, and victims trained from scratch: without poison (`clean`), with it, and with its unmoved points."""
 
     poison: Poison
@@ -282,8 +282,8 @@ def detection_auc(
     return float(require("sklearn.metrics", "apps").roc_auc_score(clean.numpy(), found.importance.numpy()))
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(ShortRepr):
     """The search for the least poison that is enough: the `values` searched, the `least` that is, and the `runs` made.
 
     `values` is empty if the target gets the wanted class without poison; then nothing is searched. `wanted` says in

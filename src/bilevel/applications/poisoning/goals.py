@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel import Box, DataError, OptionError
-from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.data import Pair
 from bilevel.problem import Projection
@@ -50,8 +50,8 @@ def raised_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return -cross_entropy(scores, labels)
 
 
-@dataclass(frozen=True)
-class Goal:
+@dataclass(frozen=True, repr=False)
+class Goal(ShortRepr):
     """The start of an attack, and its objective on the examples (x, y).
 
     - `base`: the points before they move; `rows`: their rows in the set that they were drawn from.

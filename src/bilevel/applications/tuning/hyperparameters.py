@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import OptionError
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import ShortRepr, in_range, one_of
 
 Parameters = Mapping[str, Tensor]
 # (scores, targets) -> one loss for each example.
@@ -172,8 +172,8 @@ class WeightDecay(Knob):
         return torch.stack(terms).sum() / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeaturePenalty(Knob):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FeaturePenalty(ShortRepr, Knob):
     """A penalty on the first layer's weights, 1/2 sum_j value_j |w_j|^2: one value for each feature or group.
 
     `groups` has the group of each feature, numbered from 0; by default each feature is its own group. `low`, `high` and

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, DataError, OptionError, Penalty, ProblemError, Solution, Status, solve
-from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
 from bilevel.applications.training import evaluating, fit
 from bilevel.applications.tuning.hyperparameters import (
     Knob,
@@ -50,8 +50,8 @@ RATE = 1e-3
 Mode = Literal["convex", "minibatch"]
 
 
-@dataclass(frozen=True)
-class Tuned:
+@dataclass(frozen=True, repr=False)
+class Tuned(ShortRepr):
     """The tuned hyperparameters and the trained model.
 
     - `values`: the tuned values by the names of their knobs.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import Callback, DataError, OptionError
+from bilevel._util.checks import ShortRepr
 from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
@@ -59,8 +60,8 @@ class Point:
     test_loss: float
 
 
-@dataclass(frozen=True)
-class TunedTable:
+@dataclass(frozen=True, repr=False)
+class TunedTable(ShortRepr):
     """The tuned penalties and the model. Losses are means of -log(probability), or half the mean squared errors.
 
     - `names`: the feature, the layer or the model that each penalty belongs to.

@@ -20,7 +20,7 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 STATEMENTS = {
     "top": 254,  # 250 before the columns of the history had types; 229 before it named the algorithm of each step
     "_util": 247,  # 232 before dataclasses of tensors had a short repr
-    "applications": 2930,
+    "applications": 2940,  # 2,930 before the setting of an attack had its own file, which the docstrings asked for
     "batches": 336,
     "cli": 1416,
     "data": 1248,

@@ -138,9 +138,8 @@ def _refuse(asked: Mapping[str, Any]) -> None:
 def _aim(asked: Mapping[str, Any], setting: AttackSetting) -> AttackGoal:
     classes, points = setting.data.classes, asked["points"]
     if points is None:
-        points = max(1, round((asked["fraction"] or FRACTION) * setting.data.count))
-        if asked["fraction"] is None and asked["attack"] == "clean-label":
-            points = 1
+        one = asked["fraction"] is None and asked["attack"] == "clean-label"
+        points = 1 if one else max(1, round((asked["fraction"] or FRACTION) * setting.data.count))
     pair = {option: asked[option] for option in ("target_class", "as") if asked[option] is not None}
     for option, name in pair.items():
         known(f"--{option.replace('_', '-')}", name, classes)

@@ -62,8 +62,10 @@ def lower_solutions(
     found: list[tuple[float, Tensor]] = []
     d = PenalisedObjective(problem, u, v)
     kkt = lower_conditions(d)
-    around = [torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held) for _ in range(SEARCHES)]
-    starts = [held + size * (0.5 if k % 2 else 2.0) * far for k, far in enumerate(around)]
+    starts = [
+        held + size * (0.5 if k % 2 else 2.0) * torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
+        for k in range(SEARCHES)
+    ]
     for start in (held, *known, *starts):
         write(start, v.leaves)
         if kkt is None:

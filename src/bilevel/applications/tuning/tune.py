@@ -121,7 +121,7 @@ def tune(
         final_steps: The number of steps of the final training, only in the mode "minibatch". None (default): `steps`.
         batch: The number of examples in a batch, only in the mode "minibatch". Default: 100.
         rate: The learning rate of the final training, only in the mode "minibatch". None (default): the rate that the
-            penalty method chose.
+            default method chose, or 1e-3 with a `method`.
         seed: The seed of all random draws. Default: 0.
         callbacks: Callbacks of the bilevel run, only in the mode "minibatch". Default: none.
         watch: A function that is called after each step as `watch(stage, done, total)`. None (default): nothing is

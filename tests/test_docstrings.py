@@ -108,7 +108,7 @@ def test_example_of_the_docstring_runs(module, item, tmp_path, monkeypatch):
 
 
 # What the fields of a dataclass hold if they can be large, by a word of their type.
-LARGE = re.compile(r"Tensor|Pair|Points|ndarray|ArrayLike|list|tuple|dict|Sequence|Mapping|Module|Objective|Any\b")
+LARGE = re.compile(r"Tensor|Pair|Points|ndarray|list|tuple|dict|Sequence|Mapping|Module|Objective|Price|Any\b")
 OWN_REPR = {"Solution"}
 """Classes whose `repr` needs a whole object; tests/test_solve.py has them."""
 DATACLASSES = {

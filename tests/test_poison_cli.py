@@ -17,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.default_classifier import classifier
-from bilevel.applications.poisoning.audit import AttackSetting
+from bilevel.applications.poisoning.setting import AttackSetting
 from bilevel.cli.main import main
 from bilevel.errors import OptionError
 from bilevel.report.figures import amplification, comparison

@@ -18,15 +18,7 @@ from bilevel import Callback, DataError, Penalty
 from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.poisoning.attack import attack, evaluate, unmoved
-from bilevel.applications.poisoning.audit import (
-    AttackGoal,
-    carry_out,
-    detection_auc,
-    goal_of,
-    on_features,
-    prepare,
-    smallest,
-)
+from bilevel.applications.poisoning.audit import carry_out, detection_auc, smallest
 from bilevel.applications.poisoning.goals import (
     Bound,
     Goal,
@@ -37,6 +29,7 @@ from bilevel.applications.poisoning.goals import (
     targeted,
     untargeted,
 )
+from bilevel.applications.poisoning.setting import AttackGoal, goal_of, on_features, prepare
 from bilevel.applications.poisoning.victims import CURVATURE, Recipe, Whitened, decayed, mapped, trained, whitened
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError, ProblemError

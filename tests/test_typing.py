@@ -30,8 +30,10 @@ def test_examples_of_the_guide_pass_mypy_strict_and_a_wrong_type_does_not(tmp_pa
         "def run(problem: Problem, u: torch.Tensor, v: torch.nn.Linear) -> None:\n"
         "    solution = solve(problem, Penalty(), u, v, max_steps=1)\n"
         "    solution.u.bias\n    solve(problem, Penalty(), 3, v, max_steps=1)\n"
+        "    step: str = solution.history['f'][-1]\n"
     )
     found = checked(wrong, tmp_path / "cache")
     assert found.returncode == 1
     assert '"Tensor" has no attribute "bias"' in found.stdout
     assert 'Value of type variable "U" of "solve" cannot be "int"' in found.stdout
+    assert '(expression has type "float", variable has type "str")' in found.stdout

@@ -23,6 +23,7 @@ from bilevel import (
     Solution,
     run_many,
     solve,
+    solve_pessimistic,
 )
 
 
@@ -81,6 +82,14 @@ def dicts() -> None:
     assert_type(solution.u, dict[str, Tensor])
     assert_type(solution.v, list[Tensor])
     print(solution.u["decay"], solution.v[0])
+
+
+def last_values(solution: Solution[Tensor, Tensor]) -> tuple[float, str]:
+    return solution.history["f"][-1], solution.history["solver"][-1]
+
+
+def worst_case(problem: Problem, u: Tensor, v: Tensor) -> Solution[Tensor, Tensor]:
+    return solve_pessimistic(problem, Penalty(), u, v, max_steps=100, seed=0)
 
 
 def square(item: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Literal, overload
 
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -113,6 +113,12 @@ class History:
     def __len__(self) -> int:
         return len(self._columns["step"])
 
+    @overload
+    def __getitem__(self, name: Literal["advanced", "solver"]) -> list[str]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def __getitem__(self, name: str) -> list[float]: ...
+
     def __getitem__(self, name: str) -> list[Any]:
         name = ALIASES.get(name, name)
         if name not in self._columns:
@@ -173,26 +179,27 @@ class Certificate:
         violation: The largest violation of an upper-level constraint; 0 without constraints.
         scale: The size of grad f. |grad_v F| is judged against it, and |grad_u F| unless `scale_u` is given.
         lower_scale: The size that grad_v g has away from its zero; the residual is judged against it.
-        violation_scale: The size of the constraint functions; the violation is judged against it.
-        lower_minimiser: Whether a second minimisation of g, under its constraints, found nothing lower; None if it was
-            not tried.
+        violation_scale: The size of the constraint functions; the violation is judged against it. Default: 1.
+        lower_minimiser: Whether a second minimisation of g, under its constraints, found nothing lower. None (default):
+            it was not tried.
         lower_violation: The largest violation of a lower-level constraint, divided by the size of its gradient in v.
+            Default: 0.
         complementarity: The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see
-            `bilevel.derivatives.lower_constraints`).
-        lower_unit: 1 + |v|; the two fields before are judged against it.
-        lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points; None
-            without lower constraints, or if it was not tried (with data it is not).
-        lower_starts: The number of these points.
-        hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients.
-            None if it was not requested, under `project_lower` or lower constraints, or if it is unknown.
+            `bilevel.derivatives.lower_constraints`). Default: 0.
+        lower_unit: 1 + |v|; the two fields before are judged against it. Default: 1.
+        lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points. None
+            (default): there are no lower constraints, or it was not tried (with data it is not).
+        lower_starts: The number of these points. Default: 0.
+        hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients. None
+            (default): it was not requested, there is a `project_lower` or a lower constraint, or it is unknown.
         hypergradient_unknown: Why the conjugate gradients failed: g_vv is not positive definite, or too
-            ill-conditioned for this precision or for their number of products. Empty if they did not.
-        damping: lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I.
-        batches: The number of batches measured; 0 without data.
-        full_data: Whether these were all batches.
-        scale_u: The size that |grad_u F| is judged against, in the unit of u; None: `scale`.
-        upper: f at the end.
-        tolerance: What the relative measures had to reach for the run to end as converged; None: nothing.
+            ill-conditioned for this precision or for their number of products. Default: empty, if they did not.
+        damping: lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I. Default: 0.
+        batches: The number of batches measured. Default: 0, without data.
+        full_data: Whether these were all batches. Default: True.
+        scale_u: The size that |grad_u F| is judged against, in the unit of u. None (default): `scale`.
+        upper: f at the end. Default: NaN, not known.
+        tolerance: What the relative measures had to reach for the run to end as converged. None (default): nothing.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
     True
@@ -285,13 +292,14 @@ class Solution(Generic[U, V]):
             f + <nu, grad_v g> + <mu, h>. With lower constraints also `lower_equalities` (beta) and
             `lower_inequalities` (alpha >= 0), of grad_v g + <alpha, grad_v c> + <beta, grad_v d> = 0.
         adjoint: -nu - gamma s, the estimate of q = (g_vv)^-1 f_v, one tensor for each tensor of v.
-        message: Details that the status does not contain, such as the step and the quantity that diverged.
-        waiting: The share of the run's time spent waiting for data.
-        interrupted: Whether the user pressed Ctrl-C, even if it was too late to stop this run.
-        ranks: The number of processes that shared the batches.
-        bytes_per_step: The bytes that each rank sent to the others, or averaged with them, in a step.
-        candidates: With `starts`, the distinct ends of all runs, the best first.
-        state: The state of the method, to look at.
+        message: Details that the status does not contain, such as the step and the quantity that diverged. Default:
+            empty.
+        waiting: The share of the run's time spent waiting for data. Default: 0.
+        interrupted: Whether the user pressed Ctrl-C, even if it was too late to stop this run. Default: False.
+        ranks: The number of processes that shared the batches. Default: 1.
+        bytes_per_step: The bytes that each rank sent to the others, or averaged with them, in a step. Default: 0.
+        candidates: With `starts`, the distinct ends of all runs, the best first. Default: none.
+        state: The state of the method, to look at. Default: empty.
 
     >>> import torch
     >>> from bilevel import Penalty, Problem, solve

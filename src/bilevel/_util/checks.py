@@ -10,7 +10,8 @@ import difflib
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from bilevel.errors import BilevelWarning, MissingPackageError, OptionError
 
 # The names of packages whose modules have another name.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+# The most characters of one value in a `repr`.
+LONG = 80
 # The extra that brings a module.
 EXTRAS = {
     **dict.fromkeys(("sklearn", "scipy", "joblib", "PIL", "pooch", "matplotlib", "jinja2"), "apps"),
@@ -108,6 +111,28 @@ def first_of(names: Iterable[object], most: int) -> str:
     """Join names for a sentence; a long list is cut after the first ones."""
     some = list(map(str, names))
     return ", ".join(some[:most]) + (", ..." if len(some) > most else "")
+
+
+class ShortRepr:
+    """Gives a dataclass, declared with `repr=False`, a `repr` in which a long value is its type and its size."""
+
+    def __repr__(self) -> str:
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in names)})"
+
+
+def brief(value: object) -> str:
+    """Return the `repr` of a value, or its type and its shape or length if that is long.
+
+    >>> brief([1.5, 2.5]), brief(range(1000)), brief("word " * 100)
+    ('[1.5, 2.5]', 'range(0, 1000)', '<str of 500>')
+    """
+    text = repr(value)
+    if len(text) <= LONG and "\n" not in text:
+        return text
+    shape = getattr(value, "shape", None)
+    size = "x".join(map(str, shape)) if shape else len(value) if isinstance(value, Sized) else None
+    return f"<{type(value).__name__}>" if size is None else f"<{type(value).__name__} of {size}>"
 
 
 def require(module: str, extra: str) -> Any:

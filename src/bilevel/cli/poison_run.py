@@ -14,21 +14,17 @@ import torch
 from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import counted, in_range
 from bilevel.applications.denoising.clean_dataset import thumbnails
-from bilevel.applications.poisoning.audit import (
+from bilevel.applications.poisoning.audit import AttackResult, Audit, audit, carry_out, shown
+from bilevel.applications.poisoning.goals import Bound
+from bilevel.applications.poisoning.setting import (
     AttackGoal,
-    AttackResult,
     AttackSetting,
-    Audit,
-    audit,
-    carry_out,
     goal_of,
     on_features,
     prepare,
-    shown,
     target_of,
     wanted_of,
 )
-from bilevel.applications.poisoning.goals import Bound
 from bilevel.cli.denoise_run import threads_for
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table
@@ -142,9 +138,8 @@ def _refuse(asked: Mapping[str, Any]) -> None:
 def _aim(asked: Mapping[str, Any], setting: AttackSetting) -> AttackGoal:
     classes, points = setting.data.classes, asked["points"]
     if points is None:
-        points = max(1, round((asked["fraction"] or FRACTION) * setting.data.count))
-        if asked["fraction"] is None and asked["attack"] == "clean-label":
-            points = 1
+        one = asked["fraction"] is None and asked["attack"] == "clean-label"
+        points = 1 if one else max(1, round((asked["fraction"] or FRACTION) * setting.data.count))
     pair = {option: asked[option] for option in ("target_class", "as") if asked[option] is not None}
     for option, name in pair.items():
         known(f"--{option.replace('_', '-')}", name, classes)

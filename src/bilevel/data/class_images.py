@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import did_you_mean, in_range, require
+from bilevel._util.checks import ShortRepr, did_you_mean, in_range, require
 from bilevel.data.image_folders import Reader, load_folder, read_pixels
 from bilevel.data.labelled import reading
 from bilevel.data.named_sets import sheet
@@ -45,8 +45,8 @@ NAMES = tuple(FOLDERS)
 PARTS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
 
 
-@dataclass(frozen=True)
-class ImageClasses:
+@dataclass(frozen=True, repr=False)
+class ImageClasses(ShortRepr):
     """Images of one size, class after class.
 
     `images` are bytes of shape (n, channels, height, width), `counts` the numbers of images of the classes, and `names`

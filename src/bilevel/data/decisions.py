@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from bilevel._util.checks import first_of, require
+from bilevel._util.checks import ShortRepr, first_of, require
 from bilevel.data.arrays import ARRAYS, read_npz
 from bilevel.data.image_folders import files_of, listings
 from bilevel.data.labelled import Labelled, reading
@@ -31,12 +31,25 @@ COLUMNS = ("index", "key", "decision", "label")
 DECISIONS = ("keep", "drop", "relabel")
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The result of `apply_decisions`: the new file or folder, and how many rows changed."""
+@dataclass(frozen=True, repr=False)
+class Applied(ShortRepr):
+    """The result of `apply_decisions`: the new file or folder, and how many rows changed.
+
+    Fields:
+        out: The path of the new file or folder.
+        rows: The number of rows of the source: dropped, relabelled and unchanged ones.
+        dropped: The number of rows that the result leaves out.
+        relabelled: The number of rows with another label.
+        unchanged: The number of rows that stay as they are.
+        notes: Sentences for the user about what could not be kept. Default: none.
+
+    >>> from pathlib import Path
+    >>> found = Applied(Path("cleaned.csv"), rows=100, dropped=2, relabelled=5, unchanged=93)
+    >>> found.rows - found.dropped  # the rows of cleaned.csv
+    98
+    """
 
     out: Path
-    # Rows of the source: dropped + relabelled + unchanged.
     rows: int
     dropped: int
     relabelled: int
@@ -62,11 +75,23 @@ class Change:
 def apply_decisions(
     source: str | Path, decisions_csv: str | Path, out: str | Path, *, label: str | None = None
 ) -> Applied:
-    """Write the source without the dropped rows and with the new labels, and return the numbers of changed rows.
+    r"""Write the source without the dropped rows and with the new labels, and return the numbers of changed rows.
 
-    `source` is a named set, a file or a folder, as for `load`; it does not change. `decisions_csv` is the file of
-    decisions that the review page saves. `out` is a new file or folder, written whole or not at all. It has the form of
-    the source; a named set becomes an .npz file. `label` is the column of the labels in a table (default: not a table).
+    Args:
+        source: A named set, a file or a folder, as for `load`. It does not change.
+        decisions_csv: The file of decisions that the review page saves, with the columns index, key, decision (keep,
+            drop or relabel) and label. Rows without a line stay as they are.
+        out: The new file or folder, written whole or not at all. It has the form of the source; a named set becomes an
+            .npz file.
+        label: The column of the labels in a table. None (default): the source is not a table.
+
+    >>> from pathlib import Path
+    >>> data = load("digits")
+    >>> lines = ["index,key,decision,label", f"0,{data.keys[0]},drop,", f"1,{data.keys[1]},relabel,7"]
+    >>> _ = Path("decisions.csv").write_text("\n".join(lines))
+    >>> found = apply_decisions("digits", "decisions.csv", "cleaned.npz")
+    >>> found.dropped, found.relabelled
+    (1, 1)
     """
     form, target = form_of(source), Path(out)
     suffix = {"named": ".npz", "folder": ""}.get(form, Path(source).suffix.lower())

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel._util.checks import agreeing, check_counts, first_of, in_range, one_of
+from bilevel._util.checks import ShortRepr, agreeing, check_counts, first_of, in_range, one_of
 from bilevel.errors import BilevelError, DataError, OptionError, reason
 
 Kind = Literal["images", "table", "arrays"]
@@ -56,16 +56,36 @@ def row_keys(rows: Iterable[bytes]) -> list[str]:
     return [f"{i}-{zlib.crc32(row):08x}" for i, row in enumerate(rows)]
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Examples whose labels can be wrong; the labels of `trusted` and `test` are right.
+@dataclass(frozen=True, repr=False)
+class Labelled(ShortRepr):
+    """Examples whose labels can be wrong; the labels of `trusted` and `test` are right. `load` makes one from a file.
 
-    Inputs are float32. Images have the shape (n, channels, height, width) and values in [0, 1]. Tables and arrays have
-    the shape (n, columns): numbers have mean 0 and deviation 1 over x and are cut off at 10 deviations; a category is a
-    column of 0 and 1. Labels are int64 indices into `classes`.
+    Args:
+        name: The name of the source, for messages and reports.
+        kind: "images", "table" or "arrays".
+        x: The inputs, float32. Images have the shape (n, channels, height, width) and values in [0, 1]. Tables and
+            arrays have the shape (n, columns): numbers have mean 0 and deviation 1 over x and are cut off at 10
+            deviations; a category is a column of 0 and 1.
+        y: The labels of x: int64 indices into `classes`, or float64 numbers to predict if there are no classes.
+        classes: The names of the classes.
+        keys: The name of each row of x at its source: the path of an image in its folder; for a table or an array the
+            number of the row (from 0) and a checksum of the row and its label. Decisions for other rows are noticed by
+            it.
+        trusted: Inputs and labels that are right. Default: None, there are none; `split_trusted` draws some.
+        test: Inputs and labels that nothing is trained on. Default: None, there are none; `split_test` draws some.
+        fields: The columns of a table as they were read, to show to people; one value for each row of x. Default: none.
+        notes: Sentences about what the reader did that a user should know, such as rows that were left out. Default:
+            none.
+        features: The names of the columns of x. Default: none, as for images.
+        positions: The position of each row of x in x as `load` returned it; an export names the row by it. Default: 0,
+            1, 2, ...
+        transformer: Prepares new rows of a table (a pandas.DataFrame) or of an .npz file. Default: None, for other
+            sources.
 
-    `keys` names each row of x at its source: the path of an image in its folder; for a table or an array the number of
-    the row (from 0) and a checksum of the row and its label, so that decisions for other rows are noticed.
+    >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
+    >>> data = Labelled("toy", "arrays", x, y, classes=("no", "yes"), keys=[f"row {i}" for i in range(40)])
+    >>> data.count, data.select([0, 5]).keys
+    (40, ['row 0', 'row 5'])
     """
 
     name: str
@@ -76,15 +96,10 @@ class Labelled:
     keys: Sequence[str]
     trusted: Pair | None = None
     test: Pair | None = None
-    # The columns of a table as they were read, to show to people; one value for each row of x.
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # Sentences about what the reader did that a user should know, such as rows that were left out.
     notes: tuple[str, ...] = ()
-    # The names of the columns of x; empty for images.
     features: tuple[str, ...] = ()
-    # The position of each row of x in x as `load` returned it, by which an export names it. Default: 0, 1, 2, ...
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    # Prepares new rows of a table (a pandas.DataFrame) or of an .npz file; None for other sources.
     transformer: Transformer | None = None
 
     def __post_init__(self) -> None:
@@ -198,11 +213,13 @@ def _number(name: str) -> float | None:
 
 
 def split_trusted(data: Labelled, count: int, seed: int) -> Labelled:
-    """Return the data with `count` rows of x moved into `trusted`, in proportion to the classes.
+    """Return the data with some rows of x moved into `trusted`, in proportion to the classes.
 
-    Each class gives at least one row if `count` allows it. The same `seed` draws the same rows.
+    Args:
+        data: The data, without trusted rows.
+        count: The number of rows. Each class gives at least one if `count` allows it.
+        seed: The seed of the draw; the same seed draws the same rows.
 
-    >>> from bilevel.data import load
     >>> len(split_trusted(load("digits"), 50, seed=0).trusted[1])
     50
     """
@@ -217,8 +234,18 @@ def split_test(
 ) -> Labelled:
     """Return the data with some rows of x moved into `test`, in proportion to the classes.
 
-    Give either `share`, the share of the rows between 0 and 1, or `count`, their number. The same `seed` draws the same
-    rows. At least `keep` rows of each class (default 0) stay in x, unless no class has more.
+    Args:
+        data: The data, without test rows.
+        share: The share of the rows, between 0 and 1. None (default): `count` says how many.
+        count: The number of rows. None (default): `share` says how many. Give exactly one of the two.
+        seed: The seed of the draw; the same seed draws the same rows.
+        keep: The least number of rows of each class that stay in x, unless no class has more. Default: 0.
+
+    >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
+    >>> data = Labelled("toy", "arrays", x, y, classes=("no", "yes"), keys=[f"row {i}" for i in range(40)])
+    >>> parted = split_test(data, share=0.25, seed=0)
+    >>> parted.count, len(parted.test[1])
+    (30, 10)
     """
     if data.test is not None:
         raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
@@ -265,9 +292,13 @@ def corrupt(
 ) -> Tensor:
     """Return labels with exactly round(rate * n) wrong ones, to measure how well wrong labels are found.
 
-    `rate` is the share of wrong labels, in [0, 1), and `classes` the number of classes. `seed` draws the rows; y does
-    not change. `kind` is `symmetric` (default), which replaces a label by any other class with the same probability, or
-    `asymmetric`, which replaces class c by c + 1, and the last class by 0.
+    Args:
+        y: The labels, whole numbers from 0. They do not change.
+        rate: The share of labels to make wrong, in [0, 1).
+        classes: The number of classes.
+        seed: The seed of the draw.
+        kind: "symmetric" (default) replaces a label by any other class with the same probability. "asymmetric" replaces
+            class c by c + 1, and the last class by 0, as if neighbours were mixed up.
 
     >>> int((corrupt(torch.zeros(10, dtype=torch.int64), 0.3, classes=4, seed=0) != 0).sum())
     3

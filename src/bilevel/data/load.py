@@ -30,15 +30,20 @@ def load(
 ) -> Labelled:
     """Read labelled examples.
 
-    `source` is one of:
+    Args:
+        source: One of
 
-    - a named set: `digits`, `mnist`, `fashion-mnist`, `cifar10` or `svhn`. For a folder called mnist, write ./mnist;
-    - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
-    - a .csv or .parquet table. `label` is the column of the labels; for other sources leave it out (default);
-    - a folder with a folder of images for each class.
+            - a named set: `digits`, `mnist`, `fashion-mnist`, `cifar10` or `svhn`. For a folder called mnist, write
+              ./mnist;
+            - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
+            - a .csv or .parquet table;
+            - a folder with a folder of images for each class.
+        label: The column of the labels in a table. None (default): the source is not a table.
+        trusted: A further file or folder of the same form, whose labels are right. None (default): only what `source`
+            has.
+        test: A further file or folder of the same form to measure on. None (default): only what `source` has.
 
-    `trusted` and `test` are more files or folders of the same form (default: none). The classes, and the scale of every
-    column, come from `source` only.
+    The classes, and the scale of every column, come from `source` only.
 
     >>> load("digits").x.shape
     torch.Size([1397, 1, 8, 8])
@@ -71,9 +76,14 @@ def read(
 def load_numbers(source: str | Path, *, label: str | None = None, test: str | Path | None = None) -> Labelled:
     """Read examples with numbers as labels: `y` of the result is float64, and `classes` is empty.
 
-    `source` is an .npz file, or a .csv or .parquet table. `label` is the column of the labels in a table; leave it out
-    for an .npz file (default). `test` is another file of the same form (default: none). Inputs are prepared as `load`
-    does it.
+    Args:
+        source: An .npz file with the arrays x and y, or a .csv or .parquet table. Inputs are prepared as in `load`.
+        label: The column of the labels in a table. None (default): the source is an .npz file.
+        test: A further file of the same form to measure on. None (default): only what `source` has.
+
+    >>> np.savez("house-prices.npz", x=np.random.rand(20, 3), y=np.linspace(1.0, 2.0, 20))
+    >>> load_numbers("house-prices.npz").y.dtype
+    torch.float64
     """
     if form_of(source) not in ("npz", "table"):
         raise OptionError(f"{source} has classes as labels; numbers are read from .npz, .csv and .parquet files.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from bilevel._util.checks import check_counts, factory, in_range, one_of
+from bilevel._util.checks import brief, check_counts, factory, in_range, one_of
 from bilevel.errors import OptionError
 from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.problem import Problem
@@ -87,8 +87,8 @@ def _text(value: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return an option as a user would write it."""
+    """Return an option as a user would write it, or its type and size if it is long."""
     if isinstance(value, partial):
         options = "".join(f", {key}={_code(item)}" for key, item in value.keywords.items())
         return f"partial({_text(value.func)}{options})"
-    return _text(value) if callable(value) else repr(value)
+    return _text(value) if callable(value) else brief(value)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from bilevel._util.checks import ShortRepr
 from bilevel.errors import ProblemError
 
 # (u, v, batch) -> Tensor. u and v arrive as they were passed to `solve`; batch is None without data.
@@ -19,8 +20,8 @@ Objective = Callable[[Any, Any, Any], Tensor]
 Projection = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Problem:
+@dataclass(frozen=True, repr=False)
+class Problem(ShortRepr):
     """A bilevel problem: two objectives, and optionally constraints, projections and episodes.
 
     Every function is called as `function(u, v, batch)`, with u and v as they were passed to `solve`. `batch` is None
@@ -30,19 +31,21 @@ class Problem:
         upper: f, the objective of the upper level; returns one number.
         lower: g, the objective of the lower level; returns one number.
         equalities: A function or a list of functions h with h(u, v) = 0 at the upper level. They return tensors of any
-            shape and receive the upper batch.
-        inequalities: The same for h(u, v) <= 0.
+            shape and receive the upper batch. Default: none.
+        inequalities: The same for h(u, v) <= 0. Default: none.
         lower_equalities: A function or a list of functions d with d(u, v) = 0 at the lower level. With data, their
-            batch is None.
-        lower_inequalities: The same for c(u, v) <= 0.
+            batch is None. Default: none.
+        lower_inequalities: The same for c(u, v) <= 0. Default: none.
         project_upper: A function that maps a tensor to the nearest point of a convex set, such as `Box(0, 1)`. It is
-            applied to each tensor of u; a dict applies one to each tensor that it names.
-        project_lower: The same for v.
+            applied to each tensor of u; a dict applies one to each tensor that it names. None (default): u is free.
+        project_lower: The same for v. None (default): v is free.
         prepare: `prepare(u, batches)` returns the part that depends only on u, for a pair (upper batch, lower batch).
-            The other functions then receive its result in place of their batch. It runs once in each upper step.
-        start_lower: `start_lower(v, prepared)` sets v to its start before each upper step.
+            The other functions then receive its result in place of their batch. It runs once in each upper step. Use
+            it for costly work that f and g share. None (default): they receive the batches.
+        start_lower: `start_lower(v, prepared)` sets v to its start before each upper step, for v that belong to one
+            batch only. None (default): v continues from the step before.
         trials: Declares n independent problems in one: every tensor of u and v has a leading dimension n, and the
-            objectives return n numbers, one for each trial.
+            objectives return n numbers, one for each trial. None (default): one problem.
 
     Example:
         >>> import torch

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilevel._util.checks import ShortRepr
 from bilevel.errors import OptionError
 
 
-@dataclass(frozen=True)
-class Box:
+@dataclass(frozen=True, repr=False)
+class Box(ShortRepr):
     """The set of tensors with every entry between `low` and `high`.
 
     Args:
         low: The lower bound: a number, a tensor, or None (default) for no bound.
-        high: The upper bound, in the same way.
+        high: The upper bound: a number, a tensor, or None (default) for no bound. Give at least one of the two.
 
     >>> Box(0, 1)(torch.tensor([-2.0, 0.5, 3.0]))
     tensor([0.0000, 0.5000, 1.0000])
@@ -37,14 +38,15 @@ class Box:
         return torch.clamp(x, self.low, self.high)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Ball:
+@dataclass(frozen=True, repr=False)
+class Ball(ShortRepr):
     """The set of tensors with a Euclidean distance to `center` of at most `radius`.
 
     Args:
         radius: The largest distance.
-        center: A number or a tensor; 0 by default.
-        dim: The dimensions that the distance is taken over; None (default): all.
+        center: A number or a tensor. Default: 0.
+        dim: The dimensions over which the distance is taken. None (default): all, so that the whole tensor is in one
+            ball; with `dim=-1`, each row is in its own.
 
     >>> Ball(1.0)(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -71,8 +73,8 @@ class Simplex:
     """The set of tensors whose entries along `dim` are not negative and sum to `total`.
 
     Args:
-        total: The sum; 1 by default.
-        dim: The dimension; the last by default.
+        total: The sum. Default: 1.
+        dim: The dimension whose entries are summed. Default: -1, the last.
 
     >>> Simplex()(torch.tensor([0.5, 0.5, -1.0]))
     tensor([0.5000, 0.5000, 0.0000])

@@ -20,8 +20,7 @@ Parts = list[list[tuple[Tensor, Tensor]]]
 
 def together(*parts: Parts) -> Parts:
     """Return the pairs of the sum of several derivatives."""
-    count = max(len(part) for part in parts)
-    return [[pair for part in parts if part for pair in part[i]] for i in range(count)]
+    return [[pair for part in parts if part for pair in part[i]] for i in range(max(map(len, parts)))]
 
 
 class Rows:
@@ -29,8 +28,8 @@ class Rows:
 
     Args:
         n: The number of rows.
-        init: The first values: a number, or a tensor whose first dimension is `n`.
-        shape: The shape of one row, if `init` is a number; () by default.
+        init: The first values: a number, or a tensor whose first dimension is `n`. Default: 0.
+        shape: The shape of one row, if `init` is a number. Default: (), one number for each row.
         dtype: The floating-point type; None: as `init`, or torch's default.
         device: The device of the values; None: as `init`, or torch's default device.
 

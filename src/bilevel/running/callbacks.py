@@ -25,16 +25,18 @@ ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at 
 class Run:
     """The state of a run, as callbacks receive it. `rows()` yields the rows of the history since the last call.
 
+    `solve` makes it and fills in every field. Its defaults fit the first step on one process.
+
     Fields:
         mode: `deterministic` or `stochastic`.
         max_steps: The budget of the run.
         step: The steps done.
         history: The recorded columns so far.
-        seen: The rows of the history before the last call.
-        seconds: The time since the run began, over all its parts.
-        engine: The engine of the steps. With `compile`, the first step takes a minute or two.
-        ranks: The number of processes that share the batches.
-        bytes_per_step: The bytes that each of them sends to the others in a step.
+        seen: The number of rows of the history before the last call. Default: 0.
+        seconds: The time since the run began, over all its parts. Default: 0.
+        engine: The engine of the steps. With `compile`, the first step takes a minute or two. Default: "eager".
+        ranks: The number of processes that share the batches. Default: 1.
+        bytes_per_step: The bytes that each of them sends to the others in a step. Default: 0.
 
     >>> from bilevel import History
     >>> Run("stochastic", max_steps=100, step=10, history=History()).max_steps
@@ -89,8 +91,8 @@ class Progress(Callback):
     """Shows a bar on standard error: steps per second, f, |grad_v g|, gamma, time left.
 
     Args:
-        label: The text before the bar.
-        force: Whether to show the bar even if standard error is not a terminal.
+        label: The text before the bar. Default: "solving".
+        force: Whether to show the bar even if standard error is not a terminal, such as a log file. Default: False.
 
     >>> callbacks = [Progress("tuning")]
     """
@@ -152,9 +154,12 @@ class Progress(Callback):
 
 
 class CSVHistory(Callback):
-    """Writes the history to the CSV file `path` during the run, and replaces a file that is there.
+    """Writes the history to a CSV file during the run, one line for each step.
 
     A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
+
+    Args:
+        path: The file. Its folder is made; a file that is there is replaced.
 
     >>> callbacks = [CSVHistory("runs/first/history.csv")]
     """
@@ -175,9 +180,12 @@ class CSVHistory(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes every column to TensorBoard files in `folder` (`pip install 'bilevel[tensorboard]'`).
+    """Writes every column of the history to TensorBoard files (`pip install 'bilevel[tensorboard]'`).
 
-    >>> callbacks = [TensorBoard("runs/first")]  # doctest: +SKIP
+    Args:
+        folder: The folder of the files, for `tensorboard --logdir`.
+
+    >>> callbacks = [TensorBoard("runs/first")]
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -203,11 +211,12 @@ class EarlyStopping(Callback):
     The upper objective is part of the step on v, and does not show over-fitting: pass `value`.
 
     Args:
-        monitor: A column of the history, such as `upper` (f, the default) or `residual`.
-        patience: The number of steps without progress.
-        least: The relative fall that counts as progress.
+        monitor: The column of the history that should fall, such as `residual`. Default: `upper`, which is f.
+        patience: The number of steps without progress after which the run stops. Default: 100. Raise it if the values
+            are noisy.
+        least: The relative fall below the best value that counts as progress. Default: 1e-4.
         value: A function without arguments that is observed instead of a column: it measures what matters to you, on
-            data that neither level uses.
+            data that neither level uses. None (default): the column.
 
     >>> stop = EarlyStopping("residual", patience=50)
     """

@@ -38,6 +38,7 @@ from bilevel.running.callbacks import Callback
 from bilevel.running.loop import PausedRun
 from bilevel.running.multistart import candidate, run_starts
 from bilevel.running.run_once import RunRequest, drawn_seed, run_once
+from bilevel.running.solve import U, V
 from bilevel.running.starting_points import copied, lower_conditions, write_point, write_tensors
 
 ROUNDS = 6
@@ -61,8 +62,10 @@ def lower_solutions(
     found: list[tuple[float, Tensor]] = []
     d = PenalisedObjective(problem, u, v)
     kkt = lower_conditions(d)
-    around = [torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held) for _ in range(SEARCHES)]
-    starts = [held + size * (0.5 if k % 2 else 2.0) * far for k, far in enumerate(around)]
+    starts = [
+        held + size * (0.5 if k % 2 else 2.0) * torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
+        for k in range(SEARCHES)
+    ]
     for start in (held, *known, *starts):
         write(start, v.leaves)
         if kkt is None:
@@ -86,8 +89,8 @@ def lower_solutions(
 def solve_pessimistic(
     problem: Problem,
     method: Penalty,
-    u: Any,
-    v: Any,
+    u: U,
+    v: V,
     *,
     max_steps: int,
     tolerance: float | None = None,
@@ -95,7 +98,7 @@ def solve_pessimistic(
     starts: int = 1,
     seed: int | None = None,
     hypergradient: bool | None = None,
-) -> Solution:
+) -> Solution[U, V]:
     """Solve a bilevel problem without data in which f counts at the worst of several lower solutions.
 
     It solves in rounds: it searches for lower solutions at u, keeps the best ones, minimises the largest f over them,
@@ -108,11 +111,13 @@ def solve_pessimistic(
         u: The upper variable, without `Rows`.
         v: The lower variable.
         max_steps: The largest number of steps of each round.
-        tolerance: As in `solve`. Default: 1e-6.
-        callbacks: Called in each round.
-        starts: The number of starting points. The best end is kept; `Solution.candidates` lists the distinct ends.
+        tolerance: What the relative measures of the certificate must reach for a round to end as converged. None
+            (default): 1e-6.
+        callbacks: A list such as `[Progress()]`, called in each round. Default: none.
+        starts: The number of starting points. Default: 1, the point that was passed. The best end is kept;
+            `Solution.candidates` lists the distinct ends.
         seed: The seed of the search and of the starting points. None (default): one from torch's global generator.
-        hypergradient: As in `solve`.
+        hypergradient: Whether the certificate solves for the exact hypergradient. None (default): if v is small.
 
     >>> import torch
     >>> from bilevel import Penalty, Problem, solve_pessimistic

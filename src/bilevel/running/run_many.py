@@ -315,10 +315,11 @@ def run_many(
             and call `run_many` under `if __name__ == "__main__":`.
         items: Dicts of plain settings: a seed, a target, a point of a grid. The file names are made of their values.
         folder: The folder of the results, one file each.
-        workers: The number of processes of this machine (default: 1, this process). More than one needs joblib.
-        address: The address of a Ray cluster to run on instead: `auto`, `host:6379` or `ray://host:10001`.
-        gpus: The number of GPUs of the cluster that each run uses; it can be a fraction.
-        retries: How often a run that fails, or whose process dies, is tried again.
+        workers: The number of processes of this machine. Default: 1, this process. More than one needs joblib.
+        address: The address of a Ray cluster to run on instead: `auto`, `host:6379` or `ray://host:10001`. None
+            (default): this machine.
+        gpus: The number of GPUs of the cluster that each run uses; it can be a fraction. Default: 0.
+        retries: How often a run that fails, or whose process dies, is tried again. Default: 2.
 
     >>> import tempfile
     >>> run_many(lambda item: {"square": item["x"] ** 2}, [{"x": 2}, {"x": 3}], tempfile.mkdtemp())

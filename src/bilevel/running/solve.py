@@ -61,19 +61,22 @@ def solve(
         max_steps: The number of upper steps after which the run ends.
         tolerance: What the relative measures of the certificate must reach for the run to end as converged. None
             (default): the method's own without data, and none with data.
-        callbacks: A list such as `[Progress(), CSVHistory("run.csv")]`.
-        checkpoint: A folder for the state of the run, which is written every `every` steps and at the end.
+        callbacks: A list such as `[Progress(), CSVHistory("run.csv")]`. Default: none.
+        checkpoint: A folder for the state of the run, which is written every `every` steps and at the end. None
+            (default): nothing is written.
         every: The number of steps between checkpoints. Default: a tenth of `max_steps`.
-        resume: Whether to resume from the checkpoint, if there is one. The result is the same, bit for bit.
+        resume: Whether to resume from the checkpoint, if there is one. The result is the same, bit for bit. Default:
+            False, which starts from u and v.
         log_every: The number of steps between calls of the callbacks. Default: a hundredth of `max_steps`, at most 100.
         engine: How to run the steps: `eager` (as written), `compile`, `graph` (CUDA graphs) or `compile+graph`. `auto`
             (default) chooses one; `Solution.engine` names it.
         precision: `"bf16"` runs the problem's functions under bfloat16 autocast; variables, moments and multipliers
             stay in their own precision, and so does the certificate. None (default): no autocast.
-        accumulate: The number of batches that every gradient is the mean of.
-        starts: The number of starting points. The first is the point that was passed. The best end is kept: feasible,
-            then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each run has
-            its folder in `checkpoint`. See `bilevel.running.multistart`.
+        accumulate: The number of batches that every gradient is the mean of. Default: 1. Raise it if a larger batch
+            does not fit into memory.
+        starts: The number of starting points. Default: 1, the point that was passed; the others are drawn. The best
+            end is kept: feasible, then a lower solution, then by f; `Solution.candidates` lists the distinct ends. Each
+            run has its folder in `checkpoint`. See `bilevel.running.multistart`.
         seed: The seed of all random numbers of the run. None (default): one from torch's global generator.
         hypergradient: Whether the certificate solves for the exact hypergradient. None (default): if v is small.
 

@@ -61,13 +61,19 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         its first weights come from `random_state`. An `nn.Module` is copied with its weights. With a `module`, X can
         have more than two dimensions, as images (n, channels, height, width) have.
     hidden : the units of the default network, default (128,).
-    method, steps, batch, rate : as in `bilevel.applications.denoising.denoise`, with its defaults.
+    method : the method of the bilevel run. None (default): `Penalty()`.
+    steps : the number of steps of the bilevel run and of each training. None (default): 12 passes over the rows, and at
+        least 1,200.
+    batch : the number of rows in a batch. None (default): 100, or 200 with 10,000 rows or more.
+    rate : the learning rate of the trainings. None (default): 1e-3 before the bilevel run and, after it, the rate that
+        the penalty method chose.
     trusted_share : the share of the rows that replaces the trusted rows if `fit` gets none, default 0.1.
     standardize : scale each column of X (or each channel) to mean 0 and deviation 1, as measured in `fit`, and clip at
         10 deviations. Default True.
-    device : the device for training and prediction, by default the module's.
-    random_state : the same value gives the same bits.
-    verbose : show a progress bar of the bilevel run if standard error is a terminal.
+    device : the device for training and prediction. None (default): the module's.
+    random_state : a seed or a numpy.random.RandomState. The same value gives the same bits. None (default): numpy's
+        global generator.
+    verbose : show a progress bar of the bilevel run if standard error is a terminal. Default False.
 
     Attributes
     ----------

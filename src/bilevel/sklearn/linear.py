@@ -117,14 +117,15 @@ class TunedRidge(RegressorMixin, _Tuned):  # type: ignore[misc]
 
     Parameters
     ----------
-    penalty : "per-feature" (default) or "single"
-    folds : the number of folds, default 5, which are held out in turn and tuned on at once, or a share of the rows to
-        hold out.
+    penalty : "per-feature" (default), or "single" for one penalty of all features, as scikit-learn has.
+    folds : the number of folds, which are held out in turn and tuned on at once, or a share of the rows to hold out.
+        Default 5.
     caution : the price of a penalty that differs from the single one. 0: none, for data with few features that matter;
         1: as under a normal prior; "auto" (default): a part of the rows decides.
-    steps : the most steps of each stage, default 100.
+    steps : the largest number of steps of each stage, default 100.
     tol : a stage ends if five steps lower the validation loss by less than this share of it, default 1e-4.
-    random_state : the seed of the folds.
+    random_state : a seed or a numpy.random.RandomState, which draws the folds. None (default): numpy's global
+        generator.
 
     Attributes
     ----------
@@ -163,9 +164,26 @@ class TunedLogisticRegression(_LabelledClasses, _Tuned):
     with one alpha = 1 / C. With three classes or more, every class has its own weights (softmax), and all weights of a
     feature share its penalty.
 
-    The parameters are the same as in `TunedRidge`, and so are the attributes, with these differences:
+    Parameters
+    ----------
+    penalty : "per-feature" (default), or "single" for one penalty of all features, as scikit-learn has.
+    folds : the number of folds, which are held out in turn and tuned on at once, or a share of the rows to hold out.
+        Default 5.
+    caution : the price of a penalty that differs from the single one. 0: none, for data with few features that matter;
+        1: as under a normal prior; "auto" (default): a part of the rows decides.
+    steps : the largest number of steps of each stage, default 100.
+    tol : a stage ends if five steps lower the validation loss by less than this share of it, default 1e-4.
+    random_state : a seed or a numpy.random.RandomState, which draws the folds. None (default): numpy's global
+        generator.
 
-    valid_loss_ : the mean of -log(probability of the class).
+    Attributes
+    ----------
+    alpha_ : the penalty of each feature.
+    intercept_ : one number for each row of `coef_`.
+    single_alpha_, single_valid_loss_ : the single penalty and its validation loss.
+    path_ : the tuned objective after each step; `n_iter_` is the number of steps.
+    caution_ : the caution used; None for a single penalty.
+    valid_loss_ : the validation loss of `alpha_`, the mean of -log(probability of the class).
     coef_ : its shape is (1, features) for two classes and (classes, features) for more.
     classes_ : the classes.
 

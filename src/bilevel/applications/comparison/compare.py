@@ -32,7 +32,7 @@ from bilevel import (
     ValueGap,
     solve,
 )
-from bilevel._util.checks import in_range
+from bilevel._util.checks import ShortRepr, in_range
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.methods.base import Method
 
@@ -56,11 +56,21 @@ POINTS = 200
 TRIAL_STEPS = 4
 
 
-@dataclass(frozen=True)
-class Start:
-    """A problem and a starting point, with its `data` if it has any.
+@dataclass(frozen=True, repr=False)
+class Start(ShortRepr):
+    """A problem and a starting point, for `compare`.
 
-    `error` measures (u, v), one number for each trial, if the solution is known.
+    Args:
+        problem: The `Problem`.
+        u: The upper variable at the start, as for `solve`. It is copied.
+        v: The lower variable at the start.
+        data: The data, as for `solve`. None (default): the problem has none.
+        error: A function (u, v) that returns the distance to the solution, one number for each trial. None (default):
+            the solution is not known.
+
+    >>> problem = Problem(lambda u, v, _: (v - 1).square().sum(), lambda u, v, _: (v - u).square().sum())
+    >>> u, v = (torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> start = Start(problem, u, v, error=lambda u, v: (u - 1).abs())
     """
 
     problem: Problem
@@ -72,7 +82,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Budget:
-    """What each method can use in one run: evaluations of g, upper steps, or seconds.
+    """What each method can use in one run.
+
+    Args:
+        unit: "evaluations" (of g), "steps" (of u) or "seconds".
+        most: The number of them.
 
     >>> Budget("evaluations", 10_000).most
     10000
@@ -85,9 +99,21 @@ class Budget:
         in_range(self.unit, self.most, above=0)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A problem to compare methods on: a start for each trial and, if they can run at once, all trials as one start."""
+@dataclass(frozen=True, repr=False)
+class Subject(ShortRepr):
+    """A problem to compare methods on.
+
+    Args:
+        name: The name of the problem, for tables.
+        singles: A `Start` for each trial.
+        together: All trials as one `Start`, if they can run at once. None (default): they run one after another.
+
+    >>> problem = Problem(lambda u, v, _: (v - 1).square().sum(), lambda u, v, _: (v - u).square().sum())
+    >>> u, v = (torch.zeros(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    >>> subject = Subject("line", [Start(problem, u, v)])
+    >>> compare(subject, Penalty(), Budget("steps", 20), seed=0).status
+    'converged'
+    """
 
     name: str
     singles: Sequence[Start]
@@ -98,13 +124,23 @@ class Subject:
         return self.singles if self.together is None or deterministic(method, self.together) else [self.together]
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
-    """The runs of one method, as means over the trials.
+@dataclass(frozen=True, repr=False)
+class ComparisonResult(ShortRepr):
+    """The runs of one method, as means over the trials. `compare` returns it.
 
-    - `error`: None if the solution is not known. `upper`: f. `residual`: |grad_v g|.
-    - `evaluations`: of g in one run, with the evaluations before the first step. `seconds`: the sum over all runs.
-    - `curve`: (evaluations, error), or (evaluations, f) if the solution is not known.
+    Fields:
+        error: The distance to the solution at the end. None if the solution is not known.
+        upper: f at the end.
+        residual: |grad_v g| at the end.
+        evaluations: The evaluations of g in one run, with those before the first step.
+        steps: The number of upper steps.
+        seconds: The time of all runs together.
+        status: How the runs ended, such as "converged" or "budget spent".
+        curve: Pairs (evaluations, error), or (evaluations, f) if the solution is not known.
+
+    >>> found = compare(synthetic("sum", trials=1, seed=0), Penalty(), Budget("steps", 50), seed=0)
+    >>> found.status
+    'converged'
     """
 
     error: float | None
@@ -120,7 +156,10 @@ class ComparisonResult:
 def synthetic(name: str, trials: int, seed: int) -> Subject:
     """Return one of the paper's four problems, with the starts of `bilevel demo`.
 
-    `name` is "sum", "difference", "sum-singular" or "difference-singular".
+    Args:
+        name: "sum", "difference", "sum-singular" or "difference-singular".
+        trials: The number of starting points, each with its own matrix A.
+        seed: The seed of all draws.
 
     >>> len(synthetic("sum", trials=3, seed=0).singles)
     3
@@ -136,7 +175,11 @@ def synthetic(name: str, trials: int, seed: int) -> Subject:
 def compare(subject: Subject, method: Method, budget: Budget, *, seed: int) -> ComparisonResult | None:
     """Run a method from every start within the budget; return None after Ctrl-C.
 
-    The variables of the starts are copied and do not change. `seed` is the seed of every run.
+    Args:
+        subject: The problem and its starts. Their variables are copied and do not change.
+        method: The method, such as `Penalty()`; `METHODS` has the names of all.
+        budget: What each run can use.
+        seed: The seed of every run.
 
     >>> found = compare(synthetic("sum", trials=1, seed=0), Penalty(), Budget("steps", 50), seed=0)
     >>> found.error < 1e-3

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bilevel import OptionError, Problem
+from bilevel._util.checks import ShortRepr
 
 # Starting points are uniform in [-BOUND, BOUND].
 BOUND = 5.0
@@ -33,12 +34,21 @@ Term = Callable[[Tensor, Tensor], Tensor]
 Points = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Example:
-    """A problem whose solutions are known.
+@dataclass(frozen=True, repr=False)
+class Example(ShortRepr):
+    """A problem whose solutions are known. `examples` returns four.
 
-    `nearest` maps (u, v) to the nearest solution. `residuals` maps (u, v) to the two vectors whose joint norm is the
-    paper's error. `dimension` is the size of u and of v.
+    Args:
+        name: The name of the problem.
+        problem: The `Problem`.
+        nearest: A function (u, v) that returns the nearest solution.
+        residuals: A function (u, v) that returns the two vectors whose joint norm is the paper's error.
+        dimension: The size of u and of v.
+
+    >>> example = examples(dimension=4)[0]
+    >>> u, v = example.start(seed=0)
+    >>> example.error(u, v) > 0, example.error(*example.nearest(u, v))
+    (True, 0.0)
     """
 
     name: str
@@ -80,7 +90,13 @@ class Example:
 
 
 def examples(dimension: int = 10, seed: int = 0, trials: int | None = None) -> list[Example]:
-    """Return the four problems, for u and v of this dimension; `seed` draws the entries of A from N(0, 1).
+    """Return the paper's four problems.
+
+    Args:
+        dimension: The size of u and of v, at least 2. Default: 10.
+        seed: The seed of the entries of A, drawn from N(0, 1). Default: 0.
+        trials: The number of trials in one problem, each with its own A: u and v then have a leading dimension. None
+            (default): one problem without it.
 
     >>> [example.name for example in examples()]
     ['sum', 'difference', 'sum-singular', 'difference-singular']

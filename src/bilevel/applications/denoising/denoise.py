@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, Status, solve, weighted_mean
-from bilevel._util.checks import check_counts, in_range
+from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
@@ -51,12 +51,27 @@ LARGE = 10_000
 OnProgress = Callable[[str, int, int], object]
 
 
-@dataclass(frozen=True)
-class Denoised:
-    """What was learned about each training example, in the order of `train`, and the classifier.
+@dataclass(frozen=True, repr=False)
+class Denoised(ShortRepr):
+    """What was learned about each training example, in the order of `train`, and the classifier. `denoise` returns it.
 
-    `suggested` is the class that the classifier predicts, and `confidence` its probability. `quality` is the importance
-    times the probability of the given label: review the lowest first.
+    Fields:
+        importance: A number in [0, 1] for each example. Below 1/2, its label is probably wrong.
+        quality: The importance times the probability of the given label: review the examples with the lowest first.
+        suspect: Whether each label is considered wrong: its importance is below 1/2, and the classifier predicts
+            another class.
+        suggested: The class that the classifier predicts for each example.
+        confidence: The probability of this class.
+        model: The trained classifier: the model that was passed.
+        solution: The `Solution` of the bilevel run.
+        seconds: The time of all trainings and of the run.
+        settings: The steps, batch size, rate and seed that were used. Default: empty.
+
+    >>> x, y = torch.randn(80, 2), torch.arange(80) % 2
+    >>> found = denoise((x[:60], y[:60]), (x[60:], y[60:]), nn.Linear(2, 2), steps=5)
+    >>> first = found.quality.argsort()[:10]  # the examples to review first
+    >>> 0 <= found.noise_rate <= 1
+    True
     """
 
     importance: Tensor
@@ -96,20 +111,27 @@ def denoise(
 ) -> Denoised:
     """Learn the importance of each training example, and train `model` in place with these importances.
 
-    - `train`, `trusted`: (inputs, labels) or a Dataset of pairs. The labels of `trusted` are known to be right.
-    - `model`: maps inputs to one score for each class; it can be on any device. Integer inputs stay integers if the
-      model takes them, as a model of words does.
-    - `method`: default `Penalty()`.
-    - `steps`: of the bilevel run; default 12 passes over `train`, and at least 1,200.
-    - `final_steps`: of each training before and after the run, default `steps`.
-    - `batch`: default 100, or 200 with 10,000 examples or more.
-    - `rate`: the learning rate of the trainings; default 1e-3 before the run and, after it, the rate that the penalty
-      method chose for the lower level.
-    - `augment`: changes inputs at random, in the run and in the trainings.
-    - `seed` (0): of all random draws.
-    - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
-    - `callbacks`, `engine` and `precision` are passed to `solve`; `on_progress(stage, done, total)` is called in the
-      trainings.
+    Args:
+        train: The examples to judge: (inputs, labels), or a Dataset of pairs.
+        trusted: Examples of the same form, whose labels are known to be right. Each class needs some.
+        model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
+            integers if the model takes them, as a model of words does.
+        method: The method of the bilevel run. None (default): `Penalty()`.
+        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 1,200.
+        final_steps: The number of steps of each training before and after the run. None (default): `steps`.
+        batch: The number of examples in a batch. None (default): 100, or 200 with 10,000 examples or more.
+        rate: The learning rate of the trainings. None (default): 1e-3 before the run and, after it, the rate that the
+            penalty method chose for the lower level.
+        augment: A function that changes a batch of inputs at random, in the run and in the trainings, such as
+            `bilevel.applications.augmentation.crop_and_flip`. None (default): inputs stay as they are.
+        seed: The seed of all random draws. Default: 0.
+        checkpoint: A folder for the state, to resume from after an interruption. None (default): nothing is written.
+        resume: Whether to resume from the state in `checkpoint`. Default: False.
+        callbacks: Callbacks of the bilevel run, such as `[Progress()]`. Default: none.
+        on_progress: A function that is called in the trainings as `on_progress(stage, done, total)`, with the steps
+            done. None (default): nothing is called.
+        engine: What runs the steps, as in `solve`. Default: "auto".
+        precision: "bf16" runs the network under bfloat16 autocast. None (default): its own precision.
 
     >>> x, y = torch.randn(80, 2), torch.arange(80) % 2
     >>> found = denoise((x[:60], y[:60]), (x[60:], y[60:]), nn.Linear(2, 2), steps=5)

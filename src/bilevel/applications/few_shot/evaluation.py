@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel._util.atomic_files import write_whole
-from bilevel._util.checks import check_counts, in_range, one_of, require
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.tasks import (
     PROXIMITY,
@@ -36,12 +36,18 @@ ADAPT_STEPS = 100
 ADAPT_RATE = 0.05
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The accuracy of each task.
+@dataclass(frozen=True, repr=False)
+class Evaluation(ShortRepr):
+    """The accuracy of each task. `adapt_and_evaluate` returns it.
 
-    `index` has the numbers of the tasks' images, as the sampler drew them; `predictions` the predicted class, within
-    the task, of each query.
+    Fields:
+        accuracies: The share of right queries in each task.
+        index: The numbers of the tasks' images, as the sampler drew them: (tasks, ways, shots + queries).
+        predictions: The predicted class, within the task, of each query: (tasks, ways * queries).
+
+    >>> found = Evaluation(torch.tensor([0.8, 1.0]), torch.zeros(2, 5, 16), torch.zeros(2, 75))
+    >>> round(found.accuracy, 3), round(found.interval, 3)
+    (0.9, 1.271)
     """
 
     accuracies: Tensor
@@ -72,11 +78,20 @@ def adapt(
     start: Start = "means",
     optimizer: OptimizerFactory | None = None,
 ) -> CosineClassifier:
-    """Train a classifier for each task on its support (tasks, ways * shots, features), all tasks at once.
+    """Train a classifier for each task on its support, all tasks at once.
 
-    - `steps` (100), `optimizer`: a factory, default gradient descent at 0.05.
-    - `scale` (10): the factor on the cosines. `proximity` (5): see `meta_train`.
-    - `start`: "means" (of the classes, default) or "random".
+    Args:
+        support: The features of the images to learn from, (tasks, ways * shots, features), sorted by class.
+        ways: The number of classes in a task.
+        steps: The number of steps. Default: 100.
+        scale: The factor on the cosines. Default: 10. Use the value of `meta_train`.
+        proximity: How much the class weights are held near the class means, as in `meta_train`. Default: 5.
+        start: The first class weights: "means" (default) of the classes, or "random".
+        optimizer: A factory such as `partial(torch.optim.SGD, lr=0.1)`. None (default): gradient descent at 0.05.
+
+    >>> v = adapt(torch.randn(8, 5 * 1, 64), ways=5, steps=10)  # 8 tasks with 5 classes, and one image of each
+    >>> v(torch.randn(8, 75, 64)).shape
+    torch.Size([8, 75, 5])
     """
     tasks, images, features = support.shape
     v = CosineClassifier(tasks, features, ways, scale=scale, device=support.device, dtype=support.dtype)
@@ -107,11 +122,28 @@ def adapt_and_evaluate(
 ) -> Evaluation:
     """Train a classifier on the support of each task, with a fixed representation, and test it on the queries.
 
-    The representation is in evaluation mode, so its output for an image depends on no other image. `tasks` (600) tasks
-    are drawn from `seed`; `steps` (100), `scale`, `proximity`, `start` and `optimizer` are passed to `adapt`.
-    `on_progress(done, total)` counts the embedded images, which take most of the time.
+    Args:
+        representation: A network that maps images to features. It is in evaluation mode, so its output for an image
+            depends on no other image.
+        sampler: Draws the tasks: a `TaskSampler` of classes that the representation was not trained on.
+        tasks: The number of tasks. Default: 600. Four times as many halve the interval.
+        steps: The number of steps of each classifier. Default: 100.
+        scale: The factor on the cosines. Default: 10. Use the value of `meta_train`.
+        proximity: How much the class weights are held near the class means, as in `meta_train`. Default: 5.
+        start: The first class weights: "means" (default) of the classes, or "random".
+        optimizer: A factory such as `partial(torch.optim.SGD, lr=0.1)`. None (default): gradient descent at 0.05.
+        seed: The seed of the tasks and of the classifiers. Default: 0. The same seed compares two networks on the same
+            tasks.
+        precision: "bf16" computes the features under bfloat16 autocast. None (default): the network's own precision.
+        on_progress: A function that is called as `on_progress(done, total)` with the number of embedded images, which
+            take most of the time. By default nothing is called.
 
-    >>> adapt_and_evaluate(network, sampler, tasks=600).accuracy  # doctest: +SKIP
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 4, 1, 28, 28), dtype=torch.uint8)
+    >>> sampler = TaskSampler(ImageClasses(images, (4,) * 6, tuple("abcdef")), ways=5, shots=1, queries=3)
+    >>> found = adapt_and_evaluate(backbone("conv4", channels=1), sampler, tasks=2, steps=5)
+    >>> 0 <= found.accuracy <= 1
+    True
     """
     check_counts(tasks=tasks)
     in_range("steps", steps, least=0, whole=True)
@@ -174,11 +206,29 @@ class Best:
 
 
 class Validation(Callback):
-    """Measures the accuracy on tasks of the sampler every `every` steps of a run, in `rows` and in `file` if given.
+    """A callback that measures the accuracy on tasks during a run; `rows` has the step, the seconds and the accuracy.
 
-    The seconds of a row count the training only. With `keep`, `best` has the weights of the step with the best
-    accuracy, also in a folder next to the file. After `deadline` (by `time.monotonic`) the run ends. `options` are
-    passed to `adapt_and_evaluate`.
+    The seconds of a row count the training only.
+
+    Args:
+        representation: The network that the run trains.
+        sampler: Draws the tasks: a `TaskSampler` of classes that are not trained on.
+        every: The number of steps between two measurements.
+        tasks: The number of tasks of a measurement. Default: 100.
+        file: A JSON file for the rows; a resumed run continues it. None (default): nothing is written.
+        deadline: The time at which the run ends, by `time.monotonic`. None (default): it takes all its steps.
+        keep: Whether `best` keeps the weights of the step with the best accuracy, also in a folder next to the file.
+            Default: False.
+        options: More options of `adapt_and_evaluate`, such as `steps=50`.
+
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 4, 1, 28, 28), dtype=torch.uint8)
+    >>> sampler = TaskSampler(ImageClasses(images, (4,) * 6, tuple("abcdef")), ways=5, shots=1, queries=3, tasks=2)
+    >>> network = backbone("conv4", channels=1)
+    >>> validation = Validation(network, sampler, every=2, tasks=2, steps=5)
+    >>> solution = meta_train(network, sampler, steps=2, method=default_method(lower_steps=2), callbacks=[validation])
+    >>> [row["step"] for row in validation.rows]
+    [2]
     """
 
     def __init__(

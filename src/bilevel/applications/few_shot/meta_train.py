@@ -47,9 +47,24 @@ UPPER_RATE = TRAINING["conv4"].rate
 
 
 class Episodes:
-    """The bilevel problem of a sampler's tasks: the images are on `device`, and a batch has the numbers of some images.
+    """The bilevel problem of a sampler's tasks, for your own call of `solve`; `meta_train` makes one.
 
-    `start` ("means"), `proximity` (5) and `augment` (None) are as in `meta_train`.
+    The images are on `device`, and a batch has the numbers of some images.
+
+    Args:
+        sampler: Draws the tasks, a `TaskSampler`.
+        device: The device of the representation.
+        start: The first class weights in each meta-batch: "means" (default) of the classes, or "random".
+        proximity: How much the class weights are held near the class means, as in `meta_train`. Default: 5.
+        augment: A function that changes a batch of images at random. None (default): images stay as they are.
+
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 4, 1, 28, 28), dtype=torch.uint8)
+    >>> sampler = TaskSampler(ImageClasses(images, (4,) * 6, tuple("abcdef")), ways=5, shots=1, queries=3)
+    >>> problem = Episodes(sampler, torch.device("cpu")).problem()
+    >>> support, queries = problem.prepare(backbone("conv4", channels=1), (sampler.draw(2), None))
+    >>> support.shape
+    torch.Size([2, 5, 64])
     """
 
     def __init__(
@@ -107,9 +122,18 @@ def default_method(
 ) -> Penalty:
     """Return the `Penalty` that `meta_train` uses, with a fixed penalty.
 
-    `decay` is the weight decay of the representation, for large representations and few images. The curvature of F is
-    mostly gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers; the default `lower_rate` fits both. With
-    fewer than ten lower steps, or a proximity below 1, use a lower gamma. `options` are passed to `Penalty`.
+    The curvature of F is mostly gamma g_vv^2, and g_vv is mostly the `proximity` of the classifiers; the default
+    `lower_rate` fits both. With fewer than ten lower steps, or a proximity below 1, use a lower gamma.
+
+    Args:
+        lower_steps: The number of steps on the classifiers before each step on the representation. Default: 10.
+        upper_rate: The learning rate of AdamW for the representation. Default: 2e-3.
+        lower_rate: The learning rate of gradient descent for the classifiers. None (default): the rate that fits gamma
+            and proximity.
+        gamma: The price of |grad_v g|^2 / 2. Default: 4.
+        proximity: The `proximity` of `meta_train`. Default: 5.
+        decay: The weight decay of the representation, for large representations and few images. Default: 0.
+        options: More options of `Penalty`, which replace these.
 
     >>> default_method(lower_steps=5, gamma=2.0).lower_steps
     5
@@ -149,18 +173,34 @@ def meta_train(
 ) -> Solution:
     """Learn the representation, in place, on the sampler's tasks; return the solution with the last classifiers.
 
-    - `steps`: meta-batches to learn from.
-    - `method`: any method of the library; default `default_method(proximity=proximity)`.
-    - `scale`: the factor on the cosines (10).
-    - `start`: the first classifiers, "means" or "random". From "random", the ten steps of the default method are too
-      few.
-    - `proximity` (5): g has half of it times the squared distance of the class weights from the class means.
-    - `augment`: changes images at random.
-    - `engine`: as in `solve`; by default the steps are captured on a GPU, and nothing is compiled.
+    Args:
+        representation: A network that maps images to features, such as `backbone("conv4", channels=1)`.
+        sampler: Draws the tasks, a `TaskSampler`.
+        steps: The number of meta-batches to learn from.
+        method: Any method of the library. None (default): `default_method(proximity=proximity)`.
+        scale: The factor on the cosines before the softmax. Default: 10.
+        proximity: The weight of a term of g, half the squared distance of the class weights from the class means.
+            Default: 5. With 0, as in the paper, the minimum of g is not unique.
+        start: The first class weights in each meta-batch: "means" (default) of the classes, or "random". From "random",
+            the ten steps of the default method are too few.
+        augment: A function that changes a batch of images at random, such as
+            `bilevel.applications.augmentation.crop_and_flip`. None (default): images stay as they are.
+        callbacks: Callbacks of the run, such as `[Progress()]` or a `Validation`. Default: none.
+        checkpoint: A folder for the state, to resume from after an interruption. None (default): nothing is written.
+        resume: Whether to resume from the state in `checkpoint`. Default: False.
+        engine: What runs the steps, as in `solve`. None (default): "graph" on a GPU, so that the steps are captured and
+            nothing is compiled, and "eager" on a CPU.
+        precision: "bf16" runs the network under bfloat16 autocast. None (default): its own precision.
+        log_every: The number of steps between calls of the callbacks. None (default): as in `solve`.
+        seed: The seed of all random draws. Default: 0.
 
-    The other options are passed to `solve`.
-
-    >>> meta_train(network, TaskSampler(classes, ways=5, shots=1), steps=1000)  # doctest: +SKIP
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 4, 1, 28, 28), dtype=torch.uint8)
+    >>> sampler = TaskSampler(ImageClasses(images, (4,) * 6, tuple("abcdef")), ways=5, shots=1, queries=3, tasks=2)
+    >>> network = backbone("conv4", channels=1)
+    >>> solution = meta_train(network, sampler, steps=2, method=default_method(lower_steps=2))
+    >>> solution.steps
+    2
     """
     check_counts(steps=steps)
     in_range("proximity", proximity, least=0)
@@ -192,7 +232,17 @@ def meta_train(
 
 
 def feature_count(representation: nn.Module, classes: ImageClasses) -> int:
-    """Return how many features the representation gives for an image; refuse one that does not return a row."""
+    """Return how many features the representation gives for an image; refuse one that does not return a row.
+
+    Args:
+        representation: A network that maps images to features.
+        classes: The images, of which the first two are tried.
+
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 4, 1, 28, 28), dtype=torch.uint8)
+    >>> feature_count(backbone("conv4", channels=1), ImageClasses(images, (4,) * 6, tuple("abcdef")))
+    64
+    """
     if next(representation.parameters(), None) is None:
         raise OptionError("representation must have parameters; this module has none.")
     try:

@@ -36,13 +36,23 @@ BACKBONES = ("conv4", "resnet")
 
 
 class TaskSampler:
-    """Draws meta-batches of `tasks` (30) tasks: `ways` classes, with `shots` images to learn from and `queries` (15) to
-    test on.
+    """Draws meta-batches of tasks: some classes, with a few images of each to learn from and others to test on.
 
-    Iteration yields `episodes` (100) tensors (tasks, ways, shots + queries) with the numbers of the images, the images
-    to learn from first, drawn by torch's global generator. No class and no image is twice in a task.
+    Iteration yields tensors (tasks, ways, shots + queries) with the numbers of the images, the images to learn from
+    first, drawn by torch's global generator. No class and no image is twice in a task.
 
-    >>> TaskSampler(classes, ways=5, shots=1).draw(2).shape  # doctest: +SKIP
+    Args:
+        classes: The images, class after class, as `bilevel.data.class_images.load_classes` reads them.
+        ways: The number of classes in a task, at least 2.
+        shots: The number of images to learn from, for each class.
+        queries: The number of images to test on, for each class. Default: 15.
+        tasks: The number of tasks in a meta-batch. Default: 30. Lower it if a meta-batch does not fit into memory.
+        episodes: The number of meta-batches in a pass. Default: 100. Each pass has its own seed.
+
+    >>> from bilevel.data.class_images import ImageClasses
+    >>> images = torch.randint(256, (6 * 20, 1, 28, 28), dtype=torch.uint8)
+    >>> classes = ImageClasses(images, counts=(20,) * 6, names=tuple("abcdef"))
+    >>> TaskSampler(classes, ways=5, shots=1).draw(2).shape
     torch.Size([2, 5, 16])
     """
 
@@ -100,10 +110,16 @@ class TaskSampler:
 
 @dataclass(frozen=True)
 class Training:
-    """The training settings that depend on the size of a representation.
+    """The training settings that depend on the size of a representation; `TRAINING` has those of both backbones.
 
-    - `rate` (2e-3), `decay` (0): of AdamW. `scale` (10): the factor on the cosines.
-    - `erase` (False): whether a square of each colour image is erased (`crop_flip_and_erase`).
+    Args:
+        rate: The learning rate of AdamW. Default: 2e-3.
+        decay: The weight decay of AdamW. Default: 0. Large representations and few images need some.
+        scale: The factor on the cosines. Default: 10.
+        erase: Whether a square of each colour image is erased (`crop_flip_and_erase`). Default: False.
+
+    >>> Training(rate=1e-3, erase=True)
+    Training(rate=0.001, decay=0.0, scale=10.0, erase=True)
     """
 
     rate: float = 2e-3
@@ -119,7 +135,11 @@ TRAINING = {"conv4": Training(), "resnet": Training(rate=1e-3, decay=4.0, erase=
 
 
 def backbone(name: str, channels: int) -> nn.Module:
-    """Return one of the paper's representations: "conv4" for Omniglot, or "resnet" (3.8M weights) for mini-ImageNet.
+    """Return one of the paper's representations, with random weights.
+
+    Args:
+        name: "conv4", four layers for Omniglot, or "resnet", 3.8M weights for mini-ImageNet and CIFAR-FS.
+        channels: The number of channels of the images: 1 for grey, 3 for colour. "resnet" needs 3.
 
     >>> sum(p.numel() for p in backbone("conv4", channels=1).parameters())
     111936
@@ -133,7 +153,20 @@ def backbone(name: str, channels: int) -> nn.Module:
 
 
 class CosineClassifier(nn.Module):
-    """A linear classifier for each of several tasks, with random weights; its scores are cosines times `scale` (10)."""
+    """A linear classifier for each of several tasks, with random weights; its scores are cosines times `scale`.
+
+    Args:
+        tasks: The number of tasks, and so of classifiers.
+        features: The number of features of an image.
+        ways: The number of classes in a task.
+        scale: The factor on the cosines before the softmax. Default: 10. With 1, no probability comes close to 1.
+        device: The device of the weights. None (default): torch's default device.
+        dtype: The type of the weights. Default: torch.float32.
+
+    >>> v = CosineClassifier(tasks=2, features=64, ways=5)
+    >>> v(torch.randn(2, 75, 64)).shape  # scores of 75 images in each task
+    torch.Size([2, 75, 5])
+    """
 
     def __init__(
         self,
@@ -212,10 +245,19 @@ def embed(
     precision: Precision | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Tensor:
-    """Return the representation of images given as bytes, in evaluation mode, on the representation's device.
+    """Return the representation of images, in evaluation mode, on the representation's device.
 
-    `batch` (500) images are computed at once, in `precision` (by default the representation's). `on_progress(done,
-    total)` is called before each batch and at the end.
+    Args:
+        representation: A network that maps images (n, channels, height, width) to features (n, features).
+        images: The images as bytes, (n, channels, height, width).
+        batch: The number of images that are computed at once. Default: 500. Lower it if memory is short.
+        precision: "bf16" runs the network under bfloat16 autocast. None (default): its own precision.
+        on_progress: A function that is called before each batch and at the end as `on_progress(done, total)`, with the
+            number of images. By default nothing is called.
+
+    >>> images = torch.randint(256, (3, 1, 28, 28), dtype=torch.uint8)
+    >>> embed(backbone("conv4", channels=1), images).shape
+    torch.Size([3, 64])
     """
     first, found = next(representation.parameters()), []
     with evaluating(representation), reduced(precision, first.device):

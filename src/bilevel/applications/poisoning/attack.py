@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
-from bilevel._util.checks import check_counts, in_range
+from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
 from bilevel.applications.poisoning.victims import (
@@ -56,12 +56,26 @@ RATE, LOWER_RATE = 0.03, 0.01
 TETHER = 0.03
 
 
-@dataclass(frozen=True)
-class Poison:
-    """The points of an attack, `x` with `labels`, and their distances `l2` and `linf` from their start, `base`.
+@dataclass(frozen=True, repr=False)
+class Poison(ShortRepr):
+    """The points of an attack, and how far they are from where they began. `attack` returns it.
 
-    `rows` are the rows of the bases in the set that they were drawn from. `solution` is None if the points were not
-    moved, as in label flipping.
+    Fields:
+        x: The inputs of the points.
+        labels: Their labels.
+        base: The inputs before they moved.
+        rows: The rows of the bases in the set that they were drawn from.
+        l2: The Euclidean distance of each point from its base.
+        linf: The largest change of one number of each point.
+        solution: The `Solution` of the bilevel run. None: the points were not moved, as in label flipping.
+        seconds: The time of the attack.
+        settings: The options that were used. Default: empty.
+
+    >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
+    >>> goal = untargeted((x[:40], y[:40]), (x[40:], y[40:]), points=2)
+    >>> poison = attack(goal, (x[:40], y[:40]), nn.Linear(4, 2), recipe=Recipe(optimizer="lbfgs", decay=0.01), steps=5)
+    >>> poison.l2.shape
+    torch.Size([2])
     """
 
     x: Tensor
@@ -80,9 +94,20 @@ class Poison:
         return self.x, self.labels
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A victim trained from scratch, its predictions on a test set, and its accuracies, also `by_class`, up to 1."""
+@dataclass(frozen=True, repr=False)
+class Evaluation(ShortRepr):
+    """A victim trained from scratch, and its accuracy on a test set. `evaluate` returns it.
+
+    Fields:
+        model: The trained victim.
+        accuracy: The share of the test examples that it gets right.
+        by_class: This share for each class.
+        predicted: The class that it predicts for each test example.
+
+    >>> found = Evaluation(nn.Linear(4, 2), 0.5, {0: 0.0, 1: 1.0}, torch.tensor([1, 1]))
+    >>> found.share((torch.rand(2, 4), torch.tensor([0, 1])), source=0, wanted=1)  # every 0 is taken for 1
+    1.0
+    """
 
     model: nn.Module
     accuracy: float
@@ -119,23 +144,32 @@ def attack(
 ) -> Poison:
     """Move the points of `goal` so that a victim trained on `train` and the points achieves the goal.
 
-    - `goal`: the points and the objective, made by `untargeted`, `targeted` or `clean_label`.
-    - `model`: the victim with its first weights, on any device; it does not change. It acts on `features(x)` if
-      `features` is given.
-    - `recipe`: how the victim is trained (default `Recipe()`), with `loss(scores, labels)` for each row.
-    - `method`: default `default_method`, a `Penalty`.
-    - `box`: the least and the largest input, default (0, 1); `bound`: how far a point can be from its base.
-    - `steps`: default 500. `batch`: default 200, or all data in every step with at most 5,000 training examples.
-    - `whiten`: attack a softmax regression in whitened coordinates (see `Whitened`), default True.
-    - `tether`: mu, the penalty weight of the distance from the victim trained on clean data; by default 0 for a victim
-      that is whitened or trained by L-BFGS, and 0.03 for others.
-    - `checkpoint`: a folder to write to; with `resume=True` a stopped run continues from it.
+    Args:
+        goal: The points and the objective, made by `untargeted`, `targeted` or `clean_label`.
+        train: The clean training set: (inputs, labels), or a Dataset of pairs.
+        model: The victim with its first weights, on any device; it does not change.
+        recipe: How the victim is trained. None (default): `Recipe()`, 1,000 steps of Adam.
+        features: A map of the inputs that is not trained; the victim acts on its output. None (default): the inputs.
+        loss: The training loss, a function (scores, labels) -> one number for each row. Default: `row_losses`, the
+            cross-entropy.
+        method: The method of the bilevel run. None (default): a `Penalty` for a victim that is already trained.
+        box: The least and the largest input; None for no limit. Default: (0, 1).
+        bound: How far a point can be from its base, a `Bound`. None (default): anywhere in the box.
+        steps: The number of steps. Default: 500.
+        batch: The number of examples in a batch. None (default): 200, or all data in every step with at most 5,000
+            examples.
+        whiten: Whether a softmax regression is attacked in whitened coordinates (see `Whitened` in
+            `bilevel.applications.poisoning.victims`). Default: True.
+        tether: mu, the penalty weight of the distance from the victim trained on clean data. None (default): 0 for a
+            victim that is whitened or trained by L-BFGS, and 0.03 for others.
+        seed: The seed of all random draws. Default: 0.
+        checkpoint: A folder for the state, to resume from after an interruption. None (default): nothing is written.
+        resume: Whether to resume from the state in `checkpoint`. Default: False.
+        callbacks: Callbacks of the run, such as `[Progress()]`. Default: none.
 
     >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
-    >>> model = nn.Linear(4, 2)
-    >>> recipe = Recipe(optimizer="lbfgs", decay=0.01)
     >>> goal = untargeted((x[:40], y[:40]), (x[40:], y[40:]), points=2)
-    >>> attack(goal, (x[:40], y[:40]), model, recipe=recipe, steps=5).x.shape
+    >>> attack(goal, (x[:40], y[:40]), nn.Linear(4, 2), recipe=Recipe(optimizer="lbfgs", decay=0.01), steps=5).x.shape
     torch.Size([2, 4])
     """
     began = time.perf_counter()
@@ -254,8 +288,15 @@ def evaluate(
 ) -> Evaluation:
     """Train the victim from `model`'s weights on `train` and the poison, and measure it on `test`.
 
-    With `poison=None` the victim is trained on clean data. `test` must not hold anything that the attack has seen. For
-    the other options see `attack`.
+    Args:
+        poison: The points, a `Poison` or (inputs, labels). None: the victim is trained on clean data.
+        train: The clean training set: (inputs, labels), or a Dataset of pairs.
+        test: Examples of the same form, which the attack has not seen.
+        model: The victim with its first weights; it does not change.
+        recipe: How the victim is trained. None (default): `Recipe()`, 1,000 steps of Adam.
+        features: A map of the inputs that is not trained; the victim acts on its output. None (default): the inputs.
+        loss: The training loss, a function (scores, labels) -> one number for each row. Default: `row_losses`, the
+            cross-entropy.
 
     >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
     >>> found = evaluate(None, (x[:40], y[:40]), (x[40:], y[40:]), nn.Linear(4, 2), recipe=Recipe(optimizer="lbfgs"))
@@ -343,11 +384,11 @@ def _regularisation(
     start: Sequence[Tensor], tether: float, decay: float, v: nn.Module, weight: Tensor | None
 ) -> Tensor | float:
     """Return the other terms of g: the decay (of `weight` if it is known) and the tether to `start`."""
-    total = decayed(v, decay, weight)
+    penalty = decayed(v, decay, weight)
     if tether:
         apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
-        total = total + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
-    return total
+        penalty = penalty + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
+    return penalty
 
 
 def _loader(pair: Pair, batch: int) -> DataLoader[Any]:

@@ -1,8 +1,4 @@
-"""A labelled data set as the setting of a poisoning attack, one attack on it, and the least poison that is enough.
-
-The attack sees the training and the validation rows. The test rows are for the evaluation only, except for the one
-input that a clean-label attack targets.
-"""
+"""One poisoning attack on a labelled data set, and the least poison that is enough."""
 
 from __future__ import annotations
 
@@ -13,27 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bilevel import Callback, DataError, OptionError
-from bilevel._util.checks import in_range, require
+from bilevel import Callback, DataError
+from bilevel._util.checks import ShortRepr, require
 from bilevel.applications.denoising.denoise import denoise
-from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, evaluate, unmoved
-from bilevel.applications.poisoning.goals import Bound, Goal, clean_label, targeted, untargeted
-from bilevel.applications.poisoning.victims import Features, Recipe, mapped, trained
-from bilevel.data import Labelled, Pair, split_test, split_trusted
+from bilevel.applications.poisoning.attack import Evaluation, Poison, attack, unmoved
+from bilevel.applications.poisoning.goals import Bound, Goal
+from bilevel.applications.poisoning.setting import AttackGoal, AttackSetting, goal_of, target_of, wanted_of
 from bilevel.methods.base import Method
 from bilevel.running.run_many import ONCE, Found, ResultFolder, RunItem, Settings, run_items
 
-Kind = Literal["untargeted", "targeted", "clean-label"]
-# The share of the rows that replaces a missing test set, the share of validation rows, and the most of them.
-HELD_OUT, VALIDATION, MOST = 0.2, 0.3, 1000
-DEEP_DECAY = 5e-4
-LAST_LAYER = Recipe(optimizer="lbfgs", steps=500, decay=0.005)
-# Passes of Adam over the training rows for networks, and the least number of steps.
-PASSES, LEAST_STEPS = 20, 500
 # The shares of poison that an audit searches.
 FRACTIONS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16)
 # An audit of a bound searches the multiples of epsilon / 16.
@@ -47,150 +34,24 @@ WANTED = {
 }
 
 
-@dataclass(frozen=True)
-class AttackSetting:
-    """The parts of a data set, the victim with its first weights, and the recipe of its training.
+@dataclass(frozen=True, repr=False)
+class AttackResult(ShortRepr):
+    """An attack, and victims trained from scratch without poison, with it, and with its unmoved points.
 
-    `box` is the least and the largest input. `before` is the setting with the whole network, if the victim is its last
-    layer on `features`.
+    Fields:
+        poison: The points, a `Poison`.
+        goal: The points before they move, and the objective, a `Goal`.
+        clean: The victim without poison, an `Evaluation`.
+        poisoned: The victim with the poison.
+        flipped: The victim with the points as they begin, which is label flipping. It shows what moving them adds.
+
+    >>> from bilevel.data import load
+    >>> setting = prepare(load("digits"), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rows=50)
+    >>> goal = AttackGoal("targeted", points=4, source=3, wanted=8)
+    >>> found = carry_out(setting, goal, steps=2)
+    >>> 0 <= found.success(setting, goal, found.poisoned) <= 1  # the share of the test rows of class 3 taken for 8
+    True
     """
-
-    data: Labelled
-    train: Pair
-    validation: Pair
-    test: Pair
-    model: nn.Module
-    recipe: Recipe
-    features: Features | None = None
-    box: tuple[Any, Any] = (0.0, 1.0)
-    notes: tuple[str, ...] = ()
-    before: AttackSetting | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def constant(self) -> float:
-        """The accuracy of predicting the most frequent class of the test rows."""
-        y = self.test[1]
-        return float(torch.bincount(y).max() / len(y))
-
-    def evaluate(self, poison: Poison | None) -> Evaluation:
-        """Train the victim from scratch on clean data and poison, and measure it on the test rows."""
-        return evaluate(poison, self.train, self.test, self.model, recipe=self.recipe, features=self.features)
-
-
-@dataclass(frozen=True)
-class AttackGoal:
-    """What an attack should achieve. `source` and `wanted` are class indices; `target` is a row of the test set."""
-
-    kind: Kind
-    points: int
-    source: int | None = None
-    wanted: int | None = None
-    target: int | None = None
-
-    @property
-    def pair(self) -> tuple[int, int]:
-        """Both classes of a targeted attack."""
-        if self.source is None or self.wanted is None:
-            raise OptionError(f"a targeted attack needs source and wanted; got {self.source} and {self.wanted}.")
-        return self.source, self.wanted
-
-
-def prepare(data: Labelled, model: nn.Module, *, rows: int | None = None, seed: int = 0) -> AttackSetting:
-    """Split a data set into training rows, validation rows that the attack also sees, and test rows that it never sees.
-
-    `rows` training rows are drawn, by default all. The validation rows are the trusted rows of the data, or drawn.
-    Without a test part, a fifth of the rows is held out. `model` is the victim; if it is linear, its weights become 0.
-    """
-    in_range("rows", rows, least=2, whole=True)
-    notes = list(data.notes)
-    if data.test is None:
-        data = split_test(data, share=HELD_OUT, seed=seed)
-        notes.append(f"A fifth of the rows, {len(data.part('test')[1])}, is held out as the test set.")
-    if data.trusted is None:
-        data = split_trusted(data, max(len(data.classes), min(MOST, round(VALIDATION * data.count))), seed)
-    if rows is not None and rows > data.count:
-        raise OptionError(f"rows must be at most the {data.count} that are left for training; got {rows}.")
-    if rows is not None and rows < data.count:
-        data = data.select(np.sort(np.random.default_rng(seed).permutation(data.count)[:rows]))
-    if len(torch.unique(data.y)) < 2:
-        raise DataError(f"an attack needs at least two classes; the {data.count} training rows have one.")
-    recipe = LAST_LAYER
-    weighted = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-    if len(weighted) == 1 and weighted[0] is list(model.modules())[-1] and isinstance(weighted[0], nn.Linear):
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)  # the minimum is unique, and zero prefers no class
-    else:
-        steps = max(LEAST_STEPS, PASSES * data.count // 100)
-        recipe = Recipe(optimizer="adam", steps=steps, decay=DEEP_DECAY, seed=seed)
-    trusted = data.part("trusted")
-    box: tuple[float | Tensor, float | Tensor] = (0.0, 1.0)
-    if data.kind != "images":
-        seen = torch.cat([data.x, trusted[0]])
-        box = seen.amin(0), seen.amax(0)
-    return AttackSetting(data, (data.x, data.y), trusted, data.part("test"), model, recipe, box=box, notes=tuple(notes))
-
-
-def on_features(setting: AttackSetting) -> AttackSetting:
-    """Return the setting whose victim is the network's last layer, on features of the network trained on clean data."""
-    layers = list(setting.model) if isinstance(setting.model, nn.Sequential) else []
-    if not layers or not isinstance(layers[-1], nn.Linear):
-        raise OptionError("a clean-label attack needs a model that is an nn.Sequential and ends in an nn.Linear.")
-    if not any(list(layer.parameters()) for layer in layers[:-1]):
-        return setting
-    whole = trained(setting.model, *setting.train, setting.recipe)
-    body = nn.Sequential(*list(whole.children())[:-1]).eval().requires_grad_(False)
-    last = nn.Linear(layers[-1].in_features, layers[-1].out_features).to(setting.device)
-    for parameter in last.parameters():
-        nn.init.zeros_(parameter)
-    note = "The victim is the network's last layer, retrained on the features of the network trained on clean data."
-    notes = (*setting.notes, note)
-    return replace(setting, model=last, recipe=LAST_LAYER, features=body, notes=notes, before=setting)
-
-
-def goal_of(setting: AttackSetting, goal: AttackGoal, seed: int) -> Goal:
-    """Return the start of the attack; raise if the data does not allow it."""
-    train, validation = setting.train, setting.validation
-    if goal.kind == "untargeted":
-        return untargeted(train, validation, goal.points, classes=len(setting.data.classes), seed=seed)
-    if goal.kind == "targeted":
-        source, wanted = goal.pair
-        if not bool((setting.test[1] == source).any()):
-            name = setting.data.classes[source]
-            raise DataError(f"the test set must have rows of class {name!r} to measure the attack on; it has none.")
-        return targeted(train, validation, goal.points, source=source, wanted=wanted, seed=seed)
-    x, wanted = target_of(setting, goal)[1], wanted_of(setting, goal)
-    return clean_label(validation, x, wanted, points=goal.points, features=setting.features, device=setting.device)
-
-
-def target_of(setting: AttackSetting, goal: AttackGoal) -> tuple[int, Tensor, int]:
-    """Return the target's row in the test set, its input and its label."""
-    x, y = setting.test
-    if goal.target is None or not 0 <= goal.target < len(y):
-        raise OptionError(f"--target must be a row of the test set, 0 to {len(y) - 1}; got {goal.target}.")
-    return goal.target, x[goal.target], int(y[goal.target])
-
-
-def wanted_of(setting: AttackSetting, goal: AttackGoal) -> int:
-    """Return `goal.wanted`; by default the class of the validation row, of another class, with the nearest features."""
-    _, x, label = target_of(setting, goal)
-    if goal.wanted is not None:
-        if goal.wanted == label:
-            raise OptionError(f"--as must be another class than the target's, {setting.data.classes[label]!r}.")
-        return goal.wanted
-    inputs, labels = setting.validation
-    rows, place = (mapped(setting.features, part, setting.device).flatten(1) for part in (inputs, x[None]))
-    distance = (rows - place).norm(dim=1).cpu()
-    distance[labels == label] = torch.inf
-    return int(labels[distance.argmin()])
-
-
-@dataclass(frozen=True)
-class AttackResult:
-    """An attack, and victims trained from scratch: without poison (`clean`), with it, and with its unmoved points."""
 
     poison: Poison
     goal: Goal
@@ -225,8 +86,25 @@ def carry_out(
 ) -> AttackResult:
     """Run an attack, and evaluate it by training victims from scratch.
 
-    `clean` is the evaluation without poison if it is known: it is the same for every attack in a setting. For the other
-    options see `attack`.
+    Args:
+        setting: The data and the victim, from `prepare`.
+        goal: What the attack should achieve, an `AttackGoal`.
+        bound: How far a point can be from its start. None (default): anywhere in the box of the inputs.
+        steps: The number of steps of the attack. `attack` takes 500 if nothing is said.
+        method: The method of the attack. None (default): a `Penalty` for a victim that is already trained.
+        seed: The seed of all random draws. Default: 0.
+        checkpoint: A folder for the state, to resume from after an interruption. None (default): nothing is written.
+        resume: Whether to resume from the state in `checkpoint`. Default: False.
+        clean: The evaluation without poison, if it is known: it is the same for every attack in a setting. None
+            (default): it is measured.
+        callbacks: Callbacks of the attack, such as `[Progress()]`. Default: none.
+
+    >>> from bilevel.data import load
+    >>> setting = prepare(load("digits"), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rows=50)
+    >>> found = carry_out(setting, AttackGoal("untargeted", points=2), steps=2)
+    >>> lost = found.clean.accuracy - found.poisoned.accuracy
+    >>> found.poison.x.shape
+    torch.Size([2, 1, 8, 8])
     """
     start = goal_of(setting, goal, seed)
     poison = attack(
@@ -261,9 +139,22 @@ def detection_auc(
 ) -> float:
     """Return how well `denoise` detects the poison: the AUC of its importance as a sign of a clean row.
 
-    1 means that every point is below every clean row; 1/2 is chance. `denoise` trains `model` in place, in `steps`. The
-    trusted set is the validation rows without the rows `without`: the points of a clean-label attack start there, and a
-    defender has no clean copy of a point.
+    1 means that every point is below every clean row; 1/2 is chance.
+
+    Args:
+        setting: The data and the victim, from `prepare`. Its validation rows are the trusted set of `denoise`.
+        poison: The points, a `Poison`.
+        model: The network that `denoise` trains, in place.
+        without: The validation rows to leave out of the trusted set. The points of a clean-label attack start there,
+            and a defender has no clean copy of a point. None (default): none.
+        steps: The number of steps of `denoise`. None (default): 12 passes over the rows, and at least 1,200.
+        seed: The seed of `denoise`. Default: 0.
+
+    >>> from bilevel.data import load
+    >>> setting = prepare(load("digits"), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rows=50)
+    >>> found = carry_out(setting, AttackGoal("untargeted", points=2), steps=2)
+    >>> 0 <= detection_auc(setting, found.poison, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), steps=5) <= 1
+    True
     """
     x, y = setting.train
     inputs, labels = torch.cat([x, poison.x.to(x)]), torch.cat([y, poison.labels])
@@ -282,13 +173,21 @@ def detection_auc(
     return float(require("sklearn.metrics", "apps").roc_auc_score(clean.numpy(), found.importance.numpy()))
 
 
-@dataclass(frozen=True)
-class Audit:
-    """The search for the least poison that is enough: the `values` searched, the `least` that is, and the `runs` made.
+@dataclass(frozen=True, repr=False)
+class Audit(ShortRepr):
+    """The result of `audit`: the least poison that is enough, and whether it can be detected.
 
-    `values` is empty if the target gets the wanted class without poison; then nothing is searched. `wanted` says in
-    words when poison is enough. `auc` is how well the denoiser detects the poison of the attack as requested; see
-    `detection_auc`.
+    Fields:
+        what: What was searched: "fraction", the share of poison in the training rows, or "epsilon", the bound.
+        wanted: When poison is enough, in words.
+        values: The values that could be tried, from small to large. Empty if the target gets the wanted class without
+            poison; then nothing is searched.
+        least: The smallest value tried that is enough. None: no value is.
+        runs: The runs made, each with its value, number of points, accuracy and whether it was enough.
+        auc: How well the denoiser detects the poison of the attack as requested; see `detection_auc`.
+
+    >>> Audit("fraction", "costs 5 points of accuracy", (0.01, 0.02, 0.04), least=0.02, runs=[], auc=0.9).sentence
+    'The smallest fraction tried that costs 5 points of accuracy: 2%.'
     """
 
     what: Literal["fraction", "epsilon"]
@@ -321,10 +220,30 @@ def audit(
 ) -> Audit:
     """Search for the least poison that is enough, by bisection, and measure whether the denoiser detects it.
 
-    A clean-label attack with a `bound` searches its epsilon, every other attack the share of poison. Enough is a loss
-    of `cost` points of accuracy (untargeted), half of the class (targeted), or the target (clean label). `found` is the
-    attack as requested; every run takes as many `steps`. Finished runs are kept in the folder `checkpoint`, and a
-    stopped run is resumed. `callbacks(label)` returns the callbacks of a run.
+    Args:
+        setting: The data and the victim, from `prepare`.
+        goal: What the attack should achieve, an `AttackGoal`. Its number of points is not used in a search of the
+            share.
+        bound: How far a point can be from its start, or None. A clean-label attack with a bound searches its epsilon,
+            every other attack the share of poison.
+        found: The attack as requested, from `carry_out`.
+        steps: The number of steps of every attack.
+        cost: The points of accuracy (percent) that an untargeted attack must cost to be enough. A targeted attack must
+            turn half of the class, a clean-label attack the target; they do not use it.
+        checkpoint: A folder for the finished runs; a stopped run is resumed.
+        seed: The seed of all random draws. Default: 0.
+        callbacks: A function that returns the callbacks of a run, called with its label as `callbacks(label)`. By
+            default there are none.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from bilevel.data import load
+    >>> setting = prepare(load("digits"), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rows=50)
+    >>> goal = AttackGoal("untargeted", points=2)
+    >>> found = carry_out(setting, goal, steps=2)
+    >>> result = audit(setting, goal, None, found, steps=2, cost=1.0, checkpoint=Path(tempfile.mkdtemp()))
+    >>> result.what, result.values
+    ('fraction', (0.02, 0.03, 0.06, 0.08, 0.12, 0.16))
     """
     what: Literal["fraction", "epsilon"] = "epsilon" if goal.kind == "clean-label" and bound else "fraction"
     count, y = setting.data.count, setting.train[1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel import Box, DataError, OptionError
-from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
 from bilevel.applications.poisoning.victims import Features, mapped
 from bilevel.data import Pair
 from bilevel.problem import Projection
@@ -50,15 +50,26 @@ def raised_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return -cross_entropy(scores, labels)
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The start of an attack, and its objective on the examples (x, y).
+@dataclass(frozen=True, repr=False)
+class Goal(ShortRepr):
+    """The start of an attack, and its objective on the examples (x, y); `untargeted` and other functions make it.
 
-    - `base`: the points before they move; `rows`: their rows in the set that they were drawn from.
-    - `labels`: of the points; they are fixed.
-    - `objective`: compares the victim's scores on `x` with `y`; default the cross-entropy.
-    - `collide`: an input whose features attract the points, if given; `collision_weight` (1) weighs the distance.
-    - `squared`: whether this distance is squared (True, Section 3.4) or not (Eq. 12).
+    Args:
+        name: The kind of attack, for messages and reports.
+        base: The inputs of the points before they move.
+        labels: The labels of the points; they are fixed.
+        rows: The rows of the bases in the set that they were drawn from.
+        x: The inputs that the objective is taken on.
+        y: The labels that the victim's scores on `x` are compared with.
+        objective: A function (scores, labels) -> number that the attack lowers. Default: `cross_entropy`.
+        collide: An input whose features attract the points. None (default): there is none.
+        collision_weight: The weight of the distance of the features from it. Default: 1.
+        squared: Whether this distance is squared, as in Section 3.4 of the paper (Eq. 12 has the distance). Default:
+            True.
+
+    >>> x, y = torch.rand(6, 4), torch.arange(6) % 2
+    >>> Goal("by hand", base=x[:2], labels=1 - y[:2], rows=torch.arange(2), x=x[2:], y=y[2:]).points
+    2
     """
 
     name: str
@@ -94,7 +105,14 @@ def untargeted(
 ) -> Goal:
     """Return points from the training set, each with a random wrong label, that should fail all of the validation set.
 
-    `points` is their number; `classes` the number of classes, by default from the labels; `seed` draws the points.
+    Args:
+        train: Inputs and labels that the points are drawn from.
+        validation: Inputs and labels that the victim should get wrong.
+        points: The number of points.
+        objective: A function (scores, labels) -> number that the attack lowers. Default: `failure`, the mean
+            probability of the right class.
+        classes: The number of classes. None (default): as many as the labels show.
+        seed: The seed of the draw. Default: 0.
 
     >>> untargeted((torch.rand(20, 3), torch.arange(20) % 2), (torch.rand(5, 3), torch.ones(5).long()), 4).points
     4
@@ -120,10 +138,21 @@ def targeted(
     objective: Callable[[Tensor, Tensor], Tensor] = shortfall,
     seed: int = 0,
 ) -> Goal:
-    """Return points of both classes, each with the other label, that make the victim take `source` for `wanted`.
+    """Return points of two classes, each with the other label, that make the victim take `source` for `wanted`.
 
-    `objective` (default `shortfall`) is taken on the examples of `source` in the validation set; `seed` draws the
-    points.
+    Args:
+        train: Inputs and labels that the points are drawn from.
+        validation: Inputs and labels; the objective is taken on the examples of `source` in it.
+        points: The number of points, half of each class.
+        source: The class that should be mistaken.
+        wanted: The class that it should be mistaken for.
+        objective: A function (scores, labels) -> number that the attack lowers. Default: `shortfall`, 1 minus the mean
+            probability of the wanted class.
+        seed: The seed of the draw. Default: 0.
+
+    >>> x, y = torch.rand(40, 3), torch.arange(40) % 4
+    >>> targeted((x[:30], y[:30]), (x[30:], y[30:]), points=4, source=1, wanted=2).labels
+    tensor([2, 2, 1, 1])
     """
     x, y = train
     if source == wanted:
@@ -159,10 +188,19 @@ def clean_label(
 ) -> Goal:
     """Return the points of class `wanted` whose features are nearest to the target's, with their own label (Eq. 12).
 
-    - `pool`: the set that the points are taken from. `target`: one input of another class.
-    - `points` (1): their number.
-    - `features`: a map on `device` ("cpu"), default the inputs themselves.
-    - `collision` (1): the weight of the distance of the features, which is `squared` (True) or not.
+    Args:
+        pool: Inputs and labels that the points are taken from.
+        target: One input of another class, which the victim should take for `wanted`.
+        wanted: The class of the points.
+        points: The number of points. Default: 1.
+        features: The map of inputs to features on which the victim acts. None (default): the inputs themselves.
+        collision: The weight of the distance between the features of the points and of the target. Default: 1.
+        squared: Whether this distance is squared. Default: True.
+        device: The device of `features`. Default: "cpu".
+
+    >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
+    >>> clean_label((x, y), torch.rand(3), wanted=1, points=2).labels
+    tensor([1, 1])
     """
     x, y = pool
     in_range("collision", collision, least=0)
@@ -195,7 +233,11 @@ def _refuse(points: int, rows: int, where: str, *, all_of_it: bool = False) -> N
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on each point, |u_i - b_i| <= epsilon, in the `norm` "l2" (default) or "linf".
+    """A bound on the distance of each point from its start b_i, |u_i - b_i| <= epsilon.
+
+    Args:
+        epsilon: The largest distance, in the unit of the inputs.
+        norm: "l2" (default), the Euclidean distance, or "linf", the largest change of one number.
 
     >>> Bound(0.5, "linf")
     Bound(epsilon=0.5, norm='linf')

@@ -46,11 +46,14 @@ def row_losses(scores: Tensor, labels: Tensor) -> Tensor:
 class Recipe:
     """How a victim is trained.
 
-    - `optimizer`: "adam" (default) uses batches and a rate that falls linearly to zero; "lbfgs" minimises g on all
-      data, for convex victims.
-    - `steps` (1,000): the steps of Adam, or the most iterations of L-BFGS.
-    - `rate` (1e-3), `batch` (100), `seed` (0): for Adam only.
-    - `decay` (0): the weight decay.
+    Args:
+        optimizer: "adam" (default) uses batches and a rate that falls linearly to zero. "lbfgs" minimises g on all
+            data, for convex victims.
+        steps: The number of steps of Adam, or the largest number of iterations of L-BFGS. Default: 1,000.
+        rate: The learning rate of Adam. Default: 1e-3.
+        batch: The number of examples in a batch of Adam. Default: 100.
+        decay: The weight decay. Default: 0. A convex victim needs some for a unique minimum.
+        seed: The seed of the batches of Adam. Default: 0.
 
     >>> Recipe(optimizer="lbfgs", decay=0.01).describe()
     {'optimizer': 'lbfgs', 'steps': 1000, 'decay': 0.01}

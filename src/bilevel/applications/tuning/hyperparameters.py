@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import OptionError
-from bilevel._util.checks import in_range, one_of
+from bilevel._util.checks import ShortRepr, in_range, one_of
 
 Parameters = Mapping[str, Tensor]
 # (scores, targets) -> one loss for each example.
@@ -34,8 +34,8 @@ EDGE = 1e-3
 Scale = Literal["log", "linear"]
 
 
-@dataclass(frozen=True)
-class Range:
+@dataclass(frozen=True, repr=False)
+class Range(ShortRepr):
     """The values between `low` and `high`, on a "log" or a "linear" scale. A log scale needs `low` above 0.
 
     >>> Range(1e-4, 1.0).value(torch.tensor(0.0)).item()  # the middle of the logarithms
@@ -91,7 +91,7 @@ class Sizes:
     sources: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Knob(Range):
     """A hyperparameter: its range and its start. The methods below change nothing; each subclass replaces one."""
 
@@ -127,11 +127,16 @@ class Knob(Range):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class WeightDecay(Knob):
     """A weight decay, 1/2 sum_i value_i p_i^2: one value per model, layer, tensor or weight.
 
-    `biases` includes biases and all other vectors, by default False. `low`, `high` and `start` are 1e-7, 0.1 and 1e-4.
+    Args:
+        low, high: The range of the values. Default: 1e-7 and 0.1.
+        start: The first value. Default: 1e-4.
+        scale: The scale on which values move, "log" (default) or "linear".
+        per: What shares a value: "model" (default), "layer", "tensor" or "weight".
+        biases: Whether biases and all other vectors decay as well. Default: False.
 
     >>> WeightDecay(per="tensor", biases=True).start
     0.0001
@@ -172,12 +177,15 @@ class WeightDecay(Knob):
         return torch.stack(terms).sum() / 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FeaturePenalty(Knob):
     """A penalty on the first layer's weights, 1/2 sum_j value_j |w_j|^2: one value for each feature or group.
 
-    `groups` has the group of each feature, numbered from 0; by default each feature is its own group. `low`, `high` and
-    `start` are 1e-6, 100 and 1e-3.
+    Args:
+        low, high: The range of the values. Default: 1e-6 and 100.
+        start: The first value. Default: 1e-3.
+        scale: The scale on which values move, "log" (default) or "linear".
+        groups: The group of each feature, numbered from 0. None (default): each feature is its own group.
 
     >>> FeaturePenalty(groups=[0, 0, 1]).groups
     [0, 0, 1]
@@ -222,9 +230,18 @@ class FeaturePenalty(Knob):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LabelSmoothing(Knob):
-    """Label smoothing: the share of each label that is spread over all classes. From 0 to 0.9, start 0.05."""
+    """Label smoothing: the share of each label that is spread over all classes.
+
+    Args:
+        low, high: The range of the share. Default: 0 and 0.9.
+        start: The first value. Default: 0.05.
+        scale: The scale on which the value moves, "log" or "linear" (default).
+
+    >>> LabelSmoothing().targets(torch.tensor([0.2]), torch.tensor([[1.0, 0.0]]))
+    tensor([[0.9000, 0.1000]])
+    """
 
     low: float = 0.0
     high: float = 0.9
@@ -235,9 +252,18 @@ class LabelSmoothing(Knob):
         return (1 - value) * target + value / target.shape[1]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClassWeights(Knob):
-    """A weight for the examples of each class. From 0.1 to 10, start 1."""
+    """A weight for the examples of each class, such as a higher one for a rare class.
+
+    Args:
+        low, high: The range of the weights. Default: 0.1 and 10.
+        start: The first value of every weight. Default: 1.
+        scale: The scale on which values move, "log" (default) or "linear".
+
+    >>> ClassWeights().weights(torch.tensor([1.0, 5.0]), torch.tensor([0, 1, 1]), None)
+    tensor([1., 5., 5.])
+    """
 
     low: float = 0.1
     high: float = 10.0
@@ -254,11 +280,17 @@ class ClassWeights(Knob):
         return value[y]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SourceWeights(Knob):
-    """A weight for the examples of each source, from 0.01 to 100, start 1.
+    """A weight for the examples of each source. `train` of `tune` then has a third entry, the source of each example.
 
-    `train` of `tune` then has a third entry: the source of each example, numbered from 0.
+    Args:
+        low, high: The range of the weights. Default: 0.01 and 100.
+        start: The first value of every weight. Default: 1.
+        scale: The scale on which values move, "log" (default) or "linear".
+
+    >>> SourceWeights().weights(torch.tensor([1.0, 0.1]), torch.tensor([3, 7]), torch.tensor([0, 1]))  # sources 0 and 1
+    tensor([1.0000, 0.1000])
     """
 
     low: float = 1e-2
@@ -274,11 +306,21 @@ class SourceWeights(Knob):
         return None if source is None else value[source]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LossMix(Knob):
     """The shares of several losses; the shares sum to 1.
 
-    `mixed` are functions (scores, targets) that return one loss for each example. Targets are probabilities.
+    Args:
+        mixed: Functions (scores, targets) that return one loss for each example. Targets are probabilities.
+        low, high: The range of the values, which are divided by their sum. Default: 0.01 and 100.
+        start: The first value of each loss. Default: 1, so that all shares are equal.
+        scale: The scale on which values move, "log" (default) or "linear".
+
+    >>> def brier(scores, targets):
+    ...     return (scores.softmax(1) - targets).square().sum(1)
+    >>> def cross_entropy(scores, targets):
+    ...     return -(targets * scores.log_softmax(1)).sum(1)
+    >>> hyper = {"mix": LossMix(mixed=[cross_entropy, brier])}
     """
 
     mixed: Sequence[Losses]
@@ -296,12 +338,19 @@ class LossMix(Knob):
         return torch.stack([share[i] * loss(scores, target) for i, loss in enumerate(self.mixed)]).sum(0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Augmentation(Knob):
-    """The strength of a change of the inputs, from 0 to 1, start 0.1.
+    """The strength of a change of the inputs.
 
-    `transform(x, strength)` must be differentiable in the strength, as `bilevel.applications.augmentation.add_noise`
-    is.
+    Args:
+        transform: A function (x, strength) that is differentiable in the strength, such as
+            `bilevel.applications.augmentation.add_noise`.
+        low, high: The range of the strength. Default: 0 and 1.
+        start: The first value. Default: 0.1.
+        scale: The scale on which the value moves, "log" or "linear" (default).
+
+    >>> from bilevel.applications.augmentation import add_noise
+    >>> hyper = {"noise": Augmentation(transform=add_noise, high=0.5)}
     """
 
     transform: Callable[[Tensor, Tensor], Tensor]
@@ -314,12 +363,17 @@ class Augmentation(Knob):
         return self.transform(x, value[0])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Free(Knob):
-    """A tensor of shape `size` that your own loss reads; give `low`, `high` and `start`.
+    """A tensor that your own loss reads.
 
-    >>> Free(low=0.05, high=20.0, start=1.0).shape(Sizes({}, 1, None, 0))
-    (1,)
+    Args:
+        low, high: The range of the values.
+        start: The first value of every entry.
+        scale: The scale on which values move, "log" (default) or "linear".
+        size: The shape of the tensor. Default: (1,).
+
+    >>> hyper = {"temperature": Free(low=0.05, high=20.0, start=1.0)}
     """
 
     size: Sequence[int] = (1,)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import Callback, DataError, OptionError, Penalty, ProblemError, Solution, Status, solve
-from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
 from bilevel.applications.training import evaluating, fit
 from bilevel.applications.tuning.hyperparameters import (
     Knob,
@@ -50,17 +50,25 @@ RATE = 1e-3
 Mode = Literal["convex", "minibatch"]
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """The tuned hyperparameters and the trained model.
+@dataclass(frozen=True, repr=False)
+class Tuned(ShortRepr):
+    """The tuned hyperparameters and the trained model. `tune` returns it.
 
-    - `values`: the tuned values by the names of their knobs.
-    - `model`: the model, trained on `train` only.
-    - `curve`: the validation loss after each step; on minibatches, of a batch, with the weights of the run.
-    - `valid_loss`: the validation loss of `model`.
-    - `mode`: "convex" or "minibatch".
-    - `solution`: the solution of the bilevel run; None in the mode "convex".
-    - `settings`: the options that were used, with defaults.
+    Fields:
+        values: The tuned values by the names of their knobs.
+        model: The model that was passed, trained on `train` only.
+        curve: The validation loss after each step; on minibatches, of a batch, with the weights of the run.
+        valid_loss: The validation loss of `model`.
+        mode: "convex" or "minibatch".
+        seconds: The time of the tuning and of the final training.
+        solution: The `Solution` of the bilevel run. Default: None, in the mode "convex".
+        settings: The options that were used. Default: empty.
+
+    >>> x = torch.randn(40, 3)
+    >>> y = x[:, 0]
+    >>> found = tune(nn.Linear(3, 1), (x[:30], y[:30]), (x[30:], y[30:]), {"decay": WeightDecay()}, steps=5)
+    >>> found.mode, found.valid_loss > 0
+    ('convex', True)
     """
 
     values: dict[str, Tensor]
@@ -96,21 +104,33 @@ def tune(
 ) -> Tuned:
     """Tune the hyperparameters on `valid`, then train `model` in place on `train` with them.
 
-    - `train`, `valid`: (inputs, targets). Whole numbers are classes, and the loss is the cross-entropy; other targets
-      are numbers, and the loss is half the squared error.
-    - `hyper`: the knobs by name, such as `WeightDecay()`; see `bilevel.applications.tuning.hyperparameters`.
-    - `loss(values, model, batch)`: replaces the part of the training loss that depends on data; `valid_loss` replaces
-      the loss on `valid`.
-    - `mode`: "convex" or "minibatch"; by default "convex" for a single linear layer on data of moderate size.
-    - `steps`: tuning steps, by default 1,000, or 60 in the mode "convex".
-    - `checkpoint`: a folder to write to, and to resume from if it holds a state of the same tuning.
-    - `on_progress(stage, done, total)`: called after each step.
+    Args:
+        model: The model with its first weights.
+        train: (inputs, targets). Whole numbers are classes, and the loss is the cross-entropy; other targets are
+            numbers, and the loss is half the squared error. With `SourceWeights`, a third entry has the source of each
+            example.
+        valid: (inputs, targets) to tune on; the model is not trained on them.
+        hyper: The knobs by name, such as `{"decay": WeightDecay()}`.
+        loss: A function (values, model, batch) that replaces the part of the training loss that depends on data. None
+            (default): the usual loss.
+        valid_loss: The same for the loss on `valid`. None (default): the usual loss.
+        mode: "convex", without minibatches, or "minibatch". None (default): "convex" for a single linear layer on data
+            of moderate size.
+        method: The method of the bilevel run, only in the mode "minibatch". None (default): `Penalty()`.
+        steps: The number of tuning steps. None (default): 1,000, or 60 in the mode "convex".
+        final_steps: The number of steps of the final training, only in the mode "minibatch". None (default): `steps`.
+        batch: The number of examples in a batch, only in the mode "minibatch". Default: 100.
+        rate: The learning rate of the final training, only in the mode "minibatch". None (default): the rate that the
+            default method chose, or 1e-3 with a `method`.
+        seed: The seed of all random draws. Default: 0.
+        callbacks: Callbacks of the bilevel run, only in the mode "minibatch". Default: none.
+        on_progress: A function that is called after each step as `on_progress(stage, done, total)`. None (default):
+            nothing is called.
+        engine: What runs the steps, as in `solve`, only in the mode "minibatch". Default: "auto".
+        log_every: The number of steps between calls of the callbacks. None (default): as in `solve`.
+        checkpoint: A folder to write to, and to resume from if it holds a state of the same tuning. None (default):
+            nothing is written.
 
-    Only in the mode "minibatch": `method` (default `Penalty()`), `batch`, `callbacks`, `engine` and `log_every` are
-    passed to `solve`; `final_steps` (default `steps`) and `rate` are of the final training, by default with the rate
-    that the penalty method chose.
-
-    >>> from bilevel.applications.tuning import WeightDecay
     >>> x = torch.randn(40, 3)
     >>> y = x[:, 0]
     >>> found = tune(nn.Linear(3, 1), (x[:30], y[:30]), (x[30:], y[30:]), {"decay": WeightDecay()}, steps=5)

@@ -367,7 +367,8 @@ def _problem(
             # One pass, as in training: batch normalisation takes its moments from both.
             scores, of_points = v(torch.cat([x, z])).split([len(x), len(z)])
             weight = None
-        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + regulariser(
+        rest = regulariser(v, weight)
+        return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + rest
             v, weight
         )
 

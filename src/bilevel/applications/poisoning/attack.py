@@ -369,8 +369,6 @@ def _problem(
             weight = None
         rest = regulariser(v, weight)
         return (rows * loss(scores, y).mean() + loss(of_points, labels).sum()) / (rows + points) + rest
-            v, weight
-        )
 
     return Problem(
         upper,

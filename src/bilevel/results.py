@@ -348,6 +348,19 @@ class Solution(Generic[U, V]):
             )
         return found
 
+    def _ends(self) -> str:
+        """Return how many different points the starts ended at, and how far the two best are apart."""
+        if len(self.candidates) < 2:
+            return "all runs that ended at a solution agree"
+        best, other = self.candidates[:2]
+        pairs = list(zip((*best.u, *best.v), (*other.u, *other.v), strict=True))
+        apart = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs))
+        size = math.sqrt(sum(float(a.double().square().sum()) for a, _ in pairs))
+        return (
+            f"{len(self.candidates)} distinct ends, see .candidates; the two best have f = {best.upper:.6g} and "
+            f"{other.upper:.6g}, and differ in (u, v) by {apart / (1 + size):.2g}, relative"
+        )
+
     def __repr__(self) -> str:
         c = self.certificate
         lines = [
@@ -364,5 +377,5 @@ class Solution(Generic[U, V]):
         elif c.hypergradient_error is not None:
             lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}")
         if self.candidates:
-            lines.append(f"  distinct ends of the starts: {len(self.candidates)}, see .candidates")
+            lines.append(f"  starts: {self._ends()}")
         return "\n".join([*lines, f"  Next: {NEXT[self.status]}"])

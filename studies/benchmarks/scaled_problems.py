@@ -120,7 +120,7 @@ class Exact:
         """Return v* by damped Newton steps; g is convex."""
         g, v = self.problem.lower, self.v
         for _ in range(100):
-            slope, bend = torch.func.grad(g, 1)(w, v), torch.func.hessian(g, 1)(w, v)
+            slope, bend = self._lower(w, v)
             step, share = torch.linalg.solve(bend, slope), 1.0
             while g(w, v - share * step) > g(w, v) - 1e-4 * share * slope @ step and share > 1e-9:
                 share /= 2
@@ -128,16 +128,25 @@ class Exact:
                 break
             v = v - share * step
         self.v = v
-        return v
+        return v.clone()
+
+    def _lower(self, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient and the Hessian of g in v."""
+
+        def g(v: Tensor) -> Tensor:
+            return self.problem.lower(w, v)
+
+        return torch.autograd.functional.jacobian(g, v), torch.autograd.functional.hessian(g, v)
 
     def phi(self, w: Tensor) -> tuple[float, Tensor]:
         """Return phi and the hypergradient."""
-        f, g = self.problem.upper, self.problem.lower
-        v = self.minimum(w)
-        f_u, f_v = torch.func.grad(f, (0, 1))(w, v)
-        q = torch.linalg.solve(torch.func.hessian(g, 1)(w, v), f_v)
-        mixed = torch.func.grad(lambda w: torch.func.grad(g, 1)(w, v) @ q)(w)
-        return float(f(w, v)), f_u - mixed
+        w, v = w.detach().requires_grad_(), self.minimum(w).requires_grad_()
+        f, g = self.problem.upper(w, v), self.problem.lower(w, v)
+        f_u, f_v = torch.autograd.grad(f, (w, v))
+        (s,) = torch.autograd.grad(g, v, create_graph=True)
+        q = torch.linalg.solve(self._lower(w.detach(), v.detach())[1], f_v)
+        (mixed,) = torch.autograd.grad(s @ q, w)
+        return float(f.detach()), f_u - mixed
 
     @cached_property
     def best(self) -> float:

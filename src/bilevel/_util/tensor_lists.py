@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+# torch imports this at the first derivative with a cotangent, which would make the first step of a run slow.
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor
 
 

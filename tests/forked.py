@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch imports its compiler at the first step of an optimizer, and the sharded tensors with the first ranks. There is
@@ -20,3 +24,28 @@ CONTEXT.set_forkserver_preload(
         "pytest",
     ]
 )
+
+
+@contextmanager
+def same_bits() -> Iterator[ProcessPoolExecutor]:
+    """Yield a process in which a computation has the same last bits on CPUs of different makers and ages.
+
+    MKL takes other kernels on each of them, even if torch's own kernels are the same. With MKL_CBWR=COMPATIBLE it takes
+    the same ones on all. It reads this at its first call, so the process has to be a new one, not a fork.
+    """
+    before = os.environ.get("MKL_CBWR")
+    os.environ["MKL_CBWR"] = "COMPATIBLE"
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _one_thread) as process:
+            process.submit(int).result()  # starts it
+            yield process
+    finally:
+        os.environ.pop("MKL_CBWR")
+        if before is not None:
+            os.environ["MKL_CBWR"] = before
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

@@ -26,8 +26,8 @@ ENDS = FOLDER / "ends.json"
 REFUSED: dict[str, str] = {}
 """The checkpoints that the present code refuses, with a part of the sentence. Empty as long as all of them resume."""
 TOLERANCE = 1e-8
-"""The checkpoints come from a machine whose last bits others do not repeat (see test_golden_runs). test_contract shows, on
-one machine, that a resumed run ends at the bits of an uninterrupted one."""
+"""The checkpoints come from a machine whose last bits others do not repeat (see test_golden_runs). test_contract shows,
+on one machine, that a resumed run ends at the bits of an uninterrupted one."""
 PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 

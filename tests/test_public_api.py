@@ -151,7 +151,7 @@ def public() -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 def interface() -> str:
-    """The names of `bilevel`, then those of each other module under its name."""
+    """Return the names of `bilevel`, then each other module with its names."""
     lines: list[str] = []
     for module, found in groupby(public(), lambda one: one[0]):
         lines += [] if module is bilevel else ["", f"# {module.__name__}"]

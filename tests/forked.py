@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch imports its compiler at the first step of an optimizer, and the sharded tensors with the first ranks. There is
@@ -49,3 +52,16 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+PATIENCE = 300.0
+"""The seconds after which a process has gone wrong: much longer than it takes on a busy machine."""
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[Any] | None = None) -> None:
+    """Wait until the condition holds, while the process lives."""
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        assert process is None or process.poll() is None, f"the process ended with code {process.returncode} before"
+        assert time.monotonic() < limit, f"nothing has happened in {PATIENCE:g} seconds"
+        time.sleep(0.02)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PATIENCE, wait_for
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
 from ranks import ends, free_port, on_ranks, started
 from test_distributed import assert_alike
@@ -119,11 +120,10 @@ def long_run(folder: str, limit: float) -> None:
 def signalled(folder: Path, rank: int, number: int, size: int = 3, limit: float = 600) -> dict[int, str]:
     """Signal one rank during a run; return the messages that end the others."""
     ranks, results = started(size, long_run, str(folder), limit)
-    file, end = folder / "state.safetensors", time.monotonic() + 300
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    file = folder / "state.safetensors"
+    wait_for(file.exists)
     os.kill(ranks[rank].pid, number)
-    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1, seconds=60)
+    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1, seconds=PATIENCE)
     ranks[rank].kill()
     ranks[rank].join()
     assert rank not in found

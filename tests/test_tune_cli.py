@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import PATIENCE, wait_for
 from safetensors.numpy import load_file
 
 from bilevel.applications.networks import mlp
@@ -185,11 +185,9 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
     options = [str(tmp_path / "d.npz"), "--caution", "0.1", "--steps", "12", "--out"]
     command = [sys.executable, "-m", "bilevel", "tune", *options, str(tmp_path / "r")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    while not list((tmp_path / "r").glob("checkpoint/tuning/one-penalty/*")):
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: list((tmp_path / "r").glob("checkpoint/tuning/one-penalty/*")), process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Stopped by Ctrl-C. The same command with --resume continues the run in" in err
     assert "Traceback" not in err

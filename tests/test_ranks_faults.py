@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -152,20 +151,23 @@ def test_a_rank_that_lives_but_does_not_answer_is_named_after_the_timeout(tmp_pa
     assert_named(signalled(tmp_path, 1, signal.SIGSTOP, limit=4), 1)
 
 
-def one_is_late() -> str:
+def one_is_late(folder: Path) -> str:
     """What a rank says if the second of three comes to the barrier when the others have given up."""
-    ranks = ProcessGroup.from_environment(torch.device("cpu"))
-    time.sleep(3 if ranks.rank == 1 else 0)
+    ranks, said = ProcessGroup.from_environment(torch.device("cpu")), "nothing"
+    ranks.wait_for_all()
+    if ranks.rank == 1:
+        wait_for(lambda: len(list(folder.iterdir())) == 2)
     try:
         with ranks.reporting_lost_ranks():
-            ranks.wait_for_all(timedelta(seconds=1))
+            ranks.wait_for_all(timedelta(seconds=2))
     except RankError as error:
-        return str(error)
-    return "nothing"
+        said = str(error)
+    (folder / str(ranks.rank)).touch()
+    return said
 
 
-def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk():
-    first, _, third = on_ranks(3, one_is_late)
+def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk(tmp_path):
+    first, _, third = on_ranks(3, one_is_late, tmp_path)
     assert first.startswith("rank 1 of 3 did not answer rank 0: ")
     assert third.startswith("rank 2 of 3 lost the other ranks: ")
 

@@ -195,21 +195,25 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
     assert run(*options, tmp_path / "r") == 2
     assert "holds a stopped run. Continue it by --resume" in capsys.readouterr().err
     assert run(*options, tmp_path / "r", "--resume") == run(*options, tmp_path / "straight") == 0
-    assert_same(tmp_path)
+    # Last bits can differ between two processes: without MKL_CBWR, MKL promises them within one.
+    assert_same(tmp_path, within=1e-13)
     assert not (tmp_path / "r" / "checkpoint").exists()
     capsys.readouterr()
     assert run(*options, tmp_path / "r", "--resume", "--json") == 0
     assert "finished already" in capsys.readouterr().err
 
 
-def assert_same(folder: Path) -> None:
+def assert_same(folder: Path, within: float = 0.0) -> None:
     """The run that was stopped and the straight one have the same files, but for the seconds."""
     for name in ("penalties.csv", "history.csv"):
         assert (folder / "r" / name).read_bytes() == (folder / "straight" / name).read_bytes()
     weights = [load_file(folder / name / "model.safetensors") for name in ("r", "straight")]
-    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[1])
+    for name in weights[1]:
+        np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=0, atol=within)
     ends = [json.loads((folder / name / "result.json").read_text()) for name in ("r", "straight")]
     assert all(end.pop("seconds") > 0 for end in ends)
+    for name in ("valid_loss", "test_loss"):
+        assert abs(ends[0].pop(name) - ends[1].pop(name)) <= within
     assert ends[0] == ends[1]
 
 

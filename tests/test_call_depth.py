@@ -11,10 +11,21 @@ import torch
 from quadratic import Quadratic
 from torch import Tensor
 
-from bilevel import Callback, Penalty, Problem, Run, solve
+from bilevel import Callback, ForwardMode, Penalty, Problem, ReverseMode, Run, solve
 
-STOCHASTIC, DETERMINISTIC, LOWER_CONSTRAINTS = 8, 10, 11
-"""The most calls, that of `solve` among them and that of g not. They may only fall: to 8, 10 and 11."""
+NO_DATA, DATA, LOWER_CONSTRAINTS = "without data", "with data", "without data, with lower constraints"
+# A method, the problem, and the most calls, `solve` among them and g not. They may only fall.
+MOST = {
+    "deterministic": (Penalty(), NO_DATA, 10),
+    "deterministic, lower constraints": (Penalty(), LOWER_CONSTRAINTS, 11),
+    "deterministic, differences": (Penalty(curvature="difference"), NO_DATA, 13),
+    "stochastic, no lower steps": (Penalty(lower_steps=0), DATA, 8),
+    "stochastic": (Penalty(lower_steps=2), DATA, 8),
+    "stochastic, differences": (Penalty(curvature="difference"), DATA, 11),
+    "stochastic, lower constraints": (Penalty(mode="stochastic"), LOWER_CONSTRAINTS, 9),
+    "reverse mode": (ReverseMode(), DATA, 14),
+    "forward mode": (ForwardMode(), DATA, 11),
+}
 
 
 class Depths(Callback):
@@ -49,19 +60,11 @@ def deepest(problem: Problem, method: Any, data: Any = None) -> int:
     return max(depths.found)
 
 
-@pytest.mark.parametrize("lower_steps", [0, 2])
-def test_stochastic_steps_call_g_within_so_many_calls(lower_steps):
-    problem = Quadratic()
-    depth = deepest(problem.problem, Penalty(lower_steps=lower_steps), problem.data())
-    assert depth <= STOCHASTIC, f"{depth} calls lie between solve and g; {STOCHASTIC} at most."
-
-
-def test_deterministic_steps_call_g_within_so_many_calls():
-    depth = deepest(Quadratic().problem, Penalty())
-    assert depth <= DETERMINISTIC, f"{depth} calls lie between solve and g; {DETERMINISTIC} at most."
-
-
-def test_deterministic_steps_with_lower_constraints_call_g_within_so_many_calls():
-    problem = replace(Quadratic().problem, lower_inequalities=lambda u, v, _: torch.stack([v[0] - 1, -1 - v[1]]))
-    depth = deepest(problem, Penalty())
-    assert depth <= LOWER_CONSTRAINTS, f"{depth} calls lie between solve and g; {LOWER_CONSTRAINTS} at most."
+@pytest.mark.parametrize("case", MOST)
+def test_steps_call_g_within_so_many_calls(case):
+    (method, setting, most), quadratic = MOST[case], Quadratic()
+    problem = quadratic.problem
+    if setting == LOWER_CONSTRAINTS:
+        problem = replace(problem, lower_inequalities=lambda u, v, _: torch.stack([v[0] - 1, -1 - v[1]]))
+    depth = deepest(problem, method, quadratic.data() if setting == DATA else None)
+    assert depth <= most, f"{depth} calls lie between solve and g; {most} at most."

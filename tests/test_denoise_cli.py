@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pandas as pd
 import pytest
 import torch
 from common import chromium
+from forked import PATIENCE, wait_for
 from PIL import Image
 from safetensors import safe_open
 from scipy.io import savemat
@@ -340,7 +340,7 @@ def command(arrays: Path, out: Path, *more: str) -> list[str]:
 
 
 def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), env=ONE_THREAD, capture_output=True, text=True, timeout=120)  # type: ignore[arg-type]
+    return subprocess.run(command(*arguments), env=ONE_THREAD, capture_output=True, text=True, timeout=PATIENCE)  # type: ignore[arg-type]
 
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -357,13 +357,9 @@ def straight(arrays, tmp_path_factory) -> str:
 def test_run_that_was_stopped_goes_on_and_ends_as_the_straight_one(arrays, straight, tmp_path, sent):
     out = tmp_path / "r"
     with subprocess.Popen(command(arrays, out), env=ONE_THREAD, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not (out / "checkpoint" / "importance" / "state.safetensors").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for((out / "checkpoint" / "importance" / "state.safetensors").exists, process)
         process.send_signal(sent)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=PATIENCE)
     assert not (out / "result.json").exists()
     if sent == signal.SIGINT:
         assert process.returncode == 130

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from common import needs
+from forked import PATIENCE, wait_for
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -184,13 +184,9 @@ def test_ctrl_c_ends_a_run_with_the_exit_code_of_ctrl_c(folder, tmp_path):
     words[words.index("--steps") + 1] = "200"  # a checkpoint every 20
     command = [sys.executable, "-m", "bilevel", *words]
     with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 100
-        while not (out / "checkpoint" / "solve" / "state.safetensors").exists():
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_for((out / "checkpoint" / "solve" / "state.safetensors").exists, process)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=100)
+        _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert f"bilevel: Stopped by Ctrl-C. The same command with --resume continues the run in {out}.\n" in told
     assert "Traceback" not in told

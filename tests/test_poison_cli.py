@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import PATIENCE, wait_for
 from sklearn.datasets import load_digits, load_iris
 
 from bilevel.applications.default_classifier import classifier
@@ -341,11 +341,9 @@ def test_run_that_was_stopped_goes_on_and_ends_with_the_same_points(arrays, tmp_
     arguments = [str(arrays), "--points", "20", "--steps", "300"]
     command = [sys.executable, "-m", "bilevel", "poison", *arguments, "--out", str(tmp_path / "a")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    began = time.monotonic()
-    while not list((tmp_path / "a").glob("checkpoint/attack/*")) and time.monotonic() - began < 60:
-        time.sleep(0.05)
+    wait_for(lambda: list((tmp_path / "a").glob("checkpoint/attack/*")), process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Stopped by Ctrl-C" in err
     assert not (tmp_path / "a" / "result.json").exists()

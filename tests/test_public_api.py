@@ -1,10 +1,10 @@
-"""The public names of `bilevel` with their signatures, as data/public_api.txt has them.
+"""The public names of `bilevel` and of `MODULES` with their signatures, as data/public_api.txt has them.
 
 A change of the interface is renewed there in the same commit, with a line in CHANGELOG.md:
 
     python tests/test_public_api.py --write
 
-Modules below `bilevel` move, and are not part of it.
+Other modules move, and are not part of it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,29 @@ import argparse
 import dataclasses
 import difflib
 import enum
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_origin
 
 import bilevel
 
 FILE = Path(__file__).parent / "data" / "public_api.txt"
+MODULES = (
+    "bilevel",
+    "bilevel.applications.comparison",
+    "bilevel.applications.denoising",
+    "bilevel.applications.few_shot",
+    "bilevel.applications.poisoning",
+    "bilevel.applications.tuning",
+    "bilevel.data",
+    "bilevel.sklearn",
+)
 
 
 def signature(function: Any) -> str:
@@ -70,7 +83,9 @@ def annotation(value: object) -> str:
 
 
 def described(name: str, value: Any) -> Iterator[str]:
-    if inspect.isclass(value):
+    if get_origin(value) is not None:
+        yield f"{name} = {annotation(str(value))}"
+    elif inspect.isclass(value):
         bases = [base.__name__ for base in value.__bases__ if base is not object and not base.__name__.startswith("_")]
         yield f"class {name}({', '.join(bases)})"
         yield from (f"    {line}" for line in sorted(members(value)))
@@ -90,7 +105,7 @@ def members(value: type) -> Iterator[str]:
         fields = {field.name for field in known}
         yield f"(arguments: {', '.join(field.name for field in known if not field.kw_only) or 'by keyword'})"
         yield from (f"{field.name}: {annotation(field.type)}{default(field)}" for field in known)
-    elif "__init__" in vars(value):
+    elif _own(value, "__init__"):
         yield f"__init__{signature(value.__init__)}"
     for name in dir(value):
         if (name.startswith("_") and name not in SPECIAL) or name in fields or not _own(value, name):
@@ -102,7 +117,7 @@ def members(value: type) -> Iterator[str]:
             yield f"{type(attribute).__name__} {name}{signature(getattr(value, name))}"
         elif inspect.isfunction(attribute):
             yield f"{name}{signature(attribute)}"
-        elif not issubclass(value, enum.Enum):
+        elif not issubclass(value, enum.Enum) and not inspect.ismethoddescriptor(attribute):  # scikit-learn adds some
             yield f"{name} = {shown(attribute)}"
 
 
@@ -113,7 +128,7 @@ SPECIAL = ("__call__", "__getitem__", "__len__", "__iter__", "__setitem__", "__c
 def _own(value: type, name: str) -> bool:
     """Whether this attribute is written in `bilevel`, and not listed with a public base class."""
     home = next((base for base in value.__mro__ if name in vars(base)), object)
-    listed = home is not value and getattr(bilevel, home.__name__, None) is home
+    listed = home is not value and any(getattr(module, home.__name__, None) is home for module in modules())
     return home.__module__.partition(".")[0] == "bilevel" and not listed
 
 
@@ -125,8 +140,22 @@ def default(field: Any) -> str:
     return ""
 
 
+@cache
+def modules() -> list[ModuleType]:
+    return [importlib.import_module(name) for name in MODULES]
+
+
+def public() -> Iterator[tuple[ModuleType, str, Any]]:
+    for module in modules():
+        yield from ((module, name, getattr(module, name)) for name in sorted(module.__all__))
+
+
 def interface() -> str:
-    lines = [line for name in sorted(bilevel.__all__) for line in described(name, getattr(bilevel, name))]
+    """Return the names of `bilevel`, then each other module with its names."""
+    lines: list[str] = []
+    for module, found in groupby(public(), lambda one: one[0]):
+        lines += [] if module is bilevel else ["", f"# {module.__name__}"]
+        lines += [line for _, name, value in found for line in described(name, value)]
     return "\n".join(lines) + "\n"
 
 
@@ -146,9 +175,9 @@ def test_public_names_and_signatures_are_the_recorded_ones():
 
 
 def test_each_public_name_is_there_and_has_a_docstring():
-    for name in bilevel.__all__:
-        value = getattr(bilevel, name)
-        assert name == "__version__" or (value.__doc__ and value.__doc__.strip()), name
+    for module, name, value in public():
+        described = inspect.isclass(value) or inspect.isroutine(value)
+        assert not described or (value.__doc__ and value.__doc__.strip()), f"{module.__name__}.{name}"
 
 
 def test_record_sees_names_defaults_and_methods():
@@ -157,8 +186,10 @@ def test_record_sees_names_defaults_and_methods():
     assert "class Penalty(" in text
     assert "    gamma: PenaltyWeight | None = None\n" in text
     assert "    classmethod algorithm_1(" in text
+    assert "\n# bilevel.applications.tuning\nclass Augmentation(" in text
+    assert "\nclass DenoisingClassifier(" in text
     assert "0x" not in text
-    assert "bilevel." not in text.replace("'bilevel.", "")
+    assert "bilevel." not in text.replace("'bilevel.", "").replace("\n# bilevel.", "")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PATIENCE, wait_for
 from parallel_cases import STEPS, data, decays, network, numbers, ridge, solved
 from ranks import ends, free_port, on_ranks, started
 from test_distributed import assert_alike
@@ -119,11 +119,10 @@ def long_run(folder: str, limit: float) -> None:
 def signalled(folder: Path, rank: int, number: int, size: int = 3, limit: float = 600) -> dict[int, str]:
     """Signal one rank during a run; return the messages that end the others."""
     ranks, results = started(size, long_run, str(folder), limit)
-    file, end = folder / "state.safetensors", time.monotonic() + 300
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    file = folder / "state.safetensors"
+    wait_for(file.exists)
     os.kill(ranks[rank].pid, number)
-    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1, seconds=60)
+    found = ends(ranks[:rank] + ranks[rank + 1 :], results, size - 1, seconds=PATIENCE)
     ranks[rank].kill()
     ranks[rank].join()
     assert rank not in found
@@ -152,20 +151,23 @@ def test_a_rank_that_lives_but_does_not_answer_is_named_after_the_timeout(tmp_pa
     assert_named(signalled(tmp_path, 1, signal.SIGSTOP, limit=4), 1)
 
 
-def one_is_late() -> str:
+def one_is_late(folder: Path) -> str:
     """What a rank says if the second of three comes to the barrier when the others have given up."""
-    ranks = ProcessGroup.from_environment(torch.device("cpu"))
-    time.sleep(3 if ranks.rank == 1 else 0)
+    ranks, said = ProcessGroup.from_environment(torch.device("cpu")), "nothing"
+    ranks.wait_for_all()
+    if ranks.rank == 1:
+        wait_for(lambda: len(list(folder.iterdir())) == 2)
     try:
         with ranks.reporting_lost_ranks():
-            ranks.wait_for_all(timedelta(seconds=1))
+            ranks.wait_for_all(timedelta(seconds=2))
     except RankError as error:
-        return str(error)
-    return "nothing"
+        said = str(error)
+    (folder / str(ranks.rank)).touch()
+    return said
 
 
-def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk():
-    first, _, third = on_ranks(3, one_is_late)
+def test_rank_0_names_a_rank_that_does_not_come_where_the_ranks_talk(tmp_path):
+    first, _, third = on_ranks(3, one_is_late, tmp_path)
     assert first.startswith("rank 1 of 3 did not answer rank 0: ")
     assert third.startswith("rank 2 of 3 lost the other ranks: ")
 

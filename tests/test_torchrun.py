@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from forked import wait_for
 from ranks import free_port
 
 COMMAND = ["denoise", "digits", "--noise", "0.3", "--no-baselines", "--json"]
@@ -63,9 +63,7 @@ def test_two_ranks_write_one_folder_with_the_importances_of_one_process(tmp_path
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are found in /proc")
 def test_torchrun_names_a_killed_rank_and_restarts_from_the_last_checkpoint(tmp_path):
     process = torchrun(tmp_path, "--steps", "400", restarts=1)
-    state, end = tmp_path / "checkpoint" / "importance" / "state.safetensors", time.monotonic() + 300
-    while not state.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for((tmp_path / "checkpoint" / "importance" / "state.safetensors").exists, process)
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     out, err = process.communicate()
     assert process.returncode == 0, err

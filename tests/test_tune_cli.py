@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import PATIENCE, wait_for
 from safetensors.numpy import load_file
 
 from bilevel.applications.networks import mlp
@@ -185,11 +185,9 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
     options = [str(tmp_path / "d.npz"), "--caution", "0.1", "--steps", "12", "--out"]
     command = [sys.executable, "-m", "bilevel", "tune", *options, str(tmp_path / "r")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    while not list((tmp_path / "r").glob("checkpoint/tuning/one-penalty/*")):
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: list((tmp_path / "r").glob("checkpoint/tuning/one-penalty/*")), process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Stopped by Ctrl-C. The same command with --resume continues the run in" in err
     assert "Traceback" not in err
@@ -197,21 +195,25 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
     assert run(*options, tmp_path / "r") == 2
     assert "holds a stopped run. Continue it by --resume" in capsys.readouterr().err
     assert run(*options, tmp_path / "r", "--resume") == run(*options, tmp_path / "straight") == 0
-    assert_same(tmp_path)
+    # Last bits can differ between two processes: without MKL_CBWR, MKL promises them within one.
+    assert_same(tmp_path, within=1e-13)
     assert not (tmp_path / "r" / "checkpoint").exists()
     capsys.readouterr()
     assert run(*options, tmp_path / "r", "--resume", "--json") == 0
     assert "finished already" in capsys.readouterr().err
 
 
-def assert_same(folder: Path) -> None:
+def assert_same(folder: Path, within: float = 0.0) -> None:
     """The run that was stopped and the straight one have the same files, but for the seconds."""
     for name in ("penalties.csv", "history.csv"):
         assert (folder / "r" / name).read_bytes() == (folder / "straight" / name).read_bytes()
     weights = [load_file(folder / name / "model.safetensors") for name in ("r", "straight")]
-    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[1])
+    for name in weights[1]:
+        np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=0, atol=within)
     ends = [json.loads((folder / name / "result.json").read_text()) for name in ("r", "straight")]
     assert all(end.pop("seconds") > 0 for end in ends)
+    for name in ("valid_loss", "test_loss"):
+        assert abs(ends[0].pop(name) - ends[1].pop(name)) <= within
     assert ends[0] == ends[1]
 
 

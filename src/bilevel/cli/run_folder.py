@@ -28,6 +28,8 @@ INTERRUPTED = 130
 STOPPED = "Stopped by Ctrl-C."
 CHECKPOINT = "checkpoint"
 CONFIG = "config.json"
+# The form of a run folder, in config.json; releases before 0.2 wrote none.
+FORM = 2
 RESULT = "result.json"
 Result = Mapping[str, Any]
 Once = Callable[[Callable[[], Result | None]], Result | None]
@@ -173,7 +175,10 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
     Refuses a run that was stopped without `resume`, other options with it, and files that would be overwritten.
     """
     checkpoint, result = folder.path / CHECKPOINT, folder.read_json(RESULT)
-    differs = _difference(folder.read_json(CONFIG), asked)
+    before = folder.read_json(CONFIG)
+    differs = _difference(before, asked)
+    if before.get("command") == asked["command"] and "form" not in before:
+        raise OptionError(f"{folder.path} was written by a version before 0.2. Use another --out to start again.")
     if result and resume and not differs:
         shutil.rmtree(checkpoint, ignore_errors=True)  # a kill can leave it
         print("note: this run is finished already.", file=sys.stderr)
@@ -191,7 +196,7 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
         }
     )
     versions = {"bilevel": bilevel.__version__, "torch": version("torch"), "numpy": version("numpy")}
-    folder.write_json(CONFIG, {**asked, "versions": {**versions, "python": platform.python_version()}})
+    folder.write_json(CONFIG, {**asked, "form": FORM, "versions": {**versions, "python": platform.python_version()}})
     checkpoint.mkdir(exist_ok=True)
     return None
 

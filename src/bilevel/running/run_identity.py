@@ -48,7 +48,12 @@ def run_identity(
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None:
-    """Refuse a checkpoint of another run."""
+    """Refuse a checkpoint of another run, or of a release that described runs otherwise."""
+    if old and (missing := next((key for key in new if key not in old), None)):
+        raise CheckpointError(
+            f"the checkpoint in {folder} was written by another version of bilevel, as it does not name its {missing}. "
+            "It is left as it is; start again in another folder."
+        )
     for key, value in new.items():
         if not _same(old.get(key), value):
             raise CheckpointError(

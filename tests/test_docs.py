@@ -56,9 +56,7 @@ def test_links_of_the_documents_lead_somewhere():
 def test_contributing_lists_every_file_of_the_folder(folder):
     (section,) = re.findall(r"## The tree\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     listed = set(re.findall(r"`(\w+\.py)`", section))
-    # The names on the left are about to become the ones on the right.
-    renamed = {"exact_run.py": "exact_multipliers_run.py", "without_data.py": "run_without_data.py"}
-    files = {renamed.get(path.name, path.name) for path in (ROOT / "src" / "bilevel" / folder).glob("*.py")}
+    files = {path.name for path in (ROOT / "src" / "bilevel" / folder).glob("*.py")}
     assert files - {"__init__.py"} <= listed
 
 

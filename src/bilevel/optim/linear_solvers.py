@@ -100,7 +100,7 @@ def solve_flat(
     """Solve A x = b by conjugate gradients for one flat vector, on the host; return x and the largest curvature met.
 
     This is the quick form for small systems that are solved many times. It ends when |b - A x| <= accuracy |b|; with a
-    preconditioner M that may not be near the inverse any more, also |M (b - A x)| <= accuracy |x|, which is the error
+    preconditioner M that is perhaps no longer near the inverse, also |M (b - A x)| <= accuracy |x|, which is the error
     of x if M is the inverse. Then it raises `StaleError` if A M stretches a direction by more than `STRETCH`, or if
     `patience` products are not enough. It raises `FlatError` if |b - A x| is above `LEAST` |b| after all steps, or if
     a direction has no positive curvature, relative to the largest one met and to `top`; with a preconditioner, at most

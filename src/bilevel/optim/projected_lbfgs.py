@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bilevel.optim.lbfgs import Function
 
-# A step is long enough if the slope along it has fallen to the second of these.
+# A step is long enough if the slope along it has fallen to the share `CURVATURE`.
 ARMIJO, CURVATURE = 1e-4, 0.9
 TRIALS = 25
 # Values that differ by less than this many units in the last place are equal.
@@ -36,8 +36,8 @@ MEMORY = 50
 KEPT = ("x", "value", "gradient", "moves", "bends", "rate", "length", "rise")
 # P as a function of the flat vector, and D at a point: it multiplies each row of a matrix.
 Project = Callable[[Tensor], Tensor]
-Keep = Callable[[Tensor], Tensor]
-Tangent = Callable[[Tensor], Keep]
+RowMap = Callable[[Tensor], Tensor]
+Tangent = Callable[[Tensor], RowMap]
 
 
 class _Face:
@@ -49,11 +49,11 @@ class _Face:
         H e = t e + S' a - t Y' b,   b = R^-1 S e,   a = R^-T (C b + t Y Y' b - t Y e)
     """
 
-    def __init__(self, keep: Keep | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
-        self.keep, self.rate = keep, rate
-        self.slope = gradient if keep is None else keep(gradient[None])[0]
-        if keep is not None and len(moves):
-            both = keep(torch.cat([moves, bends]))
+    def __init__(self, derivative: RowMap | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
+        self.derivative, self.rate = derivative, rate
+        self.slope = gradient if derivative is None else derivative(gradient[None])[0]
+        if derivative is not None and len(moves):
+            both = derivative(torch.cat([moves, bends]))
             moves, bends = both[: len(moves)], both[len(moves) :]
         products, squares = (moves * bends).sum(1), (bends * bends).sum(1)
         curved = products > torch.finfo(gradient.dtype).eps * (squares * (moves * moves).sum(1)).sqrt()
@@ -72,7 +72,7 @@ class _Face:
             rest = self.inner @ b - self.rate * (self.bends @ slope)[:, None]
             a = torch.linalg.solve_triangular(self.upper.T, rest, upper=False)
             found = found + (self.moves.T @ a - self.rate * (self.bends.T @ b))[:, 0]
-        return found if self.keep is None else self.keep(found[None])[0]
+        return found if self.derivative is None else self.derivative(found[None])[0]
 
     def decrement(self, slope: Tensor) -> float:
         """Return sqrt(<e, H e>) for a slope e along the face."""
@@ -164,10 +164,10 @@ class ProjectedLBFGS:
 
     @property
     def face(self) -> _Face:
-        """The directions that the present point can move in, and what is known of the function along them."""
+        """The face at the present point, with the L-BFGS model on it."""
         if self._face is None:
-            keep = None if self.tangent is None else self.tangent(self.x - self.rate * self.gradient)
-            self._face = _Face(keep, self.gradient, self.moves, self.bends, self.rate)
+            derivative = None if self.tangent is None else self.tangent(self.x - self.rate * self.gradient)
+            self._face = _Face(derivative, self.gradient, self.moves, self.bends, self.rate)
         return self._face
 
     @property

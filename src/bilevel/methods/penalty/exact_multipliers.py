@@ -9,8 +9,8 @@ the formula of the hypergradient, and it is the hypergradient if s = 0. This is 
 2016), reached from the penalty. Its objective is phi(u) = f(u, v*(u)), which we read as f - <q, s>: near the minimum
 v* of g, the error of that is of second order in v - v*, and the error of f is of first order.
 
-v is brought near v* by Newton steps (`lower_newton`), which start at the v of the last accepted u. Then <q, s>, the
-effect of the error of v on f, tells whether v is near enough.
+Newton steps (`lower_newton`) bring v near v*. They start at the v of the last accepted u. <q, s> is the effect of the
+error of v on f, so it shows whether v is near enough.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from bilevel.optim.linear_solvers import FlatError
 
 # How often v is made more accurate if <q, s> is large, by default against this share of |f|.
 AGAIN, CORRECTION = 4, 1e-2
-# The attributes that a checkpoint keeps, and those of the systems.
+# The attributes that a checkpoint keeps, and the attributes of the systems.
 STATE = ("x", "base", "size_f_v", "adjoint_accuracy")
-OF_SYSTEMS = ("factor", "unseen", "since", "top")
+OF_SYSTEMS = ("factor", "null_directions", "products_since_factor", "top")
 
 
 @dataclass
@@ -75,7 +75,7 @@ class ExactMultipliers:
         # How accurately q is solved for: a residual relative to |f_v|.
         self.adjoint_accuracy = 1e-6
         # The largest |<q, s>| at the end of an evaluation, by u. None: a share of |f|.
-        self.allowed: Callable[[Tensor], float] | None = None
+        self.largest_correction: Callable[[Tensor], float] | None = None
         self.evaluations = 0
         self.x: Tensor | None = None
         self.size_f_v = 0.0
@@ -114,7 +114,9 @@ class ExactMultipliers:
         try:
             for _ in range(AGAIN):
                 found = self.at(self.newton.minimise())
-                if not found.correction > (CORRECTION * abs(found.f) if self.allowed is None else self.allowed(u)):
+                if not found.correction > (
+                    CORRECTION * abs(found.f) if self.largest_correction is None else self.largest_correction(u)
+                ):
                     break
                 self.newton.accuracy *= 0.01
         except FlatError:
@@ -133,16 +135,16 @@ class ExactMultipliers:
         f = d.upper(slope.batch[0])
         found = d.gradient(f, [*d.v.leaves, *d.u.leaves], retain=True)
         f_v, f_u = flatten(found[:count]), flatten(found[count:])
-        keep, product = self.systems.tangent(slope.flat), self.systems.product(slope)
+        derivative, product = self.systems.tangent(slope.flat), self.systems.product(slope)
         self.size_f_v = max(self.size_f_v, f_v.norm().item())
-        q, self.x = self.systems.solve(slope, keep, f_v, self.adjoint_accuracy, self.x, scale=self.size_f_v)
+        q, self.x = self.systems.solve(slope, derivative, f_v, self.adjoint_accuracy, self.x, scale=self.size_f_v)
         bent = product(q)
         through = flatten(d.gradient(slope.graph, d.u.leaves, cotangent=self.systems.parts(q), retain=True))
-        if keep is None:
+        if derivative is None:
             w, left = -q, f_v - bent
         else:
             w = bent - q - f_v  # so that grad_v F, which is f_v + w - D w + g_vv D w then, is zero if D w = -q
-            left = keep(w) + q
+            left = derivative(w) + q
         self.f = f.item()
         return Point(
             f=self.f,
@@ -166,7 +168,7 @@ class ExactMultipliers:
         return self.systems.solve(slope, self.systems.tangent(slope.flat), -pull, 1e-2)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next evaluation depends on, besides u and v."""
+        """Return what the next evaluation depends on, in addition to u and v."""
         own = {name: getattr(self, name) for name in STATE} | {name: getattr(self.systems, name) for name in OF_SYSTEMS}
         return own | {"newton": self.newton.state_dict()}
 

@@ -1,11 +1,11 @@
 """A run of the penalty method with exact multipliers: L-BFGS on phi(u), with v kept at its minimum.
 
-    phi and phi' by `exact_multipliers`, more accurate as less is left to gain
-    left = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the fall of
-    phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run that
-    starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
-    ends when left <= goal, or when rounding hides any progress
-    at the end: v and q are solved again from other starts; the change of phi' is its error, which counts as left
+    phi and phi' by `exact_multipliers`, more accurate as less remains to gain
+    remaining = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the
+    fall of phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run
+    that starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
+    ends when remaining <= goal, or when rounding hides any progress
+    at the end: v and q are solved again from other starts; the change of phi' is its error, which counts as remaining
     then v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
 
 A step is one L-BFGS iteration. It reads values on the host.
@@ -29,23 +29,23 @@ from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, Point
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.methods.penalty.run_without_data import RunWithoutData
 from bilevel.optim.linear_solvers import FlatError
-from bilevel.optim.projected_lbfgs import Keep, Project, ProjectedLBFGS, Tangent
+from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, RowMap, Tangent
 from bilevel.results import Status
 
-# The run goes on to this share of its tolerance, so that the answer is better than what its certificate promises.
+# The run continues to this share of its tolerance, so that the answer is better than its certificate promises.
 GOAL = 1e-3
-# The errors of v and of q, relative to what is left to gain.
+# The errors of v and of q, relative to what remains to gain.
 LOWER, ADJOINT = 1e-4, 1e-2
 # <q, s> at a trial point, relative to the geometric mean of the expected change of phi and the gain.
 CORRECTION = 0.1
-# The run ends after so many steps that rounding hides and that bring `left` no lower.
+# The run ends after so many steps that rounding hides and that do not lower `remaining`.
 STALLS = 5
 # A first step moves v*(u), and phi, by at most this share.
 FIRST = 0.1
 RESTARTS = 5
 
 
-def derivative(moved: list[Tensor], points: list[Tensor]) -> Keep:
+def row_derivative(moved: list[Tensor], points: list[Tensor]) -> RowMap:
     """Return the map that multiplies each row of a matrix by the derivative of a projection, which is symmetric."""
     sizes = [point.numel() for point in points]
 
@@ -85,7 +85,7 @@ class ExactMultipliersRun(RunWithoutData):
         self.exact = ExactMultipliers(self.derivatives)
         self.tightest = 20 * torch.finfo(self.v.dtype).eps
         # A factor on the errors of v and q; a search that fails lowers it.
-        self.care = 1.0
+        self.accuracy_factor = 1.0
         # Whether the augmented Lagrangian has to take over.
         self.failed = False
 
@@ -107,11 +107,11 @@ class ExactMultipliersRun(RunWithoutData):
         def project(x: Tensor) -> Tensor:
             return flatten(self.u.project_leaves(self._parts(x)))
 
-        def tangent(x: Tensor) -> Keep:
+        def tangent(x: Tensor) -> RowMap:
             points = [part.detach().requires_grad_() for part in self._parts(x)]
             with torch.enable_grad():
                 moved = self.u.project_leaves(points)
-            return derivative(moved, points)
+            return row_derivative(moved, points)
 
         return project, tangent
 
@@ -123,17 +123,17 @@ class ExactMultipliersRun(RunWithoutData):
 
     def _start(self) -> None:
         """Start a search at the present u and v."""
-        self.left, self.best, self.stalls, self.error, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
-        self._aim(0.0)
+        self.remaining, self.best, self.stalls, self.error, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
+        self._set_accuracy(0.0)
         self.exact.restart()
-        self.exact.allowed = None
+        self.exact.largest_correction = None
         self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
         self.first = self.search.value
         self.failed = self.search.extra is None
-        self._aim(1.0)
+        self._set_accuracy(1.0)
         if not self.failed:
             self._forget_model()
-            self.exact.allowed = self._allowed
+            self.exact.largest_correction = self._largest_correction
 
     def _forget_model(self) -> None:
         """Start L-BFGS without pairs; the first move follows the slope along the face, which depends on the rate."""
@@ -157,13 +157,13 @@ class ExactMultipliersRun(RunWithoutData):
         known = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
         return min(known, default=None)
 
-    def _aim(self, left: float) -> None:
+    def _set_accuracy(self, left: float) -> None:
         """Set how accurate v and q have to be while `left` is left to gain; 0: as accurate as possible."""
-        share = self.care * min(left, 1.0)
+        share = self.accuracy_factor * min(left, 1.0)
         self.exact.newton.accuracy = max(LOWER * share, self.tightest)
         self.exact.adjoint_accuracy = max(ADJOINT * share, self.tightest)
 
-    def _allowed(self, u: Tensor) -> float:
+    def _largest_correction(self, u: Tensor) -> float:
         """Return how large <q, s> can be at a trial point if the change of phi is to be known."""
         expected = abs(torch.dot(self.search.gradient, u - self.search.x).item())
         # The error of phi is about the square of <q, s>, relative to the gain.
@@ -177,21 +177,21 @@ class ExactMultipliersRun(RunWithoutData):
             or (self._may_restart_search() and self.search.iterate(self.exact))
         )
         self.write_point()
-        self.left = self._left() if moved else self.left
-        if self.left < 0.9 * self.best or abs(self.search.value - before) > self.search.noise:
-            self.best, self.stalls = self.left, 0
+        self.remaining = self._remaining() if moved else self.remaining
+        if self.remaining < 0.9 * self.best or abs(self.search.value - before) > self.search.noise:
+            self.best, self.stalls = self.remaining, 0
         else:
             self.stalls += 1
         if not moved and not self.exact.finite:
             return self._report()
         if not moved and self.exact.flat:
             self.failed = True
-        elif self.left <= self.goal or not moved or self.stalls >= STALLS:
+        elif self.remaining <= self.goal or not moved or self.stalls >= STALLS:
             self._check_end(stuck=not moved or self.stalls >= STALLS)
             if self.status is None and not self.exact.finite:
                 return self._report()
         else:
-            self._aim(self.left)
+            self._set_accuracy(self.remaining)
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _report(self) -> Tensor:
@@ -202,15 +202,18 @@ class ExactMultipliersRun(RunWithoutData):
         """Solve v and q again, more accurately from now on; return False if that was done before."""
         if not self._solved_again():
             return False
-        self.care *= 0.1
+        self.accuracy_factor *= 0.1
         return True
 
     def _may_restart_search(self) -> bool:
-        """Drop the model of phi; return False if it promises no more than rounding hides, and the last time no more."""
-        useful = (self.tolerance or 0.0) < self.left < 0.5 * self.restarted_at
+        """Restart L-BFGS without its pairs.
+
+        Return False if the expected decrease is below rounding error and the last restart brought no progress.
+        """
+        useful = (self.tolerance or 0.0) < self.remaining < 0.5 * self.restarted_at
         if self.search.promise <= self.search.noise and not useful:
             return False
-        self.restarted_at = self.left
+        self.restarted_at = self.remaining
         self._forget_model()
         return True
 
@@ -229,7 +232,7 @@ class ExactMultipliersRun(RunWithoutData):
         floor: float = torch.finfo(self.v.dtype).eps ** (2 / 3) * abs(self.search.value)
         return max(self.first - self.search.value, self.search.rise) + max(floor, 1e-300)
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         """Return the root of the share of the gain that a step of L-BFGS promises."""
         return math.sqrt(self.search.promise / (2 * self.gain))
 
@@ -239,7 +242,7 @@ class ExactMultipliersRun(RunWithoutData):
         Return whether that had not been done before.
         """
         before, tight = self.search.gradient, self.exact.adjoint_accuracy <= self.tightest
-        self._aim(0.0)
+        self._set_accuracy(0.0)
         self.write_point()
         self.exact.base = None
         self.exact.forget()
@@ -252,13 +255,13 @@ class ExactMultipliersRun(RunWithoutData):
             return False
         self.search.replace(value, slope, point)
         self.error = self.search.face.decrement(slope - before) / math.sqrt(2 * self.gain) if tight else 0.0
-        self.left = self._left()
+        self.remaining = self._remaining()
         return not tight
 
     def _check_end(self, *, stuck: bool) -> None:
         """End here, unless v and q were inexact; if g has a lower point nearby, continue from there."""
         if self._solved_again():
-            if not stuck and self.left > self.goal:
+            if not stuck and self.remaining > self.goal:
                 self.stalls = 0
                 return
             self._solved_again()
@@ -276,7 +279,7 @@ class ExactMultipliersRun(RunWithoutData):
                 self.minimiser = False
             return
         self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
-        if max(self.left, self.error) > (self.tolerance or 0.0):
+        if max(self.remaining, self.error) > (self.tolerance or 0.0):
             self.status = Status.STALLED
 
     def _minimise(self) -> float:
@@ -290,7 +293,7 @@ class ExactMultipliersRun(RunWithoutData):
         point, search = self.search.extra, self.search
         residual = point.residual.norm().item()
         row = [f, g, search.face.slope.norm().item(), point.grad_v, residual, 0.0, self._gamma(), 0.0]
-        row += [min(self.left, 1.0), search.length, search.length, 0.0]
+        row += [min(self.remaining, 1.0), search.length, search.length, 0.0]
         return torch.tensor(row, dtype=torch.float64)
 
     # -- what solve asks ---------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ class ExactMultipliersRun(RunWithoutData):
         )
 
     def scales(self) -> tuple[float, float, float, float]:
-        """Return the sizes that make |grad_u F| the part that is left, |grad_v F| the error of q, and |s| that of v."""
+        """Return the scales of |grad_u F| (for `remaining`), |grad_v F| (the error of q) and |s| (the error of v)."""
         point = self.search.extra
         lower = max(point.top, 1e-300) * (1 + point.v.norm().item())
         return math.sqrt(2 * self.gain / self.unit_step), max(self.exact.size_f_v, 1e-300), lower, 1.0
@@ -340,7 +343,7 @@ class ExactMultipliersRun(RunWithoutData):
             "search": self.search.state_dict(),
             "point": asdict(point) if point else {},
             "exact": self.exact.state_dict(),
-            "numbers": [self.left, self.best, self.error, self.first, self.restarted_at, self.care],
+            "numbers": [self.remaining, self.best, self.error, self.first, self.restarted_at, self.accuracy_factor],
             "counters": [self.stalls, self.restarts],
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
@@ -356,7 +359,7 @@ class ExactMultipliersRun(RunWithoutData):
         project, tangent = self._set()
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
         self.exact.load_state_dict(state["exact"])
-        self.left, self.best, self.error, self.first, self.restarted_at, self.care = state["numbers"]
+        self.remaining, self.best, self.error, self.first, self.restarted_at, self.accuracy_factor = state["numbers"]
         self.stalls, self.restarts = state["counters"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]

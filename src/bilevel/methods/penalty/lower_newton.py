@@ -1,8 +1,8 @@
 """Newton steps that bring v to the minimum v* of g, for a problem without data.
 
-A step m takes the residual s to s'; what it leaves to go is about |m| |s'| / |s|. The steps end when that is small next
-to the way that v* has come since the first u. Sizes of s would say less: if u scales a penalty, the curvature of g
-changes by powers of ten. The equations of a step are solved only as accurately as the step is useful.
+A step m takes the residual s to s'. The distance that remains is about |m| |s'| / |s|. The steps end when it is small
+next to the distance that v* has moved since the first u. Sizes of s would say less: if u scales a penalty, the
+curvature of g changes by powers of ten. The equations of a step are solved only as accurately as the step is useful.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ HALVINGS = 30
 ROUNDING = 10
 TINY = 1e-300
 # The attributes that a checkpoint keeps.
-STATE = ("origin", "reach", "size_s", "accuracy")
+STATE = ("origin", "distance", "size_s", "accuracy")
 
 
 class Newton(NamedTuple):
-    """The length of a Newton step, and the shares of the residual that it left: in all, and by the bend of s alone."""
+    """The length of a Newton step, and the factors of the residual: in total, and from the nonlinearity of s only."""
 
     length: float = math.inf
-    left: float = 1.0
-    bent: float = 0.1
+    factor: float = 1.0
+    nonlinear: float = 0.1
 
-    def rough(self, enough: float) -> float:
-        """Return how accurate the equations of a step have to be if it is like this one. More would be in vain."""
-        return min(0.1, 0.3 * max(enough / self.length if self.length > 0 else 1.0, self.bent))
+    def needed_accuracy(self, enough: float) -> float:
+        """Return how accurately to solve the equations of a step like this one. More accuracy would not help."""
+        return min(0.1, 0.3 * max(enough / self.length if self.length > 0 else 1.0, self.nonlinear))
 
     def next(self) -> Newton:
         """Return what to expect of the step after this one."""
-        return Newton(self.length * self.left, self.left, self.bent * self.left)
+        return Newton(self.length * self.factor, self.factor, self.nonlinear * self.factor)
 
 
 class LowerNewton:
@@ -50,7 +50,7 @@ class LowerNewton:
 
     def __init__(self, systems: LowerSystems) -> None:
         self.systems, self.d = systems, systems.d
-        # How near v comes to v*, relative to the way of v*.
+        # The error of v at the end, relative to the distance that v* has moved.
         self.accuracy = 1e-7
         self.steps = 0
         # The largest |s| met.
@@ -61,16 +61,16 @@ class LowerNewton:
 
     def restart(self) -> None:
         """Forget where v* was."""
-        # The first v*, the longest way of v* from it, and the first step of the last minimisation.
+        # The first v*, the largest distance of v* from it, and the first step of the last minimisation.
         self.origin: Tensor | None = None
-        self.reach = 0.0
+        self.distance = 0.0
         self.first = Newton()
 
     def minimise(self) -> Slope:
         """Move v to the minimum of g at the present u; return s there."""
         slope, start = self.slope(), flatten(self.d.v.leaves)
         if self.origin is None:
-            self.reach = start.norm().item()
+            self.distance = start.norm().item()
         advance = self._advance_projected if self.d.v.projected else self._advance
         expected, patience, least = self.first, PATIENCE, ROUNDING * torch.finfo(start.dtype).eps
         for k in range(STEPS):
@@ -80,8 +80,8 @@ class LowerNewton:
             if size <= TINY:
                 break
             self.steps += 1
-            enough = max(self.accuracy * self.reach, least * flatten(self.d.v.leaves).norm().item(), TINY)
-            moved, slope, took = advance(slope, expected.rough(enough))
+            enough = max(self.accuracy * self.distance, least * flatten(self.d.v.leaves).norm().item(), TINY)
+            moved, slope, took = advance(slope, expected.needed_accuracy(enough))
             if not took:
                 if not self.d.v.projected:  # rounding hides any progress
                     break
@@ -90,14 +90,14 @@ class LowerNewton:
                     break
                 continue
             v = flatten(self.d.v.leaves)
-            self.reach = max(self.reach, (v - (start if self.origin is None else self.origin)).norm().item())
+            self.distance = max(self.distance, (v - (start if self.origin is None else self.origin)).norm().item())
             if k == 0:
                 self.first = moved
             expected = moved.next()
             if expected.length <= enough:
                 break
         if self.origin is None:
-            self.origin, self.reach = flatten(self.d.v.leaves), 0.0
+            self.origin, self.distance = flatten(self.d.v.leaves), 0.0
         return slope
 
     def slope(self) -> Slope:
@@ -109,11 +109,11 @@ class LowerNewton:
         self.value = g.item()
         return Slope(self.value, joined(graph).detach(), graph, batch)
 
-    def _advance(self, slope: Slope, rough: float) -> tuple[Newton, Slope, bool]:
+    def _advance(self, slope: Slope, needed: float) -> tuple[Newton, Slope, bool]:
         """Take a Newton step on g; return what it was like, s at its end, and whether it lowered g."""
         start = flatten(self.d.v.leaves)
         self.size_s = max(self.size_s, slope.flat.norm().item())
-        move, _ = self.systems.solve(slope, None, -slope.flat, rough, scale=self.size_s)
+        move, _ = self.systems.solve(slope, None, -slope.flat, needed, scale=self.size_s)
         fall, before, length = torch.dot(slope.flat, move).item(), slope.flat.norm().item(), move.norm().item()
         # If rounding hides the fall of g, |s| has to halve.
         noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
@@ -130,10 +130,10 @@ class LowerNewton:
         if not better:
             write(start, self.d.v.leaves)
             return Newton(), self.slope(), False
-        left = trial.flat.norm().item() / before
-        return Newton(share * length, min(left, 1.0), max(left - rough, 0.0)), trial, True
+        factor = trial.flat.norm().item() / before
+        return Newton(share * length, min(factor, 1.0), max(factor - needed, 0.0)), trial, True
 
-    def _advance_projected(self, slope: Slope, rough: float) -> tuple[Newton, Slope, bool]:
+    def _advance_projected(self, slope: Slope, needed: float) -> tuple[Newton, Slope, bool]:
         """Take a Newton step on r = v - P(v - s) = 0; return what it was like, s at its end, and whether |r| halved.
 
         The step is -r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient
@@ -141,14 +141,14 @@ class LowerNewton:
         """
         d = self.d
         start, r = flatten(d.v.leaves), self.residual(slope)
-        keep, product = self.systems.tangent(slope.flat), self.systems.product(slope)
-        move, _ = self.systems.solve(slope, keep, product(r) - r, 1e-6)
+        derivative, product = self.systems.tangent(slope.flat), self.systems.product(slope)
+        move, _ = self.systems.solve(slope, derivative, product(r) - r, 1e-6)
         write(start - r + move, d.v.leaves)
         d.v.project()
         trial = self.slope()
-        left = (self.residual(trial).norm() / r.norm()).item()
-        if left <= 0.5:
-            return Newton((flatten(d.v.leaves) - start).norm().item(), left), trial, True
+        factor = (self.residual(trial).norm() / r.norm()).item()
+        if factor <= 0.5:
+            return Newton((flatten(d.v.leaves) - start).norm().item(), factor), trial, True
         write(start, d.v.leaves)
         minimise(d, self.accuracy)
         return Newton(), self.slope(), False
@@ -158,7 +158,7 @@ class LowerNewton:
         return joined(self.d.residual(self.systems.parts(slope.flat)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next minimisation depends on, besides u and v."""
+        """Return what the next minimisation depends on, in addition to u and v."""
         return {name: getattr(self, name) for name in STATE} | {"first": list(self.first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

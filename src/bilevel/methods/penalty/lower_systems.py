@@ -1,13 +1,13 @@
 """Linear systems with g_vv: conjugate gradients on products, with a factor of g_vv as the preconditioner if v is small.
 
-The factor is made again when the products since the last time have cost as much. In between, an old one serves.
+g_vv is factorised again after products worth one factorisation. Until then, the old factor preconditions.
 
 g_vv can be zero in some directions that f does not see either, such as a constant that is added to the biases of all
-classes. We leave such directions out: rounding errors along them would grow without limit. If f or g has a slope along
-one of them, g_vv q = f_v has no solution, and `FlatError` is raised.
+classes. We leave such directions out, because rounding errors along them would grow without limit. If f or g has a
+slope along one of them, g_vv q = f_v has no solution, and `FlatError` is raised.
 
-If v is projected, D is the derivative of its projection P at v - s (for a box: 1 in the free coordinates, 0 at the
-bounds). Only moves D x are possible, so the systems are (D - D^2 + D g_vv D) x = D b.
+If v is projected, D is the derivative of its projection P at v - s. For a box, D is 1 in the free coordinates and 0 at
+the bounds. Only moves D x are possible, so the systems are (D - D^2 + D g_vv D) x = D b.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Curvature = Callable[[], tuple[Map, Map]]
 PRODUCTS = 500
 # A v of at most so many numbers has g_vv factorised.
 DENSE = 1000
-# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is smaller than
-# that of the factor by `FLAT`.
+# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is below
+# `FLAT` times the curvature of the factor.
 RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLAT = 1e-3
 # The diagonal counts as at least this share of |g_vv|.
@@ -64,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 def _null_space(matrix: Tensor, factor: Tensor, raised: Tensor) -> Tensor | None:
     """Return directions, as columns, in which A is zero; None if there are none.
 
-    `factor` is that of A + D for a small diagonal D. If A x is zero, (A + D)^-1 D x is x, and else it is small.
+    `factor` is the factor of A + D for a small diagonal D. If A x is zero, (A + D)^-1 D x is x, and else it is small.
     """
     left = factor.diagonal() ** 2 / raised
     if not (left < 1e3).any():
@@ -101,30 +101,34 @@ class LowerSystems:
         self.products = 0
         # A factor of an earlier g_vv, the directions in which that g_vv is zero, and the products since.
         self.factor: Tensor | None = None
-        self.unseen: Tensor | None = None
-        self.since = 0
+        self.null_directions: Tensor | None = None
+        self.products_since_factor = 0
         # The largest curvature of g that was met at the last u.
         self.top = 0.0
 
     def forget_factor(self) -> None:
         """Make the next system factorise g_vv again."""
-        self.factor, self.unseen, self.since = None, None, self.since + self.d.v.size
+        self.factor, self.null_directions, self.products_since_factor = (
+            None,
+            None,
+            self.products_since_factor + self.d.v.size,
+        )
 
     def solve(
         self,
         slope: Slope,
-        keep: Map | None,
+        derivative: Map | None,
         target: Tensor,
         accuracy: float,
         start: Tensor | None = None,
         scale: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `keep` is None.
+        """Return D x and x with (D - D^2 + D g_vv D) x = D target; D is the identity if `derivative` is None.
 
         For the other arguments, see `solve_flat`.
         """
         near, patience = None, math.inf
-        dense = self.curvature is None and keep is None and target.numel() <= DENSE
+        dense = self.curvature is None and derivative is None and target.numel() <= DENSE
         product = self.product(slope)
         if self.curvature is not None:
             product, near = self.curvature()
@@ -133,17 +137,17 @@ class LowerSystems:
 
         def system(x: Tensor) -> Tensor:
             self.products += 1
-            self.since += 1
-            if keep is None:
+            self.products_since_factor += 1
+            if derivative is None:
                 return product(x)
-            on = keep(x)
-            return keep(product(on)) + on - keep(on)
+            on = derivative(x)
+            return derivative(product(on)) + on - derivative(on)
 
-        b = target if keep is None else keep(target)
+        b = target if derivative is None else derivative(target)
         scale = max(scale, b.norm().item())
 
         def solve(near: Map | None, patience: float) -> tuple[Tensor, float]:
-            rest = self._seen(b, scale) if dense and near else b
+            rest = self._without_null_directions(b, scale) if dense and near else b
             return solve_flat(
                 system,
                 rest,
@@ -162,16 +166,16 @@ class LowerSystems:
             x, self.top = solve(near, patience)
         except StaleError:
             x, self.top = solve(self._inverse(slope), math.inf)
-        return (x if keep is None else keep(x)), x
+        return (x if derivative is None else derivative(x)), x
 
-    def _seen(self, b: Tensor, scale: float) -> Tensor:
+    def _without_null_directions(self, b: Tensor, scale: float) -> Tensor:
         """Return b without its part in the directions in which g_vv is zero, which has to be tiny next to `scale`."""
-        if self.unseen is None:
+        if self.null_directions is None:
             return b
-        part = self.unseen.T @ b
+        part = self.null_directions.T @ b
         if part.norm().item() > torch.finfo(b.dtype).eps ** 0.5 * scale:
-            raise FlatError if self.since == 0 else StaleError
-        return b - self.unseen @ part
+            raise FlatError if self.products_since_factor == 0 else StaleError
+        return b - self.null_directions @ part
 
     def _near_inverse(self, slope: Slope) -> tuple[Map | None, float]:
         """Return the inverse of an earlier g_vv and the products that it is worth, or the inverse of this one.
@@ -181,16 +185,16 @@ class LowerSystems:
         n = slope.flat.numel()
         # Up to COLUMNS products are one batched backward pass, which costs less than half of them.
         cost = min(n / 2, 8.0) if n <= COLUMNS else float(n)
-        if self.since >= 2 * cost or self.factor is None:
+        if self.products_since_factor >= 2 * cost or self.factor is None:
             return self._inverse(slope), math.inf
         return self._solver(self.factor), cost
 
     def _inverse(self, slope: Slope) -> Map | None:
-        """Return the inverse of g_vv where it is not zero; None if rounding leaves no factor.
+        """Return the inverse of g_vv outside its null directions; None if rounding leaves no factor.
 
         Raise `FlatError` if g_vv has a negative curvature that rounding cannot explain.
         """
-        self.since, self.factor, self.unseen = 0, None, None
+        self.products_since_factor, self.factor, self.null_directions = 0, None, None
         matrix = self._matrix(slope)
         size, diagonal = matrix.norm(), matrix.diagonal()
         raise_by = RAISE[matrix.dtype] * diagonal.clamp(min=LEAST * size)
@@ -201,16 +205,16 @@ class LowerSystems:
                     raise FlatError
                 return None
             self.factor = factor
-            self.unseen = _null_space(matrix, factor, raise_by)
+            self.null_directions = _null_space(matrix, factor, raise_by)
         return self._solver(factor)
 
     def _solver(self, factor: Tensor) -> Map:
-        unseen = self.unseen
+        null_directions = self.null_directions
 
         def solve(r: Tensor) -> Tensor:
             with _one_thread():
                 x = torch.cholesky_solve(r[:, None], factor)[:, 0]
-            return x if unseen is None else x - unseen @ (unseen.T @ x)
+            return x if null_directions is None else x - null_directions @ (null_directions.T @ x)
 
         return solve
 

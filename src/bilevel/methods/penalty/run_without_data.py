@@ -49,7 +49,7 @@ class RunWithoutData:
         self.minimiser: bool | None = None
 
     def warn_of_precision(self) -> None:
-        """Say the default tolerance if it is that of float32."""
+        """Warn if the default tolerance is for a precision below float64."""
         if self.context.tolerance is None and self.coarse != "float64":
             warn_user(
                 f"u or v is {self.coarse}: without data the run ends at a relative tolerance of {self.tolerance:.0e}, "

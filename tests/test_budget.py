@@ -19,12 +19,12 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
     "top": 250,  # 229 before the history named the algorithm of each step and the last line said what to try
-    "_util": 232,
-    "applications": 2930,
+    "_util": 241,  # 232 before `copy_state` came from methods, for all layers
+    "applications": 2926,
     "batches": 336,
     "cli": 1416,
     "data": 1248,
-    "derivatives": 883,
+    "derivatives": 875,
     "distributed": 486,
     "engines": 380,
     "measures": 746,  # 725 before the certificate said why a hypergradient is unknown
@@ -32,9 +32,9 @@ STATEMENTS = {
     "optim": 597,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
     "problem": 278,
     "report": 361,
-    "running": 1300,
+    "running": 1299,
     "sklearn": 289,
-    "studies": 5052,  # 4,960 before SVHN and mini-ImageNet were read in their compact forms and results named a commit
+    "studies": 4863,
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

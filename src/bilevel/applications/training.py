@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
+from bilevel._util.nested import copy_state
 from bilevel._util.random_state import random_state, seeded, set_random_state
 from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
@@ -138,7 +139,6 @@ class Trainer:
         state = {"task": task, "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict()}
         store.save(folder, state | {"random": random})
 
-    @torch.no_grad()
     def load(self, folder: Path, task: dict[str, float]) -> int:
         """Load the state in the folder, if there is one; return the number of steps done."""
         if not store.exists(folder):
@@ -146,8 +146,7 @@ class Trainer:
         state = store.load(folder)
         with store.understood(folder):
             compare(state["task"], task, folder)
-            for name, tensor in self.v.tensors().items():
-                tensor.copy_(state["model"][name])
+            copy_state(self.v.tensors(), state["model"])
             self.descent.load_state_dict(state["descent"])
             self.engines = self._engines()  # a recorded step holds the old moments
             set_random_state(state["random"], self.v.device)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import copy_state
 from bilevel.problem.problem import Objective
 from bilevel.problem.variables import Variable
 
@@ -79,8 +80,7 @@ class Cuts:
                 draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
                 leaf.copy_(value + 0.1 * (1 + value.abs()) * draw)
             found = [old | ~(x == y) for old, x, y in zip(found, first, values(), strict=True)]
-        for leaf, value in zip(kkt.plain_u.leaves, held, strict=True):
-            leaf.copy_(value)
+        copy_state(kkt.plain_u.leaves, held)
         return found
 
 
@@ -88,10 +88,6 @@ def other(v: Variable, w: Tensor) -> Any:
     """The user's v with other numbers: a copy that nothing is optimised in."""
     value = copy.deepcopy(v.value)
     twin = Variable(value, "v")
-    parts = torch.split(w, [leaf.numel() for leaf in twin.leaves])
-    with torch.no_grad():
-        for leaf, part in zip(twin.leaves, parts, strict=True):
-            leaf.copy_(part.reshape(leaf.shape))
-    for leaf in twin.leaves:
-        leaf.requires_grad_(False)
+    for leaf, part in zip(twin.leaves, torch.split(w, [leaf.numel() for leaf in twin.leaves]), strict=True):
+        leaf.requires_grad_(False).copy_(part.reshape(leaf.shape))
     return value

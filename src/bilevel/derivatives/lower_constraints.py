@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import copy_state
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.constraint_cuts import Cuts
 from bilevel.problem.problem import Objective, Problem
@@ -145,20 +147,16 @@ class KKT:
     def _secant(self, batch: Any) -> float:
         """Return how much the slope of g changes over a tenth of the size of v, relative to it; 0 if not finite."""
         held = [leaf.detach().clone() for leaf in self.v.leaves]
-        step = 0.1 * (1 + norm(held).item()) / sum(leaf.numel() for leaf in held) ** 0.5
+        root = sum(leaf.numel() for leaf in held) ** 0.5
+        step = 0.1 * (1 + norm(held).item()) / root
         first = gradient(self.parts(batch)[0], self.v.leaves)
         found = 0.0
-        for sign in (1, -1):
-            with torch.no_grad():
-                for leaf, value in zip(self.v.leaves, held, strict=True):
-                    leaf.copy_(value + sign * step)
-            moved = gradient(self.parts(batch)[0], self.v.leaves)
-            change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
-            size = step * sum(leaf.numel() for leaf in held) ** 0.5
-            found = max(found, change / size if math.isfinite(change) else 0.0)
-        with torch.no_grad():
-            for leaf, value in zip(self.v.leaves, held, strict=True):
-                leaf.copy_(value)
+        with keeping(self.v.leaves):
+            for sign in (1, -1):
+                copy_state(self.v.leaves, [value + sign * step for value in held])
+                moved = gradient(self.parts(batch)[0], self.v.leaves)
+                change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
+                found = max(found, change / (step * root) if math.isfinite(change) else 0.0)
         return found
 
     def _row_sizes(self, h: Tensor) -> Tensor:
@@ -306,9 +304,7 @@ class KKT:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for leaf, value in zip((*self.a, *self.b), (*state["a"], *state["b"]), strict=True):
-                leaf.copy_(value)
+        copy_state([*self.a, *self.b], [*state["a"], *state["b"]])
         self.t, self.bend = state["t"].clone(), state["bend"]
         self.sizes_c, self.sizes_d = list(state["sizes_c"]), list(state["sizes_d"])
         self.active = [x.bool() for x in state["active"]] if state["piece"] else None

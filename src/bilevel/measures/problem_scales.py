@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.double_backward import missing_double_backward
 from bilevel.derivatives.penalised_objective import PenalisedObjective
@@ -111,13 +112,10 @@ def _upper_product(d: PenalisedObjective, leaves: Sequence[Tensor], x: Sequence[
         if missing_double_backward(error) is None:
             raise
     step = math.sqrt(torch.finfo(leaves[0].dtype).eps) * (1 + norm(leaves).item())
-    held = [leaf.detach().clone() for leaf in leaves]
     start = _upper_slope(d, leaves)
-    with torch.no_grad():
-        for leaf, direction in zip(leaves, x, strict=True):
-            leaf.add_(direction, alpha=step)
-    end = _upper_slope(d, leaves)
-    with torch.no_grad():
-        for leaf, value in zip(leaves, held, strict=True):
-            leaf.copy_(value)
+    with keeping(leaves):
+        with torch.no_grad():
+            for leaf, direction in zip(leaves, x, strict=True):
+                leaf.add_(direction, alpha=step)
+        end = _upper_slope(d, leaves)
     return [(b - a) / step for a, b in zip(start, end, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import copy_state as copy_state
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import ProcessGroup
@@ -94,13 +95,3 @@ class Method(Protocol):
         """Return the options that differ from the defaults, as text. A run that resumes compares them."""
 
     def init(self, context: RunContext) -> MethodState: ...
-
-
-def copy_state(mine: Any, saved: Any) -> None:
-    """Copy tensors in place into a tensor, list or dict of the same structure."""
-    if isinstance(mine, Tensor):
-        mine.copy_(saved)
-        return
-    pairs = [(mine[key], saved[key]) for key in mine] if isinstance(mine, dict) else zip(mine, saved, strict=True)
-    for a, b in pairs:
-        copy_state(a, b)

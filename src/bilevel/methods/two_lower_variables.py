@@ -90,11 +90,9 @@ class TwoLowerVariablesRun(MinibatchRun):
     def _at_w(self) -> Iterator[None]:
         """Give v the values of w inside."""
         with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
-            with torch.no_grad():
-                copy_state(self.v.leaves, self.w)
+            copy_state(self.v.leaves, self.w)
             yield
 
-    @torch.no_grad()
     def _meet(self) -> None:
         """Give w the values of v."""
         copy_state(self.w, self.v.leaves)

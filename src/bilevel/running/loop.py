@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.checks import warn_user
-from bilevel._util.nested import each_tensor
+from bilevel._util.nested import copy_state, each_tensor
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
@@ -247,11 +247,9 @@ class Loop:
         self.history.truncate(self.step)
         return Status.DIVERGED
 
-    @torch.no_grad()
     def _write(self, saved: dict[str, Any]) -> None:
-        for name, variable in zip("uv", self.variables, strict=True):
-            for key, tensor in variable.tensors().items():
-                tensor.copy_(saved[name][key])
+        u, v = self.variables
+        copy_state({"u": u.tensors(), "v": v.tensors()}, saved)
 
     def _bytes_per_step(self) -> float:
         return self.sent / self.counted if self.counted else 0.0

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from bilevel._util.nested import copy_state
 from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import violation
@@ -51,11 +52,9 @@ def copied(variable: Variable) -> list[Tensor]:
     return [x.detach().clone() for x in variable.tensors().values()]
 
 
-@torch.no_grad()
 def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
     """Write the tensors that `copied` returned back into the variable."""
-    for tensor, value in zip(variable.tensors().values(), values, strict=True):
-        tensor.copy_(value)
+    copy_state(list(variable.tensors().values()), values)
 
 
 def write_point(point: Point, u: Variable, v: Variable) -> None:

@@ -33,8 +33,8 @@ Kept = tuple[Settings, Found]
 Function = Callable[[Settings], Found | None]
 INTERRUPTED = 130
 SECONDS = "seconds.json"
+# The result files of all studies, in a checkout.
 RESULTS = Path(__file__).parents[2] / "results"
-"""The result files of all studies, in a checkout."""
 
 
 class FiledStore(ResultFolder):
@@ -215,20 +215,20 @@ class Study:
 
     name: str
     out: Path
+    # Makes the tables from all cells, and figures in the folder.
     report: Callable[[Sequence[Kept], Path], Report]
-    """Makes the tables from all cells, and figures in the folder."""
+    # The folder of the file of all results; by default `out`.
     results: Path | None = None
-    """The folder of the file of all results; by default `out`."""
     no_run: bool = False
     json: bool = False
+    # No cell begins after this time.
     minutes: float | None = None
-    """No cell begins after this time."""
     workers: int = 1
+    # The address of a Ray cluster.
     address: str | None = None
-    """The address of a Ray cluster."""
     gpus: float = 0.0
+    # Leaves out the cells that cannot run here.
     possible: Callable[[list[RunItem]], list[RunItem]] = list
-    """Leaves out the cells that cannot run here."""
 
     def __post_init__(self) -> None:
         make_folder(self.out / "cells")

@@ -30,12 +30,12 @@ from bilevel_studies.denoising import study as denoising_study
 from bilevel_studies.denoising.study import PAPER_T, STUDIES, Study
 from bilevel_studies.study import Deadline, Found, Leave, OutOfTimeError, Settings, Sitting, device_name
 
+# Reads each data set once.
 loaded = cache(load)
-"""Reads each data set once."""
+# Columns that always save their state.
 LONG = ("approx-grad", "algorithm-2")
-"""Columns that always save their state."""
+# One in this many trusted examples is held out for early stopping.
 HELD_OUT = 5
-"""One in this many trusted examples is held out for early stopping."""
 
 
 class Task:

@@ -29,20 +29,20 @@ from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT
 from bilevel_studies.image_models import move_slightly
 from bilevel_studies.study import Found, RunItem, Settings, device_name
 
+# How many times the accuracy is measured in a run.
 POINTS = 6
-"""How many times the accuracy is measured in a run."""
+# Upper steps, at most. Reading a record waits for the GPU, and must cost the same share of a short and a long run.
 LOG_EVERY = 25
-"""Upper steps, at most. Reading a record waits for the GPU, and must cost the same share of a short and a long run."""
+# Characters, among the 1,200 for training, on which settings are compared.
 VALIDATION = 100
-"""Characters, among the 1,200 for training, on which settings are compared."""
+# The rate of gradient descent on the classifiers in ApproxGrad, which minimise g only.
 APPROX_RATE = 0.05
-"""The rate of gradient descent on the classifiers in ApproxGrad, which minimise g only."""
+# The rate of Adam on the classifiers of the paper's setting at the test; the paper gives none.
 PAPER_TEST_RATE = 1e-2
-"""The rate of Adam on the classifiers of the paper's setting at the test; the paper gives none."""
+# The similarity of the methods that train nothing for a task.
 SIMILARITY: dict[str, Similarity] = {"prototypes": "distance", "cosines": "cosine"}
-"""The similarity of the methods that train nothing for a task."""
+# The damping of the linear system of ApproxGrad.
 DAMPING = 0.1
-"""The damping of the linear system of ApproxGrad."""
 
 
 @cache
@@ -259,8 +259,8 @@ class _Chooser(Validation):
     """Keeps the best step on meta-validation classes. Its seconds do not count as training, which `watch` times."""
 
     watch: Validation
+    # Seconds of the last measurement. The run counts them from the next step.
     owed = 0.0
-    """Seconds of the last measurement. The run counts them from the next step."""
 
     def log(self, run: Run) -> bool:
         self.watch.spent += self.owed
@@ -355,8 +355,8 @@ class _Clock:
             kept = json.loads(file.read_text(encoding="utf-8"))
         self.file, self.device = file, device
         self.rows: list[dict[str, float]] = kept["rows"]
+        # Pairs (step, seconds so far).
         self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]
-        """Pairs (step, seconds so far)."""
         self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
 
     def hear(self, step: int) -> None:

@@ -39,10 +39,10 @@ from bilevel_studies.few_shot.study import (
 from bilevel_studies.statistics import NOT_RUN, Numbers, chosen, percent, values
 from bilevel_studies.study import Found, Kept, Report, Settings, table
 
+# The column of the paper's table for a method, if it has another name there.
 LIKE = {"paper": "penalty"}
-"""The column of the paper's table for a method, if it has another name there."""
+# The methods that Penalty is compared with.
 OTHERS = ("approx-grad", "rmd", "prototypes", "cosines")
-"""The methods that Penalty is compared with."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:

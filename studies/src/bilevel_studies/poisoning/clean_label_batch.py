@@ -31,8 +31,8 @@ from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer
 from bilevel.problem.variables import Variable
 
 LOW, HIGH = -1.0, 1.0
+# The weight of a bound in units of f at the base, for h of size one.
 STIFFNESS = 10.0
-"""The weight of a bound in units of f at the base, for h of size one."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Clean:
 
     features: Tensor
     labels: Tensor
+    # (features, classes)
     weight: Tensor
-    """(features, classes)"""
     bias: Tensor
     steps: int
     rate: float

@@ -6,7 +6,7 @@ are many steps, it is compiled first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
 
+from bilevel import ProblemError, Solution, Status
 from bilevel._util.nested import copy_state
 from bilevel._util.random_state import random_state, seeded, set_random_state
 from bilevel.derivatives.mixed_precision import Precision, reduced
@@ -190,6 +192,23 @@ def fit(
     )
     rows = w.nonzero().squeeze(1)
     trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, watch=watch, checkpoint=checkpoint)
+
+
+def loader(tensors: Sequence[Tensor], batch: int) -> DataLoader[Any]:
+    """Return shuffled batches of the rows of these tensors, without partial batches."""
+    data = TensorDataset(*(tensor.cpu() for tensor in tensors))
+    return DataLoader(data, min(batch, len(data)), shuffle=True, drop_last=True)
+
+
+def refuse_end(solution: Solution, what: str, advice: str, *, fine: bool = True) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C ended a run, and ProblemError if it diverged, or if it is not `fine`.
+
+    `what` names the run, and `advice` ends the sentence of the error.
+    """
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    if solution.status is Status.DIVERGED or not fine:
+        raise ProblemError(f"the {what} diverged after {solution.steps} steps{advice}")
 
 
 def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:

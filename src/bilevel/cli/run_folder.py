@@ -44,8 +44,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise OptionError(f"{option} must be a folder that can be written to; {path}: {error.strerror}.") from None
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import copy_state
-from bilevel.problem.problem import Objective
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Variable
 
 if TYPE_CHECKING:
     from bilevel.derivatives.lower_constraints import KKT

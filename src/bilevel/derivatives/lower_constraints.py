@@ -30,8 +30,7 @@ from bilevel._util.nested import copy_state
 from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.constraint_cuts import Cuts
-from bilevel.problem.problem import Objective, Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Problem, Variable
 
 # Constraints of up to this many numbers are measured number by number; larger ones share one size.
 ROWS = 200
@@ -124,10 +123,8 @@ class KKT:
     @torch.no_grad()
     def write(self, alpha: Sequence[Tensor], beta: Sequence[Tensor]) -> None:
         """Set the multipliers."""
-        for a, x, size in zip(self.a, alpha, self.sizes_c, strict=True):
-            a.copy_(x * size / self.bend)
-        for b, x, size in zip(self.b, beta, self.sizes_d, strict=True):
-            b.copy_(x * size / self.bend)
+        copy_state(self.a, [x * size / self.bend for x, size in zip(alpha, self.sizes_c, strict=True)])
+        copy_state(self.b, [x * size / self.bend for x, size in zip(beta, self.sizes_d, strict=True)])
 
     def measure(self, batch: Any, curvature: float) -> None:
         """Set the units at the present point, given |g_vv|; |J| of each constraint is measured."""

@@ -31,8 +31,7 @@ from bilevel.derivatives.gram import LEAST, Layer, layers, terms
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.prices import Gradients, Prices, added, constraint_pull
 from bilevel.errors import ProblemError
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 
 if TYPE_CHECKING:
     from bilevel.derivatives.lower_constraints import KKT

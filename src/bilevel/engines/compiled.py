@@ -42,8 +42,7 @@ class Compiled(Recorded):
 
         with self._undone():
             self._try(step, tensors)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, and of the step, which has already given them
+        with warnings.catch_warnings(action="ignore"):  # of torch, and of the step, which has already given them
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -114,11 +114,8 @@ class Variable:
 
     def project_leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Project one tensor for each leaf; tensors without a projection are returned unchanged."""
-        out = []
-        for name, tensor in zip(self.names, tensors, strict=True):
-            projection = self._projection.get(name)
-            out.append(tensor if projection is None else projection(tensor))
-        return out
+        pairs = zip(map(self._projection.get, self.names), tensors, strict=True)
+        return [tensor if projection is None else projection(tensor) for projection, tensor in pairs]
 
     @torch.no_grad()
     def project(self, *, rows: bool = False) -> None:

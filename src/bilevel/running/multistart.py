@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel._util.random_state import undisturbed
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import PenalisedObjective
@@ -106,9 +105,8 @@ def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks:
 
 def _values(d: PenalisedObjective, sources: Sources, most: int) -> tuple[float, float]:
     """Return f and g at the present point, as means over the first batches, at most `most`."""
-    upper, lower, _ = sources.sample(most)
+    pairs = sources.first_pairs(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
-        pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
         made = [d.prepare([pair], graph=False)[0] for pair in pairs]
         f = torch.stack([d.upper(pair[0]) for pair in made]).mean()
         g = torch.stack([d.lower(pair[1]) for pair in made]).mean()

@@ -73,9 +73,8 @@ class StartSampler:
         self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
         inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
         seed = int(torch.randint(2**31, (), generator=generator).item())
-        self.sobol = None
-        if 0 < inside <= SobolEngine.MAXDIM:
-            self.sobol = SobolEngine(inside, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+        fits = 0 < inside <= SobolEngine.MAXDIM
+        self.sobol = SobolEngine(inside, scramble=True, seed=seed) if fits else None  # type: ignore[no-untyped-call]
         self.scales = [1 + leaf.detach().square().mean().sqrt() for leaf, _ in self.leaves]
 
     @torch.no_grad()

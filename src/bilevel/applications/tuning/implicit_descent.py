@@ -23,8 +23,7 @@ from bilevel.measures.lower_minimum import flatten, write
 from bilevel.methods.penalty.exact_multipliers import ExactMultipliers
 from bilevel.methods.penalty.lower_systems import Curvature
 from bilevel.optim.lbfgs import LBFGS
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 

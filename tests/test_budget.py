@@ -19,12 +19,12 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
     "top": 250,  # 229 before the history named the algorithm of each step and the last line said what to try
-    "_util": 241,  # 232 before `copy_state` came from methods, for all layers
-    "applications": 2918,
+    "_util": 249,  # 232 before `copy_state` and `read_json` came here, where all layers use them
+    "applications": 2917,
     "batches": 340,  # 336 before `Sources.first_pairs` replaced three ways to pair batches
-    "cli": 1412,
+    "cli": 1407,
     "data": 1248,
-    "derivatives": 865,
+    "derivatives": 864,
     "distributed": 486,
     "engines": 379,
     "measures": 746,  # 725 before the certificate said why a hypergradient is unknown
@@ -32,9 +32,9 @@ STATEMENTS = {
     "optim": 597,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
     "problem": 275,
     "report": 361,
-    "running": 1296,
+    "running": 1282,
     "sklearn": 289,
-    "studies": 4863,
+    "studies": 4842,
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bilevel import DataError, OptionError, ProblemError, Solution, Status
+from bilevel._util.atomic_files import read_json
 from bilevel._util.checks import in_range
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
@@ -363,7 +364,7 @@ def _opened(run: Path, moved: str | None, device: str) -> tuple[RunFolder, dict[
     if not run.is_dir():
         raise OptionError(f"{rule}; there is no folder {run}.")
     folder = RunFolder(run, "--evaluate")
-    asked, result = folder.read_json(CONFIG), folder.read_json(RESULT)
+    asked, result = read_json(run / CONFIG), read_json(run / RESULT)
     if "shape" not in result or asked.get("command") != "fewshot":
         raise OptionError(f"{rule}; {run} has none. The command that began a stopped run continues it with --resume.")
     asked["backbone"] = moved or asked["backbone"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import bilevel
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel.errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 
 # The exit code after Ctrl-C: 128 + SIGINT, as shells expect.
@@ -63,14 +63,6 @@ class RunFolder:
         writer.writeheader()
         writer.writerows(rows)
         return self.write(name, buffer.getvalue())
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file; empty if there is none."""
-        try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # JSON can be nested too deeply
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 def to_json(value: Result) -> str:
@@ -171,8 +163,8 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
 
     Refuses a run that was stopped without `resume`, other options with it, and files that would be written over.
     """
-    checkpoint, result = folder.path / CHECKPOINT, folder.read_json(RESULT)
-    differs = _difference(folder.read_json(CONFIG), asked)
+    checkpoint, result = folder.path / CHECKPOINT, read_json(folder.path / RESULT)
+    differs = _difference(read_json(folder.path / CONFIG), asked)
     if result and resume and not differs:
         shutil.rmtree(checkpoint, ignore_errors=True)  # a kill can leave it
         print("note: this run is finished already.", file=sys.stderr)

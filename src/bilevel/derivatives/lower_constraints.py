@@ -194,8 +194,7 @@ class KKT:
         )
 
     def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
-        g = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
-        c, d = self.constraints(batch)
+        g, c, d = self.parts(batch)
         if self._sharing:
             self._shared = self._versions(), (g, c, d)
         for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):

@@ -33,30 +33,40 @@ RECORD = (
 )
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """All that a method knows about a run.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a method and the run around it both know.
 
     Fields that are not obvious:
-        generator: For random numbers of the method, on the host.
+        accumulate: The number of batches that every gradient is the mean of.
         precision: The precision in which the user's functions are evaluated: None (the dtype of u and v) or `bf16`
             (see `bilevel.derivatives.mixed_precision`).
         engine: The engine that runs the steps (see `bilevel.engines.engine`).
         start: The index of this start among several.
-        ranks: The processes that share the batches; None if one process has all of them.
     """
 
     problem: Problem
     u: Variable
     v: Variable
-    sources: Sources
     max_steps: int
     tolerance: float | None
-    accumulate: int
-    generator: torch.Generator
+    accumulate: int = 1
     precision: Precision | None = None
     engine: str = "auto"
     start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(RunOptions):
+    """All that a method knows about a run.
+
+    Fields that are not obvious:
+        generator: For random numbers of the method, on the host.
+        ranks: The processes that share the batches; None if one process has all of them.
+    """
+
+    sources: Sources
+    generator: torch.Generator
     ranks: ProcessGroup | None = None
 
 

@@ -78,13 +78,12 @@ def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) 
     """Take a few eager steps and count. u and v are moved."""
     upper, lower = variables(problem, u, v)
     setting = RunContext(
-        problem,
-        upper,
-        lower,
-        Sources(None, 0, lower.device),
+        problem=problem,
+        u=upper,
+        v=lower,
+        sources=Sources(None, 0, lower.device),
         max_steps=HORIZON,
         tolerance=None,
-        accumulate=1,
         generator=torch.Generator().manual_seed(0),
         engine="eager",
     )

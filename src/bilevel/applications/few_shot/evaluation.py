@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel._util.checks import check_counts, in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.tasks import (
@@ -196,10 +196,9 @@ class Validation(Callback):
         self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
         self.file, self.deadline, self.options = file, deadline, options
         self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
-        text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else '{"rows": [], "spent": 0.0}'
-        kept = json.loads(text)
-        self.rows: list[dict[str, float]] = kept["rows"]
-        self.spent: float = kept["spent"]
+        kept = {} if file is None else read_json(file)
+        self.rows: list[dict[str, float]] = kept.get("rows", [])
+        self.spent: float = kept.get("spent", 0.0)
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bilevel import ApproxGrad, DataError, Penalty, ReverseMode, Run, Status
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot.evaluation import Best, Evaluation, Validation, adapt_and_evaluate
@@ -119,9 +119,8 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     train = TaskSampler(learnt, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
     queries = int(settings.get("test_queries", TEST_QUERIES))
     test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
-    chosen_on = None
-    if settings.get("selected") and settings["part"] != TIME:
-        chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
+    selects = settings.get("selected") and settings["part"] != TIME
+    chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries) if selects else None
     place = folder / RunItem(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -350,13 +349,11 @@ class _Clock:
     """Times training without measurements and keeps accuracies, both in a file: another process can continue them."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
-        kept: dict[str, Any] = {"rows": [], "marks": [[0, 0.0]]}
-        if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json(file)
         self.file, self.device = file, device
-        self.rows: list[dict[str, float]] = kept["rows"]
+        self.rows: list[dict[str, float]] = kept.get("rows", [])
         # Pairs (step, seconds so far).
-        self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]
+        self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept.get("marks", [[0, 0.0]])]
         self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
 
     def hear(self, step: int) -> None:

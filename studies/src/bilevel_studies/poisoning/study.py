@@ -7,7 +7,6 @@ and only this weight gives an accuracy of clean data close to the paper's. The t
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bilevel_studies.study import Found, RunItem, Settings
+from bilevel_studies.study import Found, RunItem, Settings, key_of
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
 MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}
@@ -210,7 +209,7 @@ def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Foun
 
 
 def _but_the_seed(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key != "seed"}, sort_keys=True)
+    return key_of({key: value for key, value in settings.items() if key != "seed"})
 
 
 def _table(

@@ -177,24 +177,21 @@ class KKT:
     def problem(self) -> Problem:
         """The problem without lower constraints, as the present phase has it."""
         source = self.source
-        equalities: list[Objective] = [*source.equalities, *(self._equality(j) for j in range(len(self.b)))]
-        inequalities: list[Objective] = list(source.inequalities)
-        for i in range(len(self.a)):
-            equalities.append(self._complementarity(i))
-            if self.active is not None:
-                inequalities.append(self._signs(i))
-        inequalities += self.cuts.functions()
+        own = [self._equality(j) for j in range(len(self.b))]
+        own += [self._complementarity(i) for i in range(len(self.a))]
+        signs = [self._signs(i) for i in range(len(self.a)) if self.active is not None]
         return replace(
             source,
             lower=self._lagrangian,
-            equalities=equalities,
-            inequalities=inequalities,
+            equalities=[*source.equalities, *own],
+            inequalities=[*source.inequalities, *signs, *self.cuts.functions()],
             lower_equalities=(),
             lower_inequalities=(),
         )
 
     def _lagrangian(self, u: Any, v: Any, batch: Any) -> Tensor:
-        g, c, d = self.parts(batch)
+        g = self.source.lower(self.plain_u.value, self.v.value, batch).reshape(())
+        c, d = self.constraints(batch)
         if self._sharing:
             self._shared = self._versions(), (g, c, d)
         for multiplier, value in zip([*self.alpha, *self.beta], [*c, *d], strict=True):

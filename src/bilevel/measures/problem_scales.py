@@ -76,7 +76,9 @@ def measure(d: PenalisedObjective, generator: torch.Generator) -> Scales:
     slope, reach = _upper_slope(d, leaves), 1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()
     bend_f = _power(lambda x: _upper_product(d, leaves, x), leaves, generator)
     bend_f = max(bend_f, 1e-3 * norm(slope).item() / reach, TINY)
-    bend_u = max(_upper_curvature_u(d, leaves), 1e-3 * norm(slope[:split]).item() / reach)
+    still, own = [torch.zeros_like(leaf) for leaf in d.v.leaves], torch.Generator().manual_seed(0)
+    bend_u = _power(lambda x: _upper_product(d, leaves, [*x, *still])[:split], d.u.leaves, own)
+    bend_u = max(bend_u, 1e-3 * norm(slope[:split]).item() / reach)
     jacobians = [TINY] * (len(d.problem.equalities) + len(d.problem.inequalities))
     jacobians_u = [0.0] * len(jacobians)
     for _ in range(SAMPLES):
@@ -90,13 +92,6 @@ def measure(d: PenalisedObjective, generator: torch.Generator) -> Scales:
     parts = [(bend_f**0.5, bend_u**0.5), (bend_g, cross), *zip(jacobians, jacobians_u, strict=True)]
     units = [whole / part for whole, part in parts if part > TINY]
     return Scales(bend_f, bend_g, cross, jacobians, max(1.0, min(units, default=1.0)))
-
-
-def _upper_curvature_u(d: PenalisedObjective, leaves: Sequence[Tensor]) -> float:
-    """Return |f_uu|, without a draw from the run's generator."""
-    still, count = [torch.zeros_like(leaf) for leaf in d.v.leaves], len(d.u.leaves)
-    generator = torch.Generator().manual_seed(0)
-    return _power(lambda x: _upper_product(d, leaves, [*x, *still])[:count], d.u.leaves, generator)
 
 
 def _upper_slope(d: PenalisedObjective, leaves: Sequence[Tensor]) -> list[Tensor]:

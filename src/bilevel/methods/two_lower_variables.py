@@ -93,15 +93,11 @@ class TwoLowerVariablesRun(MinibatchRun):
             copy_state(self.v.leaves, self.w)
             yield
 
-    def _meet(self) -> None:
-        """Give w the values of v."""
+    def _warmed(self, k: int) -> None:
         copy_state(self.w, self.v.leaves)
 
-    def _warmed(self, k: int) -> None:
-        self._meet()
-
     def _restart(self) -> None:
-        self._meet()
+        copy_state(self.w, self.v.leaves)
         self.second_optimizer.restart()
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:

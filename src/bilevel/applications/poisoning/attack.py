@@ -144,7 +144,8 @@ def attack(
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
     goal = _converted(goal, x, dtype)
-    within = _within(goal.base.to(device), box, bound)
+    low, high = (edge.to(device, dtype) if isinstance(edge, Tensor) else edge for edge in box)
+    within = Within(goal.base.to(device), low, high, bound)
     x, y, aim = mapped(features, x, device), y.to(device), mapped(features, goal.x, device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
     linear = whitened(v, x, recipe.decay) if whiten else None
@@ -176,12 +177,6 @@ def attack(
         "norm": bound and bound.norm,
     }
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
-
-
-def _within(base: Tensor, box: tuple[float | Tensor | None, float | Tensor | None], bound: Bound | None) -> Within:
-    """Return the set that the points stay in, on the device of their bases."""
-    low, high = (edge.to(base) if isinstance(edge, Tensor) else edge for edge in box)
-    return Within(base, low, high, bound)
 
 
 def _converted(goal: Goal, x: Tensor, dtype: torch.dtype) -> Goal:

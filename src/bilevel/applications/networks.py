@@ -29,9 +29,8 @@ def linear(inputs: int = 784, classes: int = 10) -> nn.Sequential:
 def mlp(inputs: int = 784, hidden: Sequence[int] = (300,), classes: int = 10) -> nn.Sequential:
     """Return fully connected layers with ReLU between them, for flattened images: 784-300-10 by default."""
     sizes = [inputs, *hidden, classes]
-    for size in sizes:
-        if size < 1:
-            raise OptionError(f"every layer must have at least 1 unit; got {sizes}.")
+    if min(sizes) < 1:
+        raise OptionError(f"every layer must have at least 1 unit; got {sizes}.")
     layers: list[nn.Module] = [nn.Flatten()]
     for i, (before, after) in enumerate(itertools.pairwise(sizes)):
         layers += [nn.ReLU()] * (i > 0) + [nn.Linear(before, after)]

@@ -137,9 +137,14 @@ class Trainer:
         return ""
 
     def save(self, folder: Path, task: dict[str, float], step: int) -> None:
-        random = list(random_state(self.v.device))
-        state = {"task": task, "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict()}
-        store.save(folder, state | {"random": random})
+        state = {
+            "task": task,
+            "step": step,
+            "model": self.v.tensors(),
+            "descent": self.descent.state_dict(),
+            "random": list(random_state(self.v.device)),
+        }
+        store.save(folder, state)
 
     def load(self, folder: Path, task: dict[str, float]) -> int:
         """Load the state in the folder, if there is one; return the number of steps done."""

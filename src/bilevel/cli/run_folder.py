@@ -134,8 +134,7 @@ def run_or_resume(
     The page and then the result are written last.
     """
     checkpoint = folder.path / CHECKPOINT
-    done = once(partial(open_run, folder, asked, resume, files))
-    if done is not None:
+    if (done := once(partial(open_run, folder, asked, resume, files))) is not None:
         return done
     try:
         result, page = work(checkpoint)

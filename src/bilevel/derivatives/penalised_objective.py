@@ -270,8 +270,7 @@ class PenalisedObjective(Evaluator):
         try:
             found = evaluate()
         except RuntimeError as error:
-            operator = missing_double_backward(error)
-            if operator is None:
+            if (operator := missing_double_backward(error)) is None:
                 raise
             if self.curvature != "auto":
                 raise ProblemError(

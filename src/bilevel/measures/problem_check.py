@@ -101,8 +101,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
             refuse_once_differentiable(s)
             gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
         except RuntimeError as error:
-            operator = missing_double_backward(error)
-            if operator is None:
+            if (operator := missing_double_backward(error)) is None:
                 raise
             double = f"no: {operator} has none; curvature falls back to differences"
         gradient(d.upper(batches[0][0]), d.v.leaves)
@@ -123,7 +122,7 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
     if problem.trials is not None:
         _check_trials(problem.trials, upper, lower)
     for variable, option in ((upper, "project_upper"), (lower, "project_lower")):
-        for name, leaf in zip(variable.names, variable.leaves, strict=True):
+        for name, leaf in variable.named(rows=False):
             if (projection := variable.projection(name)) is not None:
                 _check_projection(projection, leaf, option)
     mine = {leaf.data_ptr() for leaf in lower.leaves if leaf.numel()}

@@ -53,8 +53,7 @@ class TwoLowerVariablesRun(MinibatchRun):
         # The steps are of first order; the measurements before and after them must not need second derivatives.
         super().__init__(context, curvature="difference", **options.steps(context.problem))
         measured = self._measured()
-        named = zip(self.v.names, self.v.leaves, strict=True)
-        second = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
+        second = {name: leaf.detach().clone().requires_grad_() for name, leaf in self.v.named()}
         rate = self._lower_rate(measured)
         self.lower = self._lower_descent(options.lower_optimizer, rate)
         w = Variable(second, "v", self.problem.project_lower)

@@ -212,7 +212,7 @@ class Loop:
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
+        tensors = [t for variable in self.variables for _, t in variable.named()]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:

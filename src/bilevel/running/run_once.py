@@ -118,8 +118,10 @@ def _identity(
 ) -> dict[str, Any]:
     """Return which run this is; refuse a checkpoint of another one, and ranks with other arguments."""
     upper, lower = request.u, request.v
-    identity = run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed)
-    identity |= {"precision": request.precision}
+    identity = {
+        **run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed),
+        "precision": request.precision,
+    }
     if ranks is not None:
         check_same_arguments(ranks, identity, upper, lower)
     if saved is not None:

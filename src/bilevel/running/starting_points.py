@@ -68,9 +68,7 @@ class StartSampler:
 
     def __init__(self, variable: Variable, generator: torch.Generator) -> None:
         self.variable, self.generator = variable, generator
-        named = list(zip(variable.names, variable.leaves, strict=True))
-        named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
-        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
+        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in variable.named()]
         inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
         seed = int(torch.randint(2**31, (), generator=generator).item())
         fits = 0 < inside <= SobolEngine.MAXDIM

@@ -66,8 +66,14 @@ def descend(
         return path
 
     def snapshot() -> dict[str, Any]:
-        state = {"task": dict(task or {}), "search": search.state_dict(), "v": flatten(exact.d.v.leaves)}
-        return state | {"path": list(path), "exact": exact.state_dict(), "ended": ended}
+        return {
+            "task": dict(task or {}),
+            "search": search.state_dict(),
+            "v": flatten(exact.d.v.leaves),
+            "path": list(path),
+            "exact": exact.state_dict(),
+            "ended": ended,
+        }
 
     def phi(x: Tensor) -> tuple[float, Tensor, Any]:
         """Return phi and phi'; infinity if it is late, because a line search can take many evaluations."""

@@ -134,8 +134,8 @@ def tune(
             "examples": digest_of([*columns, *kept]),
             "mode": mode,
             "loss": [described(loss), described(valid_loss)],
+            "hyper": {name: described(knob) for name, knob in hyper.items()},
         }
-        task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
         claim(folder, task)
     options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
     place = folder and folder / "tuning"

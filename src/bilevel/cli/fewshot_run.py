@@ -162,9 +162,10 @@ def _learn_and_evaluate(
     """Return the result of a run and its page; write its other files."""
     train, valid, test = samplers
     began, steps = time.perf_counter(), asked["steps"]
-    watch = None
-    if valid is not None:
-        watch = Validation(
+    watch = (
+        None
+        if valid is None
+        else Validation(
             net,
             valid,
             every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
@@ -174,6 +175,7 @@ def _learn_and_evaluate(
             seed=asked["seed"],
             scale=asked["scale"],
         )
+    )
     solution = _learn(net, train, watch, checkpoint, asked, where)
     if solution.interrupted:
         raise KeyboardInterrupt

@@ -55,8 +55,7 @@ class Evaluation:
     @property
     def interval(self) -> float:
         """Half the width of the 95% interval of the mean (Student's t); NaN with a single task."""
-        count = len(self.accuracies)
-        if count < 2:
+        if (count := len(self.accuracies)) < 2:
             return math.nan
         stats = require("scipy.stats", "apps")
         return float(stats.t.ppf(0.975, count - 1)) * float(self.accuracies.double().std()) / math.sqrt(count)
@@ -153,8 +152,9 @@ class Best:
 
     def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
         self.representation, self.folder = representation, folder
-        resumes = folder is not None and checkpoint.exists(folder)
-        self.state: dict[str, Any] | None = checkpoint.load(folder) if folder is not None and resumes else None
+        self.state: dict[str, Any] | None = (
+            checkpoint.load(folder) if folder is not None and checkpoint.exists(folder) else None
+        )
 
     def update(self, step: int, accuracy: float) -> None:
         """Keep the present weights if the accuracy is better than before."""

@@ -166,7 +166,8 @@ def test_stochastic_step_with_rows_makes_nothing_of_the_size_of_the_data():
     upper_variable, lower_variable = variables(problem, u, v)
     sources = Sources(data, 0, lower_variable.device)
     generator = torch.Generator().manual_seed(0)
-    context = RunContext(problem, upper_variable, lower_variable, sources, 10, None, 1, generator)
+    variables_of_run = {"u": upper_variable, "v": lower_variable, "sources": sources, "generator": generator}
+    context = RunContext(problem=problem, max_steps=10, tolerance=None, **variables_of_run)
     state = Penalty(warm_up=0.0).init(context)
     state.step(0)
     with LargestNew() as watch:

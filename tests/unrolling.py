@@ -75,7 +75,7 @@ def start(problem: Problem, method: Any, u: Any, v: Any, data: Any = None, **opt
     settings = {"max_steps": 10, "tolerance": None, "accumulate": 1, "engine": "eager"} | options
     generator = torch.Generator().manual_seed(0)
     sources = Sources(data, 0, lower.device)
-    return method.init(RunContext(problem, upper, lower, sources, generator=generator, **settings))
+    return method.init(RunContext(problem=problem, u=upper, v=lower, sources=sources, generator=generator, **settings))
 
 
 def dense(values: Tensor) -> Tensor:

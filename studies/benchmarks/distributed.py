@@ -81,18 +81,15 @@ def run(name: str, ranks: ProcessGroup | None, parts: int = 1) -> MethodState:
     first, second = variables(Problem(upper, lower), u, v)
     shares = None if ranks is None else RankShares(ranks.rank, ranks.size)
     setting = RunContext(
-        Problem(upper, lower),
-        first,
-        second,
-        Sources((batches, batches), 0, second.device, shares),
-        10**6,
-        None,
-        1,
-        torch.Generator().manual_seed(0),
-        None,
-        "eager",
-        0,
-        ranks,
+        problem=Problem(upper, lower),
+        u=first,
+        v=second,
+        sources=Sources((batches, batches), 0, second.device, shares),
+        max_steps=10**6,
+        tolerance=None,
+        generator=torch.Generator().manual_seed(0),
+        engine="eager",
+        ranks=ranks,
     )
     return Penalty(lower_steps=LOWER_STEPS, warm_up=0.0).init(setting)
 

@@ -1,12 +1,14 @@
-"""Writes a file whole or not at all: under a temporary name, and renames it once it is on the disk."""
+"""Writes a file whole or not at all: under a temporary name, and renames it once it is on the disk. Reads JSON."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -65,6 +67,15 @@ def write_whole(path: Path, text: str) -> Path:
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # JSON can be nested too deeply
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _alive(pid: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # (upper batch, lower batch)
@@ -22,6 +23,17 @@ def each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: each_tensor(function, item) for key, item in batch.items()}
     return batch
+
+
+@torch.no_grad()
+def copy_state(mine: Any, saved: Any) -> None:
+    """Copy tensors in place into a tensor, list or dict of the same structure."""
+    if isinstance(mine, Tensor):
+        mine.copy_(saved)
+        return
+    pairs = [(mine[key], saved[key]) for key in mine] if isinstance(mine, dict) else zip(mine, saved, strict=True)
+    for a, b in pairs:
+        copy_state(a, b)
 
 
 def detached(batches: Sequence[Pair]) -> list[Pair]:

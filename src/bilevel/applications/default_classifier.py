@@ -76,9 +76,11 @@ def _built(kind: str, shape: tuple[int, ...], classes: int, source: str) -> nn.M
         return networks.mnist_cnn(classes)
     if shape == (3, 32, 32):
         return networks.svhn_cnn(classes) if source == NUMBERS else networks.cifar_cnn(classes)
-    blocks: list[nn.Module] = []
-    for before, after in ((shape[0], 32), (32, 64), (64, 128)):
-        blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    blocks = [
+        layer
+        for before, after in ((shape[0], 32), (32, 64), (64, 128))
+        for layer in (nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    ]
     return nn.Sequential(
         *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, classes)
     )

@@ -29,9 +29,8 @@ def linear(inputs: int = 784, classes: int = 10) -> nn.Sequential:
 def mlp(inputs: int = 784, hidden: Sequence[int] = (300,), classes: int = 10) -> nn.Sequential:
     """Return fully connected layers with ReLU between them, for flattened images: 784-300-10 by default."""
     sizes = [inputs, *hidden, classes]
-    for size in sizes:
-        if size < 1:
-            raise OptionError(f"every layer must have at least 1 unit; got {sizes}.")
+    if min(sizes) < 1:
+        raise OptionError(f"every layer must have at least 1 unit; got {sizes}.")
     layers: list[nn.Module] = [nn.Flatten()]
     for i, (before, after) in enumerate(itertools.pairwise(sizes)):
         layers += [nn.ReLU()] * (i > 0) + [nn.Linear(before, after)]
@@ -44,9 +43,11 @@ def mnist_cnn(classes: int = 10, *, dropout: bool = True) -> nn.Sequential:
     Two convolutions of 5x5 with 64 and 128 filters, each with ReLU, a 2x2 pool and dropout of 0.25, then dense layers
     of 512 and 256 with ReLU and dropout of 0.5. `dropout=False` leaves out all dropout.
     """
-    blocks: list[nn.Module] = []
-    for before, after in ((1, 64), (64, 128)):
-        blocks += [nn.Conv2d(before, after, 5), nn.ReLU(), nn.MaxPool2d(2), *_dropout(0.25, dropout)]
+    blocks = [
+        layer
+        for before, after in ((1, 64), (64, 128))
+        for layer in (nn.Conv2d(before, after, 5), nn.ReLU(), nn.MaxPool2d(2), *_dropout(0.25, dropout))
+    ]
     return nn.Sequential(*blocks, nn.Flatten(), *_head(128 * 4 * 4, classes, dropout))
 
 
@@ -104,9 +105,11 @@ def mini_imagenet_resnet(
     """
     if kernel < 1 or kernel % 2 == 0:
         raise OptionError(f"kernel must be odd, so that the convolutions keep the size of the image; got {kernel}.")
-    layers: list[nn.Module] = []
-    for before, after in ((3, 64), (64, 96), (96, 128), (128, 256)):
-        layers += [_Residual(before, after, kernel), *_dropout(dropout, dropout > 0), nn.MaxPool2d(2)]
+    layers = [
+        layer
+        for before, after in ((3, 64), (64, 96), (96, 128), (128, 256))
+        for layer in (_Residual(before, after, kernel), *_dropout(dropout, dropout > 0), nn.MaxPool2d(2))
+    ]
     wide, last = _pointwise(256, 2048, normalised), _pointwise(2048, features, normalised, shift=1.0)
     return nn.Sequential(*layers, *wide, nn.LeakyReLU(0.1), nn.AdaptiveAvgPool2d(1), *last, nn.Flatten())
 
@@ -130,11 +133,11 @@ class _Residual(nn.Module):
 
     def __init__(self, before: int, after: int, kernel: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for size in (before, after, after):
-            layers += [nn.Conv2d(size, after, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(after)]
-            layers += [nn.LeakyReLU(0.1)]
-        self.rest = nn.Sequential(*layers)
+        layers = [
+            (nn.Conv2d(size, after, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(after), nn.LeakyReLU(0.1))
+            for size in (before, after, after)
+        ]
+        self.rest = nn.Sequential(*itertools.chain.from_iterable(layers))
         self.around = nn.Conv2d(before, after, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,16 +148,20 @@ def _pairs(filters: Sequence[int], *, padding: int, rate: float, dropout: bool) 
     """Return blocks of two 3x3 convolutions, the second with this padding, a pool and dropout."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise((3, *filters)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
-        layers += [nn.Conv2d(after, after, 3, padding=padding), nn.ReLU(), nn.MaxPool2d(2), *_dropout(rate, dropout)]
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=padding),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            *_dropout(rate, dropout),
+        ]
     return layers
 
 
 def _head(size: int, classes: int, dropout: bool) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for before, after in ((size, 512), (512, 256)):
-        layers += [nn.Linear(before, after), nn.ReLU(), *_dropout(0.5, dropout)]
-    return [*layers, nn.Linear(256, classes)]
+    first = [nn.Linear(size, 512), nn.ReLU(), *_dropout(0.5, dropout)]
+    return [*first, nn.Linear(512, 256), nn.ReLU(), *_dropout(0.5, dropout), nn.Linear(256, classes)]
 
 
 def _dropout(rate: float, wanted: bool) -> list[nn.Module]:

@@ -6,7 +6,7 @@ are many steps, it is compiled first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
 
+from bilevel import ProblemError, Solution, Status
+from bilevel._util.nested import copy_state
 from bilevel._util.random_state import random_state, seeded, set_random_state
 from bilevel.derivatives.mixed_precision import Precision, reduced
 from bilevel.distributed.process_group import first_rank
@@ -134,11 +137,15 @@ class Trainer:
         return ""
 
     def save(self, folder: Path, task: dict[str, float], step: int) -> None:
-        random = list(random_state(self.v.device))
-        state = {"task": task, "step": step, "model": self.v.tensors(), "descent": self.descent.state_dict()}
-        store.save(folder, state | {"random": random})
+        state = {
+            "task": task,
+            "step": step,
+            "model": self.v.tensors(),
+            "descent": self.descent.state_dict(),
+            "random": list(random_state(self.v.device)),
+        }
+        store.save(folder, state)
 
-    @torch.no_grad()
     def load(self, folder: Path, task: dict[str, float]) -> int:
         """Load the state in the folder, if there is one; return the number of steps done."""
         if not store.exists(folder):
@@ -146,8 +153,7 @@ class Trainer:
         state = store.load(folder)
         with store.understood(folder):
             compare(state["task"], task, folder)
-            for name, tensor in self.v.tensors().items():
-                tensor.copy_(state["model"][name])
+            copy_state(self.v.tensors(), state["model"])
             self.descent.load_state_dict(state["descent"])
             self.engines = self._engines()  # a recorded step holds the old moments
             set_random_state(state["random"], self.v.device)
@@ -191,6 +197,23 @@ def fit(
     )
     rows = w.nonzero().squeeze(1)
     trainer.train(rows, steps=steps, batch=batch, rate=rate, seed=seed, on_progress=on_progress, checkpoint=checkpoint)
+
+
+def loader(tensors: Sequence[Tensor], batch: int) -> DataLoader[Any]:
+    """Return shuffled batches of the rows of these tensors, without partial batches."""
+    data = TensorDataset(*(tensor.cpu() for tensor in tensors))
+    return DataLoader(data, min(batch, len(data)), shuffle=True, drop_last=True)
+
+
+def refuse_end(solution: Solution, what: str, advice: str, *, fine: bool = True) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C ended a run, and ProblemError if it diverged, or if it is not `fine`.
+
+    `what` names the run, and `advice` ends the sentence of the error.
+    """
+    if solution.interrupted:
+        raise KeyboardInterrupt
+    if solution.status is Status.DIVERGED or not fine:
+        raise ProblemError(f"the {what} diverged after {solution.steps} steps{advice}")
 
 
 def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:

@@ -199,6 +199,11 @@ class Sources:
         (upper, full_u), (lower, full_l) = (source.peek(most) for source in self.pair)
         return upper, lower, full_u and full_l
 
+    def first_pairs(self, most: int) -> list[Pair]:
+        """Return pairs of the first batches, at most `most`; the batches of the source that has fewer come again."""
+        upper, lower, _ = self.sample(most)
+        return [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
+
     def state_dict(self) -> list[list[int]]:
         return [] if self.pair is None else [source.position for source in self.pair]
 

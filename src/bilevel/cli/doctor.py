@@ -86,8 +86,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 def try_engine(trial: Callable[[], str]) -> dict[str, Any]:
     """Return whether a trial works here, with the device, or the reason why it does not."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warnings say nothing about whether it works
+        with warnings.catch_warnings(action="ignore"):  # torch's warnings say nothing about whether it works
             return {"works": True, "note": trial()}
     except Exception as error:  # compilers and drivers raise anything
         return {"works": False, "note": reason(error)}

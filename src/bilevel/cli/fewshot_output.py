@@ -179,9 +179,7 @@ def page(
 
 
 def _settings(train: TaskSampler, result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, str]]:
-    changed = "as they are"
-    if train.classes.shape[0] == 3:
-        changed = f"shifted, mirrored{', a square erased' if asked['erase'] else ''}"
+    changed = f"shifted, mirrored{', a square erased' if asked['erase'] else ''}"
     kept = f"step {result['kept_step']:,}, the best on meta-validation classes"
     return [
         ("Ways / shots / queries of a task", f"{asked['ways']} / {asked['shots']} / {asked['queries']}"),
@@ -191,7 +189,7 @@ def _settings(train: TaskSampler, result: Mapping[str, Any], asked: Mapping[str,
         ("Weights", f"{result['weights']:,}"),
         ("Tasks of a step", str(asked["meta_batch"])),
         ("Rate / decay / scale of the cosines", f"{asked['rate']:g} / {asked['decay']:g} / {asked['scale']:g}"),
-        ("Images in training", changed),
+        ("Images in training", changed if train.classes.shape[0] == 3 else "as they are"),
         ("Steps", f"{result['steps']:,}"),
         ("Kept", "the last step" if result["validation_accuracy"] is None else kept),
         *made_by(result),

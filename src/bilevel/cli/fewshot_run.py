@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bilevel import DataError, OptionError, ProblemError, Solution, Status
+from bilevel._util.atomic_files import read_json
 from bilevel._util.checks import in_range
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
@@ -161,9 +162,10 @@ def _learn_and_evaluate(
     """Return the result of a run and its page; write its other files."""
     train, valid, test = samplers
     began, steps = time.perf_counter(), asked["steps"]
-    watch = None
-    if valid is not None:
-        watch = Validation(
+    watch = (
+        None
+        if valid is None
+        else Validation(
             net,
             valid,
             every=min(steps, max(VALIDATE_EVERY, steps // VALIDATIONS)),
@@ -173,6 +175,7 @@ def _learn_and_evaluate(
             seed=asked["seed"],
             scale=asked["scale"],
         )
+    )
     solution = _learn(net, train, watch, checkpoint, asked, where)
     if solution.interrupted:
         raise KeyboardInterrupt
@@ -363,7 +366,7 @@ def _opened(run: Path, moved: str | None, device: str) -> tuple[RunFolder, dict[
     if not run.is_dir():
         raise OptionError(f"{rule}; there is no folder {run}.")
     folder = RunFolder(run, "--evaluate")
-    asked, result = folder.read_json(CONFIG), folder.read_json(RESULT)
+    asked, result = read_json(run / CONFIG), read_json(run / RESULT)
     if "shape" not in result or asked.get("command") != "fewshot":
         raise OptionError(f"{rule}; {run} has none. The command that began a stopped run continues it with --resume.")
     asked["backbone"] = moved or asked["backbone"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import bilevel
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel.errors import BilevelError, CheckpointError, OptionError, RankError, WriteError
 
 # The exit code after Ctrl-C: 128 + SIGINT, as shells expect.
@@ -46,8 +46,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise OptionError(f"{option} must be a folder that can be written to; {path}: {error.strerror}.") from None
 
@@ -66,14 +65,6 @@ class RunFolder:
         writer.writeheader()
         writer.writerows(rows)
         return self.write(name, buffer.getvalue())
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file; empty if there is none."""
-        try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # JSON can be nested too deeply
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 def to_json(value: Result) -> str:
@@ -145,8 +136,7 @@ def run_or_resume(
     The page and then the result are written last.
     """
     checkpoint = folder.path / CHECKPOINT
-    done = once(partial(open_run, folder, asked, resume, files))
-    if done is not None:
+    if (done := once(partial(open_run, folder, asked, resume, files))) is not None:
         return done
     try:
         result, page = work(checkpoint)
@@ -174,8 +164,8 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
 
     Refuses a run that was stopped without `resume`, other options with it, and files that would be overwritten.
     """
-    checkpoint, result = folder.path / CHECKPOINT, folder.read_json(RESULT)
-    before = folder.read_json(CONFIG)
+    checkpoint, result = folder.path / CHECKPOINT, read_json(folder.path / RESULT)
+    before = read_json(folder.path / CONFIG)
     differs = _difference(before, asked)
     if before.get("command") == asked["command"] and "form" not in before:
         raise OptionError(f"{folder.path} was written by a version before 0.2. Use another --out to start again.")

@@ -163,8 +163,7 @@ class ClassSplits:
 
 def split_classes(name: str, classes: ImageClasses, seed: int = 0, notes: tuple[str, ...] = ()) -> ClassSplits:
     """Split by class at random: 64% for meta-training, 16% for meta-validation, the others for the test."""
-    count = len(classes.names)
-    if count < 3:
+    if (count := len(classes.names)) < 3:
         raise DataError(f"{name}: at least 3 classes are needed, one for each part; there are {count}.")
     train = min(max(1, round(SHARES[0] * count)), count - 2)
     end = train + min(max(1, round(SHARES[1] * count)), count - train - 1)

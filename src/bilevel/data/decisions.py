@@ -121,8 +121,7 @@ def read_decisions(path: Path, data: Labelled) -> Change:
         raise DataError(f"The file {path} does not exist.")
     with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        absent = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
-        if absent:
+        if absent := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
             raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is missing.")
         lines = [(rows.line_num, row) for row in rows]
     old = data.y.numpy()

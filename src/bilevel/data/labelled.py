@@ -138,8 +138,7 @@ def class_labels(values: Any, where: str, classes: Classes | None) -> tuple[Tens
     main part; None: the labels are the main part's, and decide the classes.
     """
     names = [name_of(value) for value in values.tolist()]
-    missing = [i for i, name in enumerate(names) if name is None]
-    if missing:
+    if missing := [i for i, name in enumerate(names) if name is None]:
         raise DataError(
             f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "
             f"finite, in {agreeing(len(missing), 'row', 'rows')} {first_of(missing, 3)} (from 0). Fill or remove "
@@ -195,8 +194,7 @@ def classes_of(names: Sequence[str], where: str) -> Classes:
 def indices(names: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
     """Return the place of each name in `classes`, as int64; raise DataError for a name that is missing."""
     place = {name: i for i, name in enumerate(classes)}
-    strange = sorted({name for name in names if name not in place})
-    if strange:
+    if strange := sorted({name for name in names if name not in place}):
         raise DataError(
             f"{where}: the labels {first_of(map(repr, strange), 10)} do not occur in the main part, whose classes are "
             f"{first_of(map(repr, classes), 10)}."

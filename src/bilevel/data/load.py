@@ -120,8 +120,7 @@ def number_labels(values: Any, where: str, classes: Classes | None) -> tuple[Ten
     `where` names the labels in errors. The labels of the main part, for which `classes` is None, must vary.
     """
     if not isinstance(values, np.ndarray):
-        kind = kind_of(values)
-        if kind != "number":
+        if (kind := kind_of(values)) != "number":
             held = f"holds {kind}s" if kind in ("date", "text") else kind
             raise DataError(f"{where} must hold numbers to predict; it {held}. Use a model for classes.")
         values = read_column(values, kind)

@@ -206,8 +206,7 @@ def read_column(series: Any, kind: str) -> np.ndarray:
 def _useless(values: np.ndarray, kind: str) -> str:
     """Return why nothing can be learned from the values of a column; empty if something can."""
     present = require("pandas", "tables").Series(values).dropna()
-    distinct = present.nunique()
-    if distinct == 0:
+    if (distinct := present.nunique()) == 0:
         return "has no values"
     if distinct == 1 and len(present) == len(values):
         return "is constant"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bilevel.problem.problem import Objective
-from bilevel.problem.variables import Variable
+from bilevel._util.nested import copy_state
+from bilevel.problem import Objective, Variable
 
 if TYPE_CHECKING:
     from bilevel.derivatives.lower_constraints import KKT
@@ -79,8 +79,7 @@ class Cuts:
                 draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
                 leaf.copy_(value + 0.1 * (1 + value.abs()) * draw)
             found = [old | ~(x == y) for old, x, y in zip(found, first, values(), strict=True)]
-        for leaf, value in zip(kkt.plain_u.leaves, held, strict=True):
-            leaf.copy_(value)
+        copy_state(kkt.plain_u.leaves, held)
         return found
 
 
@@ -88,10 +87,6 @@ def other(v: Variable, w: Tensor) -> Any:
     """Return a copy of the user's v that has the numbers w and requires no gradient."""
     value = copy.deepcopy(v.value)
     twin = Variable(value, "v")
-    parts = torch.split(w, [leaf.numel() for leaf in twin.leaves])
-    with torch.no_grad():
-        for leaf, part in zip(twin.leaves, parts, strict=True):
-            leaf.copy_(part.reshape(leaf.shape))
-    for leaf in twin.leaves:
-        leaf.requires_grad_(False)
+    for leaf, part in zip(twin.leaves, torch.split(w, [leaf.numel() for leaf in twin.leaves]), strict=True):
+        leaf.requires_grad_(False).copy_(part.reshape(leaf.shape))
     return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from bilevel._util.tensor_lists import broadcast_trials, dot, gradient, norm, su
 from bilevel.derivatives.mixed_precision import Precision, reduced, widened
 from bilevel.derivatives.prices import Gradients, added
 from bilevel.errors import ProblemError
-from bilevel.problem.problem import Objective, Problem
-from bilevel.problem.rows import Parts
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Parts, Problem, Variable
 
 
 class Evaluator:
@@ -182,17 +181,15 @@ class Evaluator:
     def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
         """Return f, grad_u f and, with `with_v`, grad_v f over the batches. g and the constraints are not evaluated."""
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
-        total: Gradients | None = None
-        for batch, _ in batches:
+
+        def part(batch: Any) -> Gradients:
             with self.differentiating_u(True) as inputs:
                 f = self.upper(batch) * share
-                leaves = self.v.leaves[:count]
-                slopes = self.gradient(f, [*leaves, *inputs()], retain=self.problem.prepare is not None)
-                found = self.to_gradients(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
-            total = found if total is None else added(total, found)
-        if total is None:
-            raise ProblemError("direct needs at least one batch; got none.")
-        return total
+                leaves = [*self.v.leaves[:count], *inputs()]
+                slopes = self.gradient(f, leaves, retain=self.problem.prepare is not None)
+                return self.to_gradients(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
+
+        return reduce(added, (part(batch) for batch, _ in batches))
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """Return r, given s."""

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import copy_state
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.constraint_cuts import Cuts
-from bilevel.problem.problem import Objective, Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Objective, Problem, Variable
 
 # Constraints of up to this many numbers are measured number by number; larger ones share one size.
 ROWS = 200
@@ -122,10 +123,8 @@ class KKT:
     @torch.no_grad()
     def write(self, alpha: Sequence[Tensor], beta: Sequence[Tensor]) -> None:
         """Set the multipliers."""
-        for a, x, size in zip(self.a, alpha, self.sizes_c, strict=True):
-            a.copy_(x * size / self.bend)
-        for b, x, size in zip(self.b, beta, self.sizes_d, strict=True):
-            b.copy_(x * size / self.bend)
+        copy_state(self.a, [x * size / self.bend for x, size in zip(alpha, self.sizes_c, strict=True)])
+        copy_state(self.b, [x * size / self.bend for x, size in zip(beta, self.sizes_d, strict=True)])
 
     def measure(self, batch: Any, curvature: float) -> None:
         """Set the units at the present point, given |g_vv|; |J| of each constraint is measured."""
@@ -145,20 +144,16 @@ class KKT:
     def _secant(self, batch: Any) -> float:
         """Return how much the slope of g changes over a tenth of the size of v, relative to it; 0 if not finite."""
         held = [leaf.detach().clone() for leaf in self.v.leaves]
-        step = 0.1 * (1 + norm(held).item()) / sum(leaf.numel() for leaf in held) ** 0.5
+        root = sum(leaf.numel() for leaf in held) ** 0.5
+        step = 0.1 * (1 + norm(held).item()) / root
         first = gradient(self.parts(batch)[0], self.v.leaves)
         found = 0.0
-        for sign in (1, -1):
-            with torch.no_grad():
-                for leaf, value in zip(self.v.leaves, held, strict=True):
-                    leaf.copy_(value + sign * step)
-            moved = gradient(self.parts(batch)[0], self.v.leaves)
-            change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
-            size = step * sum(leaf.numel() for leaf in held) ** 0.5
-            found = max(found, change / size if math.isfinite(change) else 0.0)
-        with torch.no_grad():
-            for leaf, value in zip(self.v.leaves, held, strict=True):
-                leaf.copy_(value)
+        with keeping(self.v.leaves):
+            for sign in (1, -1):
+                copy_state(self.v.leaves, [value + sign * step for value in held])
+                moved = gradient(self.parts(batch)[0], self.v.leaves)
+                change = norm([a - b for a, b in zip(moved, first, strict=True)]).item()
+                found = max(found, change / (step * root) if math.isfinite(change) else 0.0)
         return found
 
     def _row_sizes(self, h: Tensor) -> Tensor:
@@ -182,18 +177,14 @@ class KKT:
     def problem(self) -> Problem:
         """Return the problem without lower constraints, for the present phase."""
         source = self.source
-        equalities: list[Objective] = [*source.equalities, *(self._equality(j) for j in range(len(self.b)))]
-        inequalities: list[Objective] = list(source.inequalities)
-        for i in range(len(self.a)):
-            equalities.append(self._complementarity(i))
-            if self.active is not None:
-                inequalities.append(self._signs(i))
-        inequalities += self.cuts.functions()
+        own = [self._equality(j) for j in range(len(self.b))]
+        own += [self._complementarity(i) for i in range(len(self.a))]
+        signs = [self._signs(i) for i in range(len(self.a)) if self.active is not None]
         return replace(
             source,
             lower=self._lagrangian,
-            equalities=equalities,
-            inequalities=inequalities,
+            equalities=[*source.equalities, *own],
+            inequalities=[*source.inequalities, *signs, *self.cuts.functions()],
             lower_equalities=(),
             lower_inequalities=(),
         )
@@ -306,9 +297,7 @@ class KKT:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for leaf, value in zip((*self.a, *self.b), (*state["a"], *state["b"]), strict=True):
-                leaf.copy_(value)
+        copy_state([*self.a, *self.b], [*state["a"], *state["b"]])
         self.t, self.bend = state["t"].clone(), state["bend"]
         self.sizes_c, self.sizes_d = list(state["sizes_c"]), list(state["sizes_d"])
         self.active = [x.bool() for x in state["active"]] if state["piece"] else None

@@ -81,8 +81,7 @@ def refuse_precision(precision: object, *variables: Variable) -> None:
     if precision not in get_args(Precision):
         raise OptionError(f"precision must be None or 'bf16'; got {precision!r}.")
     for variable in variables:
-        tensors = [*variable.leaves, *(rows.values for rows in variable.rows)]
-        for name, tensor in zip([*variable.names, *variable.row_names], tensors, strict=True):
+        for name, tensor in variable.named():
             if tensor.dtype != torch.float32:
                 where = f"{variable.name}[{name!r}]" if name else variable.name
                 raise OptionError(

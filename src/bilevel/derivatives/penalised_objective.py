@@ -31,8 +31,7 @@ from bilevel.derivatives.gram import LEAST, Layer, layers, terms
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.prices import Gradients, Prices, added, constraint_pull
 from bilevel.errors import ProblemError
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 
 if TYPE_CHECKING:
     from bilevel.derivatives.lower_constraints import KKT
@@ -271,8 +270,7 @@ class PenalisedObjective(Evaluator):
         try:
             found = evaluate()
         except RuntimeError as error:
-            operator = missing_double_backward(error)
-            if operator is None:
+            if (operator := missing_double_backward(error)) is None:
                 raise
             if self.curvature != "auto":
                 raise ProblemError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bilevel._util.nested import copy_state
 from bilevel._util.random_state import derived, seed_generators, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.errors import BilevelError, RankError
@@ -74,9 +75,7 @@ def agree_on_end(
     return all(x[1] for x in found), any(x[2] for x in found)
 
 
-@torch.no_grad()
 def average_buffers(ranks: ProcessGroup, variables: Sequence[Variable]) -> None:
     """Replace the floating-point buffers of modules by their means over ranks."""
     buffers = [b for variable in variables for b in variable.buffers() if b.is_floating_point()]
-    for buffer, mean in zip(buffers, ranks.all_reduce_mean(buffers), strict=True):
-        buffer.copy_(mean)
+    copy_state(buffers, ranks.all_reduce_mean(buffers))

@@ -42,8 +42,7 @@ class Compiled(Recorded):
 
         with self.restoring_state():
             self._try(step, tensors)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, and of the step, which has already given them
+        with warnings.catch_warnings(action="ignore"):  # of torch, and of the step, which has already given them
             from torch._inductor import compile as compile_graph
             from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -125,9 +124,8 @@ def weight_gradients(graph: torch.fx.GraphModule) -> int:
     for node in [node for node in graph.graph.nodes if node.target is aten.convolution.default]:
         first, second, bias, stride, padding, dilation, transposed, _, groups = node.args
         a, b, last = _exchanged(first), _exchanged(second), _end(node)
-        if transposed or groups != 1 or bias is not None or a is None or b is None or last is None:
-            continue
-        if not _fits(a, last, b, dilation, padding, stride):
+        plain = not transposed and groups == 1 and bias is None
+        if not plain or None in (a, b, last) or not _fits(a, last, b, dilation, padding, stride):
             continue
         with graph.graph.inserting_before(last):
             like = graph.graph.call_function(aten.new_empty.default, (a, list(last.meta["val"].shape)))

@@ -20,7 +20,6 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.engines._torch_private import compiling, pytree
-from bilevel.problem import Variable
 
 # A function of batches and tensors. It changes all other state in place.
 Step = Callable[..., Any]
@@ -34,20 +33,12 @@ class UnrecordableError(RuntimeError):
     """A step cannot be recorded."""
 
 
-class Counts(Protocol):
-    """The variable that a step moves, and the number of evaluations."""
-
-    v: Variable
-    lower_evaluations: int
-    upper_evaluations: int
-
-
 class Recordable(Protocol):
     """The run whose steps an engine runs."""
 
     @property
-    def derivatives(self) -> Counts:
-        """The variable v, and the number of evaluations."""
+    def derivatives(self) -> Any:
+        """The variable `v` that a step moves, and the numbers of evaluations, `lower_` and `upper_evaluations`."""
 
     def live(self) -> list[Tensor]:
         """Return all tensors that exist so far and that a step changes in place."""

@@ -82,15 +82,7 @@ def _measure(
     residual = d.residual(slope)
     values = d.mean_over_ranks(_mean([d.constraints(pair[0]) for make in upper for pair in make(False)]))
     pulls = d.constraint_cotangents(values, state.prices())
-    # The hypergradient of L = f + <mu + gamma_h h, h>, with prices on the constraints.
-    leaves = [*d.v.leaves, *d.u.leaves]
-    lagrangian, f = [], []
-    for make in upper:
-        for pair in make(True):
-            outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
-            f.append(outputs[0].detach().sum())
-            lagrangian.append(d.gradient(outputs, leaves, cotangent=[None, *pulls]))
-    slopes = d.mean_dense_over_ranks(_mean(lagrangian))
+    f, slopes = _lagrangian(d, upper, pulls)
     direct, pull = d.cotangent(slope, state.prices())
     curved = _product(d, lower, pull)
     total = [a + b for a, b in zip(slopes, curved, strict=True)]
@@ -126,7 +118,7 @@ def _measure(
         hypergradient_error=error,
         hypergradient_unknown=unknown,
         damping=_damping(state.lam(), prices.gamma),
-        upper=d.mean_over_ranks([torch.stack(f).mean()])[0].item(),
+        upper=f,
         tolerance=state.tolerance,
         batches=max(len(upper), len(lower)) if sources else 0,
         full_data=full,
@@ -135,6 +127,17 @@ def _measure(
     paid = [n + broadcast_trials(prices.gamma, r) * r for n, r in zip(prices.nu, residual, strict=True)]
     multipliers = {"nu": paid, "equalities": own[1][: own[2]], "inequalities": own[1][own[2] :]}
     return certificate, multipliers | (d.kkt.multipliers() if d.kkt else {})
+
+
+def _lagrangian(d: PenalisedObjective, upper: Sequence[_Maker], pulls: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+    """Return f, and the gradient of L = f + <mu + gamma_h h, h> in v and u."""
+    slopes, values = [], []
+    for pair in (pair for make in upper for pair in make(True)):
+        outputs = [d.upper(pair[0]), *d.constraints(pair[0])]
+        values.append(outputs[0].detach().sum())
+        slopes.append(d.gradient(outputs, [*d.v.leaves, *d.u.leaves], cotangent=[None, *pulls]))
+    f = d.mean_over_ranks([torch.stack(values).mean()])[0]
+    return f.item(), d.mean_dense_over_ranks(_mean(slopes))
 
 
 def _violation_unit(d: PenalisedObjective, equalities: int) -> float:

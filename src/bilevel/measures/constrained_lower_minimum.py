@@ -102,12 +102,11 @@ class _Lagrangian:
     def move_multipliers(self) -> float:
         """Move alpha and beta at the live v; return the largest violation there, including complementarity."""
         _, c, e = self.parts()
-        violations = [violation_of(self.kkt, c, e), 0.0]
-        for x, m, r, size in zip(c, self.alpha, self.rho_c, self.kkt.sizes_c, strict=True):
-            violations.append((torch.maximum(x, -m / r) / size).abs().amax().item())
+        inequalities = zip(c, self.alpha, self.rho_c, self.kkt.sizes_c, strict=True)
+        violations = [(torch.maximum(x, -m / r) / size).abs().amax().item() for x, m, r, size in inequalities]
         self.alpha = [(m + r * x).clamp(min=0) for m, r, x in zip(self.alpha, self.rho_c, c, strict=True)]
         self.beta = [m + r * x for m, r, x in zip(self.beta, self.rho_d, e, strict=True)]
-        return max(violations)
+        return max(violation_of(self.kkt, c, e), 0.0, *violations)
 
 
 def minimise_constrained(

@@ -19,8 +19,7 @@ from bilevel.batches.sources import Sources
 from bilevel.derivatives.double_backward import missing_double_backward, refuse_once_differentiable
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.errors import BilevelError, OptionError, ProblemError
-from bilevel.problem.problem import Problem, Projection
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Projection, Variable
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
     sources = Sources(data, 0, lower.device)
     d = PenalisedObjective(problem, upper, lower, "auto")
     with undisturbed(lower.device, lower.buffers() + upper.buffers()):
-        pairs = first_pairs(sources)
+        pairs = sources.first_pairs(1)
         f, g, depends, coupled = _evaluate(d, pairs)
         double = "yes"
         started = time.perf_counter()
@@ -102,8 +101,7 @@ def check(problem: Problem, u: Any, v: Any, data: object = None) -> Check:
             refuse_once_differentiable(s)
             gradient(s, d.v.leaves, cotangent=[x.detach() for x in s])
         except RuntimeError as error:
-            operator = missing_double_backward(error)
-            if operator is None:
+            if (operator := missing_double_backward(error)) is None:
                 raise
             double = f"no: {operator} has none; curvature falls back to differences"
         gradient(d.upper(batches[0][0]), d.v.leaves)
@@ -124,7 +122,7 @@ def variables(problem: Problem, u: Any, v: Any) -> tuple[Variable, Variable]:
     if problem.trials is not None:
         _check_trials(problem.trials, upper, lower)
     for variable, option in ((upper, "project_upper"), (lower, "project_lower")):
-        for name, leaf in zip(variable.names, variable.leaves, strict=True):
+        for name, leaf in variable.named(rows=False):
             if (projection := variable.projection(name)) is not None:
                 _check_projection(projection, leaf, option)
     mine = {leaf.data_ptr() for leaf in lower.leaves if leaf.numel()}
@@ -154,15 +152,10 @@ def _check_projection(projection: Projection, leaf: Tensor, option: str) -> None
         raise ProblemError(f"{option} must keep the shape {tuple(leaf.shape)}; it returned {shape}.")
 
 
-def first_pairs(sources: Sources) -> list[Pair]:
-    upper, lower, _ = sources.sample(1)
-    return [(upper[0], lower[0])]
-
-
 def first_evaluation(d: PenalisedObjective, sources: Sources) -> None:
     """Refuse a problem that `solve` cannot solve, before it changes anything."""
     with keeping(d.v.buffers() + d.u.buffers()):
-        _, _, depends, coupled = _evaluate(d, first_pairs(sources))
+        _, _, depends, coupled = _evaluate(d, sources.first_pairs(1))
     if not coupled and not d.u.rows:
         warn_user("lower does not depend on u: u cannot change v, and only the terms of u in upper are minimised.")
     elif coupled and not depends and not d.problem.equalities and not d.problem.inequalities:
@@ -186,12 +179,11 @@ def _evaluate(d: PenalisedObjective, pairs: Sequence[Pair]) -> tuple[Tensor, Ten
             f = d.upper(pair[0])
         named = [(f"constraint {i}", x) for i, x in enumerate(h)]
         named += [(f"lower constraint {i}", x) for i, x in enumerate(below)]
-        for name, value in named:
-            if isinstance(value, Tensor) and value.numel() == 0:
-                raise ProblemError(f"{name} must return at least one number; got shape {tuple(value.shape)}.")
         for name, value in (("upper", f), ("lower", g), *named):
             if not isinstance(value, Tensor):
                 raise ProblemError(f"{name} must return a tensor; got {type(value).__name__}.")
+            if value.numel() == 0:
+                raise ProblemError(f"{name} must return at least one number; got shape {tuple(value.shape)}.")
             if not bool(torch.isfinite(value).all()):
                 raise ProblemError(
                     f"{name} must be finite; it is {value.detach().reshape(-1)[:3].tolist()} at the first evaluation. "

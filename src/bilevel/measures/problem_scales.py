@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
 from bilevel.derivatives.double_backward import missing_double_backward
 from bilevel.derivatives.penalised_objective import PenalisedObjective
@@ -75,7 +76,9 @@ def measure(d: PenalisedObjective, generator: torch.Generator) -> Scales:
     slope, reach = _upper_slope(d, leaves), 1 + norm(d.u.leaves).item() + norm(d.v.leaves).item()
     bend_f = _power(lambda x: _upper_product(d, leaves, x), leaves, generator)
     bend_f = max(bend_f, 1e-3 * norm(slope).item() / reach, TINY)
-    bend_u = max(_upper_curvature_u(d, leaves), 1e-3 * norm(slope[:split]).item() / reach)
+    still, own = [torch.zeros_like(leaf) for leaf in d.v.leaves], torch.Generator().manual_seed(0)
+    bend_u = _power(lambda x: _upper_product(d, leaves, [*x, *still])[:split], d.u.leaves, own)
+    bend_u = max(bend_u, 1e-3 * norm(slope[:split]).item() / reach)
     jacobians = [TINY] * (len(d.problem.equalities) + len(d.problem.inequalities))
     jacobians_u = [0.0] * len(jacobians)
     for _ in range(SAMPLES):
@@ -91,13 +94,6 @@ def measure(d: PenalisedObjective, generator: torch.Generator) -> Scales:
     return Scales(bend_f, bend_g, cross, jacobians, max(1.0, min(units, default=1.0)))
 
 
-def _upper_curvature_u(d: PenalisedObjective, leaves: Sequence[Tensor]) -> float:
-    """Return |f_uu|, without a draw from the run's generator."""
-    still, count = [torch.zeros_like(leaf) for leaf in d.v.leaves], len(d.u.leaves)
-    generator = torch.Generator().manual_seed(0)
-    return _power(lambda x: _upper_product(d, leaves, [*x, *still])[:count], d.u.leaves, generator)
-
-
 def _upper_slope(d: PenalisedObjective, leaves: Sequence[Tensor]) -> list[Tensor]:
     return gradient(d.upper(d.prepare([(None, None)], graph=True)[0][0]), leaves)
 
@@ -111,13 +107,10 @@ def _upper_product(d: PenalisedObjective, leaves: Sequence[Tensor], x: Sequence[
         if missing_double_backward(error) is None:
             raise
     step = math.sqrt(torch.finfo(leaves[0].dtype).eps) * (1 + norm(leaves).item())
-    held = [leaf.detach().clone() for leaf in leaves]
     start = _upper_slope(d, leaves)
-    with torch.no_grad():
-        for leaf, direction in zip(leaves, x, strict=True):
-            leaf.add_(direction, alpha=step)
-    end = _upper_slope(d, leaves)
-    with torch.no_grad():
-        for leaf, value in zip(leaves, held, strict=True):
-            leaf.copy_(value)
+    with keeping(leaves):
+        with torch.no_grad():
+            for leaf, direction in zip(leaves, x, strict=True):
+                leaf.add_(direction, alpha=step)
+        end = _upper_slope(d, leaves)
     return [(b - a) / step for a, b in zip(start, end, strict=True)]

@@ -112,14 +112,13 @@ class _Run(MinibatchRun):
 
     def _linear(self, options: ApproxGrad, measured: BatchScales) -> LinearSolver:
         leaves, steps, dot = self.v.leaves, options.linear_steps or options.lower_steps, self.derivatives.dot
-        warm = options.warm_start
         if options.linear_solver != "adam":
             solver = ConjugateGradients if options.linear_solver == "cg" else Neumann
-            return solver(leaves, steps, dot, warm_start=warm)
+            return solver(leaves, steps, dot, warm_start=options.warm_start)
         # |q| is about |f_v| / |g_vv|, and |g_vv| is about |g_vv s| / |s|.
         size = measured.gamma * measured.sizes[1] / self.v.size**0.5
         rate = LINEAR_SHARE * size if options.linear_rate is None else options.linear_rate
-        return LeastSquares(leaves, steps, dot, warm_start=warm, rate=rate)
+        return LeastSquares(leaves, steps, dot, warm_start=options.warm_start, rate=rate)
 
     def _restart(self) -> None:
         self.linear.restart()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bilevel._util.nested import copy_state as copy_state
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import ProcessGroup
@@ -32,30 +33,40 @@ RECORD = (
 )
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """All that a method knows about a run.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a method and the run around it both know.
 
     Fields that are not obvious:
-        generator: For random numbers of the method, on the host.
+        accumulate: The number of batches that every gradient is the mean of.
         precision: The precision in which the user's functions are evaluated: None (the dtype of u and v) or `bf16`
             (see `bilevel.derivatives.mixed_precision`).
         engine: The engine that runs the steps (see `bilevel.engines.engine`).
         start: The index of this start among several.
-        ranks: The processes that share the batches; None if one process has all of them.
     """
 
     problem: Problem
     u: Variable
     v: Variable
-    sources: Sources
     max_steps: int
     tolerance: float | None
-    accumulate: int
-    generator: torch.Generator
+    accumulate: int = 1
     precision: Precision | None = None
     engine: str = "auto"
     start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(RunOptions):
+    """All that a method knows about a run.
+
+    Fields that are not obvious:
+        generator: For random numbers of the method, on the host.
+        ranks: The processes that share the batches; None if one process has all of them.
+    """
+
+    sources: Sources
+    generator: torch.Generator
     ranks: ProcessGroup | None = None
 
 
@@ -94,13 +105,3 @@ class Method(Protocol):
         """Return the options that differ from the defaults, as text. A run that resumes compares them."""
 
     def init(self, context: RunContext) -> MethodState: ...
-
-
-def copy_state(mine: Any, saved: Any) -> None:
-    """Copy tensors in place into a tensor, list or dict of the same structure."""
-    if isinstance(mine, Tensor):
-        mine.copy_(saved)
-        return
-    pairs = [(mine[key], saved[key]) for key in mine] if isinstance(mine, dict) else zip(mine, saved, strict=True)
-    for a, b in pairs:
-        copy_state(a, b)

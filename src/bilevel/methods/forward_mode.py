@@ -106,8 +106,7 @@ class _Run(Unrolled):
         try:
             super().__init__(options, context)
         except ProblemError as error:
-            operator = missing_double_backward(error.__cause__)
-            if operator is None:
+            if (operator := missing_double_backward(error.__cause__)) is None:
                 raise
             raise ProblemError(
                 f"ForwardMode needs a double backward of lower, and {operator} has none. Replace it or use ReverseMode."
@@ -151,8 +150,7 @@ class _Run(Unrolled):
 
     def _bent(self, first: Sequence[Tensor], P: Sequence[Tensor]) -> list[Tensor]:
         """Return P g_vv + g_uv, from the gradient of g in v and u and its graph."""
-        live = [i for i, x in enumerate(first) if x.requires_grad]
-        if not live:
+        if not (live := [i for i, x in enumerate(first) if x.requires_grad]):
             return [torch.zeros_like(p) for p in P]
         chunks = []
         for start in range(0, self.directions, self.chunk):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,9 +133,7 @@ class MinibatchRun(ABC):
         return measured
 
     def _sample(self) -> list[Pair]:
-        upper, lower, _ = self.context.sources.sample(self.scale_batches)
-        count = max(len(upper), len(lower))
-        return list(itertools.islice(zip(itertools.cycle(upper), itertools.cycle(lower), strict=False), count))
+        return self.context.sources.first_pairs(self.scale_batches)
 
     def _upper_descent(
         self, factory: OptimizerFactory | None, measured: BatchScales, u: Variable | None = None

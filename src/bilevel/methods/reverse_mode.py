@@ -148,8 +148,7 @@ class _Run(Unrolled):
         (f, g, residual), end, q, p, rows, total = carried
         d = self.derivatives
         self._put(end)
-        with torch.no_grad():
-            copy_state(self.adjoint, total)
+        copy_state(self.adjoint, total)
         p, rows = d.backward_through_prepare(p), d.all_rows(rows)
         self.upper.step(p, rows, left)
         moved = Gradients(f=f, g=g, slope=[], residual=[], constraints=[], v=q, u=p, rows=rows)
@@ -160,7 +159,6 @@ class _Run(Unrolled):
         """Return copies of v and of the buffers that a forward pass changes."""
         return [x.detach().clone() for x in (*self.v.leaves, *self.v.buffers(), *self.u.buffers())]
 
-    @torch.no_grad()
     def _put(self, point: Sequence[Tensor]) -> None:
         count, buffers = len(self.v.leaves), (*self.v.buffers(), *self.u.buffers())
         copy_state(self.v.leaves, point[:count])

@@ -53,8 +53,7 @@ class TwoLowerVariablesRun(MinibatchRun):
         # The steps are of first order; the measurements before and after them must not need second derivatives.
         super().__init__(context, curvature="difference", **options.steps(context.problem))
         measured = self._measured()
-        named = zip(self.v.names, self.v.leaves, strict=True)
-        second = {name: leaf.detach().clone().requires_grad_() for name, leaf in named}
+        second = {name: leaf.detach().clone().requires_grad_() for name, leaf in self.v.named()}
         rate = self._lower_rate(measured)
         self.lower = self._lower_descent(options.lower_optimizer, rate)
         w = Variable(second, "v", self.problem.project_lower)
@@ -90,20 +89,14 @@ class TwoLowerVariablesRun(MinibatchRun):
     def _at_w(self) -> Iterator[None]:
         """Give v the values of w inside."""
         with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
-            with torch.no_grad():
-                copy_state(self.v.leaves, self.w)
+            copy_state(self.v.leaves, self.w)
             yield
 
-    @torch.no_grad()
-    def _meet(self) -> None:
-        """Give w the values of v."""
+    def _warmed(self, k: int) -> None:
         copy_state(self.w, self.v.leaves)
 
-    def _warmed(self, k: int) -> None:
-        self._meet()
-
     def _restart(self) -> None:
-        self._meet()
+        copy_state(self.w, self.v.leaves)
         self.second_optimizer.restart()
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:

@@ -85,7 +85,6 @@ class HeavyBall(VariableOptimizer):
     def state_dict(self) -> dict[str, Any]:
         return {"moments": self.moments, "lengths": self.lengths}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         copy_state(self.state_dict(), state)
         self.rates = [(rate, self.lengths.mean().item()) for rate, _ in self.rates]

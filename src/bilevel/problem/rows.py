@@ -40,9 +40,6 @@ class Rows:
     tensor([0.5000, 0.5000])
     """
 
-    # All rows.
-    values: Tensor
-
     def __init__(
         self,
         n: int,
@@ -57,7 +54,7 @@ class Rows:
         if isinstance(init, Tensor):
             if init.shape[:1] != (n,):
                 raise OptionError(f"init must have n={n} rows; got a tensor of shape {tuple(init.shape)}.")
-            self.values = init.detach().to(device=device, dtype=dtype, copy=True)
+            self.values: Tensor = init.detach().to(device=device, dtype=dtype, copy=True)
         else:
             self.values = torch.full((n, *shape), float(init), dtype=dtype, device=device)
         if not self.values.is_floating_point():

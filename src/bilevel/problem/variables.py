@@ -114,21 +114,20 @@ class Variable:
 
     def project_leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Project one tensor for each leaf; tensors without a projection are returned unchanged."""
-        out = []
-        for name, tensor in zip(self.names, tensors, strict=True):
-            projection = self._projection.get(name)
-            out.append(tensor if projection is None else projection(tensor))
-        return out
+        pairs = zip(map(self._projection.get, self.names), tensors, strict=True)
+        return [tensor if projection is None else projection(tensor) for projection, tensor in pairs]
 
     @torch.no_grad()
     def project(self, *, rows: bool = False) -> None:
         """Project the leaves in place, and all Rows with `rows`; a step projects the rows that it moves."""
-        named = list(zip(self.names, self.leaves, strict=True))
-        if rows:
-            named += [(name, r.values) for name, r in zip(self.row_names, self.rows, strict=True)]
-        for name, leaf in named:
+        for name, leaf in self.named(rows=rows):
             if (projection := self._projection.get(name)) is not None:
                 leaf.copy_(projection(leaf))
+
+    def named(self, *, rows: bool = True) -> list[tuple[str, Tensor]]:
+        """Return the leaves with their names, and by default the values of Rows with theirs."""
+        values = [(name, r.values) for name, r in zip(self.row_names, self.rows, strict=True)] if rows else []
+        return [*zip(self.names, self.leaves, strict=True), *values]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the variable's value by name, frozen parameters and buffers included.
@@ -138,9 +137,7 @@ class Variable:
         if self.modules:
             module = self.modules[0]
             return dict(module.state_dict(keep_vars=True)) | dict(module.named_buffers())
-        named = dict(zip(self.names, self.leaves, strict=True))
-        named |= {key: rows.values for key, rows in zip(self.row_names, self.rows, strict=True)}
-        return named
+        return dict(self.named())
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that a forward pass can change, such as BatchNorm's statistics."""

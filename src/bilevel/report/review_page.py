@@ -141,8 +141,6 @@ def embedded(data: object) -> str:
 
 def sheets(pictures: NDArray[np.uint8]) -> dict[str, Any]:
     """Return the pictures as sheets of thumbnails: picture i is on sheet i // (columns * rows), row by row."""
-    if pictures.shape[3:] == (1,):
-        pictures = pictures[..., 0]
     count, height, width = pictures.shape[:3]
     scale = min(1.0, (SIDE if count <= MANY else SMALL_SIDE) / max(height, width))
     height, width = max(1, round(scale * height)), max(1, round(scale * width))

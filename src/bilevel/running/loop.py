@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.checks import warn_user
-from bilevel._util.nested import each_tensor
+from bilevel._util.nested import copy_state, each_tensor
 from bilevel._util.random_state import random_state, set_random_state
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
@@ -212,7 +212,7 @@ class Loop:
         return Status.STOPPED if any(stop) or self.interrupted else None
 
     def _finite(self) -> bool:
-        tensors = [t for variable in self.variables for t in (*variable.leaves, *(r.values for r in variable.rows))]
+        tensors = [t for variable in self.variables for _, t in variable.named()]
         return bool(torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all())
 
     def _within_tolerance(self) -> bool:
@@ -247,11 +247,9 @@ class Loop:
         self.history.truncate(self.step)
         return Status.DIVERGED
 
-    @torch.no_grad()
     def _write(self, saved: dict[str, Any]) -> None:
-        for name, variable in zip("uv", self.variables, strict=True):
-            for key, tensor in variable.tensors().items():
-                tensor.copy_(saved[name][key])
+        u, v = self.variables
+        copy_state({"u": u.tensors(), "v": v.tensors()}, saved)
 
     def _bytes_per_step(self) -> float:
         return self.sent / self.counted if self.counted else 0.0

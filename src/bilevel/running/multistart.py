@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel._util.random_state import undisturbed
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import PenalisedObjective
@@ -46,10 +45,10 @@ Runner = Callable[[RunRequest, PausedRun | None], Solution]
 
 def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solution:
     """Run from each of `count` starting points; u and v are left at the best end."""
-    both = request.upper, request.lower
-    ranks = ProcessGroup.from_environment(request.lower.device)
+    both = request.u, request.v
+    ranks = ProcessGroup.from_environment(request.v.device)
     seed = drawn_seed(ranks) if request.seed is None else request.seed
-    sources = Sources(request.data, seed, request.lower.device)
+    sources = Sources(request.data, seed, request.v.device)
     points = _points(request, count, seed, sources, ranks)
     found: dict[int, tuple[Solution, Candidate]] = {}
     kept: dict[int, PausedRun] = {}
@@ -91,7 +90,7 @@ def run_starts(request: RunRequest, count: int, run: Runner = run_once) -> Solut
 
 def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks: ProcessGroup | None) -> list[Point]:
     """Return the tensors of u and v at each start."""
-    u, v = request.upper, request.lower
+    u, v = request.u, request.v
     if request.data is None:
         others = drawn(request.problem, u, v, count - 1, torch.Generator().manual_seed(seed))
         return [(copied(u), copied(v)), *((draw.u, draw.v) for draw in others)]
@@ -106,9 +105,8 @@ def _points(request: RunRequest, count: int, seed: int, sources: Sources, ranks:
 
 def _values(d: PenalisedObjective, sources: Sources, most: int) -> tuple[float, float]:
     """Return f and g at the present point, as means over the first batches, at most `most`."""
-    upper, lower, _ = sources.sample(most)
+    pairs = sources.first_pairs(most)
     with torch.no_grad(), undisturbed(d.v.device, d.v.buffers() + d.u.buffers()):
-        pairs: list[Pair] = [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
         made = [d.prepare([pair], graph=False)[0] for pair in pairs]
         f = torch.stack([d.upper(pair[0]) for pair in made]).mean()
         g = torch.stack([d.lower(pair[1]) for pair in made]).mean()

@@ -143,19 +143,12 @@ def solve_pessimistic(
     request = RunRequest(
         problem=problem,
         method=method,
-        upper=upper,
-        lower=lower,
+        u=upper,
+        v=lower,
         data=None,
         max_steps=max_steps,
         tolerance=tolerance or TOLERANCE,
         callbacks=callbacks,
-        folder=None,
-        every=None,
-        resume=False,
-        log_every=None,
-        engine="auto",
-        precision=None,
-        accumulate=1,
         hypergradient=hypergradient,
         seed=seed,
     )
@@ -167,7 +160,7 @@ def worst_case(request: RunRequest, paused: PausedRun | None = None) -> Solution
 
     u and v are left at the end, v at the worst of the kept lower solutions.
     """
-    problem, u, v, seed = request.problem, request.upper, request.lower, request.seed
+    problem, u, v, seed = request.problem, request.u, request.v, request.seed
     seed = drawn_seed(ProcessGroup.from_environment(v.device)) if seed is None else seed
     generator = torch.Generator().manual_seed(seed)
     first = copied(u), copied(v)
@@ -201,7 +194,7 @@ def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tu
 
     The first copy is v.
     """
-    problem, u, v, method = request.problem, request.upper, request.lower, cast(Penalty, request.method)
+    problem, u, v, method = request.problem, request.u, request.v, cast(Penalty, request.method)
     write(points[0], v.leaves)
     d = PenalisedObjective(problem, u, v)
     scales = measure(d, torch.Generator().manual_seed(0))
@@ -247,7 +240,7 @@ def solve_copies(request: RunRequest, points: Sequence[Tensor], seed: int) -> tu
     )
     upper, lower = variables(rewritten, [*u.leaves, t], [leaf for twin in twins for leaf in twin.leaves])
     # A start above 0 stays near where it is.
-    inner = replace(request, problem=rewritten, method=method, upper=upper, lower=lower, seed=seed, start=1)
+    inner = replace(request, problem=rewritten, method=method, u=upper, v=lower, seed=seed, start=1)
     return run_once(inner), twins
 
 

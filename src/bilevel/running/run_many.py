@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel._util.checks import check_counts, in_range, require
 from bilevel.errors import BilevelError, OptionError, RunError, reason
 
@@ -231,13 +231,9 @@ class ResultFolder:
 
     def get(self, item: RunItem) -> Found | None:
         """Return the result of a finished item; None if it is not finished, or its file has other settings."""
-        try:
-            kept = json.loads((self.folder / f"{item.name}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        settings = json.loads(json.dumps(item.settings))
-        found = kept.get("result") if isinstance(kept, dict) and kept.get("settings") == settings else None
-        return found if isinstance(found, dict) else None
+        kept = read_json(self.folder / f"{item.name}.json")
+        same = kept.get("settings") == json.loads(json.dumps(item.settings))
+        return kept["result"] if same and isinstance(kept.get("result"), dict) else None
 
     def put(self, item: RunItem, found: Found) -> None:
         write_whole(self.folder / f"{item.name}.json", json.dumps({"settings": item.settings, "result": found}) + "\n")

@@ -13,14 +13,12 @@ import torch
 from bilevel._util.random_state import seeded
 from bilevel.batches.readers import RankShares
 from bilevel.batches.sources import Sources
-from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.derivatives import make_derivatives
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.synchronise import check_same_arguments, run_on_first, seed_by_rank
 from bilevel.errors import CheckpointError, OptionError
 from bilevel.measures.problem_check import first_evaluation
-from bilevel.methods.base import Method, RunContext
-from bilevel.problem import Problem, Variable
+from bilevel.methods.base import Method, RunContext, RunOptions
 from bilevel.results import Solution
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback
@@ -30,29 +28,19 @@ from bilevel.running.starting_points import copied, write_point
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
+class RunRequest(RunOptions):
     """The arguments of `solve`, checked. See its docstring."""
 
-    problem: Problem
     method: Method
-    upper: Variable
-    lower: Variable
     data: object
-    max_steps: int
-    tolerance: float | None
     callbacks: Sequence[Callback]
     # The folder of the checkpoint.
-    folder: Path | None
-    every: int | None
-    resume: bool
-    log_every: int | None
-    engine: str
-    precision: Precision | None
-    accumulate: int
+    folder: Path | None = None
+    every: int | None = None
+    resume: bool = False
+    log_every: int | None = None
     hypergradient: bool | None
     seed: int | None
-    # The number of the starting point, with `starts`.
-    start: int = 0
 
 
 def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
@@ -60,7 +48,7 @@ def run_once(request: RunRequest, paused: PausedRun | None = None) -> Solution:
 
     If `paused` is given, the run resumes from its state, and leaves a new state there if it spends its budget.
     """
-    upper, lower, data = request.upper, request.lower, request.data
+    upper, lower, data = request.u, request.v, request.data
     ranks = ProcessGroup.from_environment(lower.device)
     with nullcontext() if ranks is None else ranks.reporting_lost_ranks():
         stored = _open(request) if ranks is None else run_on_first(ranks, lambda: _open(request))
@@ -129,9 +117,11 @@ def _identity(
     request: RunRequest, seed: int, saved: dict[str, Any] | None, ranks: ProcessGroup | None
 ) -> dict[str, Any]:
     """Return which run this is; refuse a checkpoint of another one, and ranks with other arguments."""
-    upper, lower = request.upper, request.lower
-    identity = run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed)
-    identity |= {"precision": request.precision}
+    upper, lower = request.u, request.v
+    identity = {
+        **run_identity(request.problem, request.method, upper, lower, request.data, request.accumulate, seed),
+        "precision": request.precision,
+    }
     if ranks is not None:
         check_same_arguments(ranks, identity, upper, lower)
     if saved is not None:

@@ -109,8 +109,8 @@ def solve(
     request = RunRequest(
         problem=problem,
         method=method,
-        upper=upper,
-        lower=lower,
+        u=upper,
+        v=lower,
         data=data,
         max_steps=max_steps,
         tolerance=tolerance,

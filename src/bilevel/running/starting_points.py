@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from bilevel._util.nested import copy_state
 from bilevel.derivatives.lower_constraints import KKT
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import violation
@@ -51,11 +52,9 @@ def copied(variable: Variable) -> list[Tensor]:
     return [x.detach().clone() for x in variable.tensors().values()]
 
 
-@torch.no_grad()
 def write_tensors(values: Sequence[Tensor], variable: Variable) -> None:
     """Write the tensors that `copied` returned back into the variable."""
-    for tensor, value in zip(variable.tensors().values(), values, strict=True):
-        tensor.copy_(value)
+    copy_state(list(variable.tensors().values()), values)
 
 
 def write_point(point: Point, u: Variable, v: Variable) -> None:
@@ -69,14 +68,11 @@ class StartSampler:
 
     def __init__(self, variable: Variable, generator: torch.Generator) -> None:
         self.variable, self.generator = variable, generator
-        named = list(zip(variable.names, variable.leaves, strict=True))
-        named += [(name, rows.values) for name, rows in zip(variable.row_names, variable.rows, strict=True)]
-        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in named]
+        self.leaves = [(leaf, _bounds(variable.projection(name), leaf)) for name, leaf in variable.named()]
         inside = sum(leaf.numel() for leaf, bounds in self.leaves if bounds)
         seed = int(torch.randint(2**31, (), generator=generator).item())
-        self.sobol = None
-        if 0 < inside <= SobolEngine.MAXDIM:
-            self.sobol = SobolEngine(inside, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+        fits = 0 < inside <= SobolEngine.MAXDIM
+        self.sobol = SobolEngine(inside, scramble=True, seed=seed) if fits else None  # type: ignore[no-untyped-call]
         self.scales = [1 + leaf.detach().square().mean().sqrt() for leaf, _ in self.leaves]
 
     @torch.no_grad()

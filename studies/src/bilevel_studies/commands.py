@@ -375,14 +375,9 @@ def shares(text: str | None) -> list[float] | None:
 
 
 def device_of(text: str) -> torch.device:
-    import torch
+    from bilevel.cli import option_values
 
-    try:
-        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if text == "auto" else text)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three
-        raise OptionError(f"--device must be auto, cpu, or a GPU that torch finds; got {text!r}.") from None
-    return found
+    return option_values.device_of(text)
 
 
 def _with_data(cells: list[RunItem]) -> list[RunItem]:

@@ -26,8 +26,8 @@ from bilevel.data.class_images import ARCHIVE, ClassSplits, ImageClasses
 from bilevel.data.labelled import reading
 from bilevel.data.named_sets import DIGITS
 
+# Pixels of an image of a contact sheet, and images in its row.
 SIDE, ROW = 32, 100
-"""Pixels of an image of a contact sheet, and images in its row."""
 PARTS = "train", "val", "test"
 LOSSY = "The images were coded with loss; they are not the published ones."
 

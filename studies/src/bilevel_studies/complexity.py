@@ -28,11 +28,11 @@ from bilevel_studies.cost import cost
 from bilevel_studies.study import Found, Kept, Report, RunItem, Settings
 from bilevel_studies.study import table as markdown
 
+# Rows of Z.
 VALID = 4
-"""Rows of Z."""
 RATE = 1e-3
+# The largest difference between a fitted exponent and the exponent of the table's formula at the same sizes.
 TOLERANCE = 0.2
-"""The largest difference between a fitted exponent and the exponent of the table's formula at the same sizes."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Row:
 
     time: str
     space: str
+    # In c, of T, U and V.
     time_of: Callable[[int, int, int], float]
-    """In c, of T, U and V."""
     space_of: Callable[[int, int, int], float]
 
 
+# The paper's Table 1.
 TABLE = {
     "FMD": Row("O(cUT)", "O(UV)", lambda T, U, V: U * T, lambda T, U, V: U * V),
     "RMD": Row("O(cT)", "O(U + VT)", lambda T, U, V: T, lambda T, U, V: U + V * T),
     "ApproxGrad": Row("O(cT)", "O(U + V)", lambda T, U, V: T, lambda T, U, V: U + V),
     "Penalty": Row("O(cT)", "O(U + V)", lambda T, U, V: T, lambda T, U, V: U + V),
 }
-"""The paper's Table 1."""
 
 
 def method(name: str, T: int) -> Method:
@@ -129,14 +129,14 @@ class Exponent:
     """How a quantity grows with T, U or V."""
 
     method: str
+    # `gradients`, `bytes` or `seconds`.
     quantity: str
-    """`gradients`, `bytes` or `seconds`."""
     variable: str
     found: float
+    # The exponent of the table's formula at the same sizes.
     table: float
-    """The exponent of the table's formula at the same sizes."""
+    # (size, measured)
     values: Sequence[tuple[int, float]]
-    """(size, measured)"""
 
     @property
     def holds(self) -> bool:

@@ -23,20 +23,20 @@ from bilevel.batches.sources import Sources
 from bilevel.measures.problem_check import variables
 from bilevel.methods.base import Method, RunContext
 
+# Upper steps of the run that the counted step belongs to: many, so that the warm-up does not distort the count.
 HORIZON = 10**6
-"""Upper steps of the run that the counted step belongs to: many, so that the warm-up does not distort the count."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of an upper step that moves u; not of the first step, which makes the state of the optimizers."""
 
+    # Its operations, as a number of gradients of g in v.
     gradients: float
-    """Its operations, as a number of gradients of g in v."""
+    # The peak of the bytes of its tensors, without the tensors that existed before.
     bytes: int
-    """The peak of the bytes of its tensors, without the tensors that existed before."""
+    # Evaluations of the lower objective.
     evaluations: int
-    """Evaluations of the lower objective."""
     seconds: float
 
 
@@ -78,13 +78,12 @@ def cost(problem: Problem, method: Method, u: Any, v: Any, *, repeats: int = 1) 
     """Take a few eager steps and count. u and v are moved."""
     upper, lower = variables(problem, u, v)
     setting = RunContext(
-        problem,
-        upper,
-        lower,
-        Sources(None, 0, lower.device),
+        problem=problem,
+        u=upper,
+        v=lower,
+        sources=Sources(None, 0, lower.device),
         max_steps=HORIZON,
         tolerance=None,
-        accumulate=1,
         generator=torch.Generator().manual_seed(0),
         engine="eager",
     )

@@ -34,11 +34,11 @@ GOAL = 1e-6
 GOAL_TEXT = "1e-6"
 DIMENSION = 10
 MAX_STEPS = 3000
+# The value at which an exact zero is drawn on a logarithmic axis.
 FLOOR = 1e-17
-"""The value at which an exact zero is drawn on a logarithmic axis."""
 HEADINGS = ("Problem", "Solved", "Median error", "Median steps", "Seconds")
+# The finished attempts at each problem, by its name.
 Results = dict[str, list[Attempt]]
-"""The finished attempts at each problem, by its name."""
 
 
 def command(

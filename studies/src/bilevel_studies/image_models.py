@@ -8,8 +8,8 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from bilevel.errors import OptionError
 
+# The largest turn (radians), change of size and shift (shares of the image) of `move_slightly`.
 TURN, STRETCH, SHIFT = 0.15, 0.1, 0.08
-"""The largest turn (radians), change of size and shift (shares of the image) of `move_slightly`."""
 
 
 def wide_resnet(depth: int = 28, width: int = 10, classes: int = 10) -> nn.Sequential:

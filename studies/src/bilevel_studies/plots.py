@@ -23,8 +23,8 @@ STYLE: dict[Any, Any] = {
     "axes.titlesize": 9,
     "lines.linewidth": 1.4,
 }
+# Panels in a row.
 COLUMNS = 4
-"""Panels in a row."""
 
 
 def new_figure(width: float, height: float) -> Figure:

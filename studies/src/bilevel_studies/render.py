@@ -17,8 +17,8 @@ from bilevel_studies.statistics import Numbers
 from bilevel_studies.study import RESULTS, Kept, read
 
 PAGES = RESULTS.parents[1] / "docs" / "results"
+# The module of each page; its function `page` returns the names that the template uses.
 STUDIES = {"poisoning": "bilevel_studies.poisoning.tables"}
-"""The module of each page; its function `page` returns the names that the template uses."""
 
 
 def render(name: str, kept: Sequence[Kept]) -> str:

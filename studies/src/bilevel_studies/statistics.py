@@ -13,8 +13,8 @@ from scipy import stats
 from bilevel_studies.study import Kept, Settings
 
 NOT_RUN = "not run"
+# Settings in which a newer result of ApproxGrad and the former one that it replaces can differ.
 NEWER = ("solver", "passes", "seed", "T")
-"""Settings in which a newer result of ApproxGrad and the former one that it replaces can differ."""
 SEEDS = 5
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bilevel import Callback, OptionError, Run, Solution
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel.running.checkpoints import BEFORE, FILE
 from bilevel.running.run_many import Found, ResultFolder, RunItem, Settings, Where, run_items
 
@@ -33,8 +33,8 @@ Kept = tuple[Settings, Found]
 Function = Callable[[Settings], Found | None]
 INTERRUPTED = 130
 SECONDS = "seconds.json"
+# The result files of all studies, in a checkout.
 RESULTS = Path(__file__).parents[2] / "results"
-"""The result files of all studies, in a checkout."""
 
 
 class FiledStore(ResultFolder):
@@ -46,7 +46,7 @@ class FiledStore(ResultFolder):
     def __init__(self, folder: Path, file: Path) -> None:
         super().__init__(folder)
         self.file = file
-        self._filed = {_key(settings): (settings, found) for settings, found in read(file)}
+        self._filed = {key_of(settings): (settings, found) for settings, found in read(file)}
 
     def get(self, cell: RunItem) -> Found | None:
         """Return the result of a finished cell, or None."""
@@ -61,7 +61,7 @@ class FiledStore(ResultFolder):
 
     def kept(self, cell: RunItem) -> Found | None:
         """Return the result of a cell, finished or not."""
-        own, filed = super().get(cell), self._filed.get(_key(cell.settings))
+        own, filed = super().get(cell), self._filed.get(key_of(cell.settings))
         if filed is not None and (own is None or own.get("partial", False) > filed[1].get("partial", False)):
             return filed[1]
         return own
@@ -70,10 +70,10 @@ class FiledStore(ResultFolder):
         """Return every cell of the folder and the file, in the order of their settings."""
         found = dict(self._filed)
         for path in self.folder.glob("*.json"):
-            kept = _load(path)
+            kept = read_json(path)
             if isinstance(kept.get("settings"), dict) and isinstance(kept.get("result"), dict):
                 result = self.kept(RunItem(kept["settings"], 0))
-                found[_key(kept["settings"])] = (kept["settings"], result or kept["result"])
+                found[key_of(kept["settings"])] = (kept["settings"], result or kept["result"])
         return [found[key] for key in sorted(found)]
 
     def write(self) -> None:
@@ -85,19 +85,12 @@ class FiledStore(ResultFolder):
 
 def read(file: Path) -> list[Kept]:
     """Return the cells of a result file, or an empty list if the file is missing."""
-    return [(settings, found) for settings, found in _load(file).get("cells", ())]
+    return [(settings, found) for settings, found in read_json(file).get("cells", ())]
 
 
-def _key(settings: Settings) -> str:
+def key_of(settings: Settings) -> str:
+    """Return a text that two equal settings share."""
     return json.dumps(settings, sort_keys=True)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class OutOfTimeError(Exception):
@@ -119,10 +112,6 @@ class Sitting:
             place.mkdir(parents=True, exist_ok=True)
             if (place / SECONDS).is_file():
                 self.before = float(json.loads((place / SECONDS).read_text(encoding="utf-8")))
-
-    def start_clock(self) -> None:
-        """Count the seconds from here."""
-        self.began = time.perf_counter()
 
     def folder(self, name: str) -> Path | None:
         """Return the folder for the state of a stage."""
@@ -215,20 +204,20 @@ class Study:
 
     name: str
     out: Path
+    # Makes the tables from all cells, and figures in the folder.
     report: Callable[[Sequence[Kept], Path], Report]
-    """Makes the tables from all cells, and figures in the folder."""
+    # The folder of the file of all results; by default `out`.
     results: Path | None = None
-    """The folder of the file of all results; by default `out`."""
     no_run: bool = False
     json: bool = False
+    # No cell begins after this time.
     minutes: float | None = None
-    """No cell begins after this time."""
     workers: int = 1
+    # The address of a Ray cluster.
     address: str | None = None
-    """The address of a Ray cluster."""
     gpus: float = 0.0
+    # Leaves out the cells that cannot run here.
     possible: Callable[[list[RunItem]], list[RunItem]] = list
-    """Leaves out the cells that cannot run here."""
 
     def __post_init__(self) -> None:
         make_folder(self.out / "cells")
@@ -287,7 +276,8 @@ class Study:
                 else:
                     shutil.rmtree(self.states / cell.name, ignore_errors=True)
 
-            made = partial(_with_commit, function, commit())
+            version = commit()
+            made = partial(_marked, function, {"commit": version} if version else {})
             complete = run_items(left, self.store, made, where=where, deadline=self.deadline, on_progress=on_progress)
         if not complete:
             done = f"{self.done - before} of {len(left)} cells"
@@ -305,16 +295,11 @@ def commit() -> str | None:
     return found or None
 
 
-def _with_commit(function: Function, version: str | None, settings: Settings) -> Found | None:
+def _marked(function: Function, marks: Found, settings: Settings) -> Found | None:
     found = function(settings)
-    return found | {"commit": version} if found and version else found
+    return found | marks if found else found
 
 
 def side_by_side(function: Function, workers: int) -> Function:
     """Return `function`, which marks results of cells that share the machine: their seconds are not comparable."""
-    return function if workers == 1 else partial(_marked, function, workers)
-
-
-def _marked(function: Function, workers: int, settings: Settings) -> Found | None:
-    found = function(settings)
-    return found | {"beside": workers - 1} if found else found
+    return function if workers == 1 else partial(_marked, function, {"beside": workers - 1})

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, Status, solve, weighted_mean
+from bilevel import Callback, OptionError, Penalty, Problem, ProblemError, Rows, Solution, solve, weighted_mean
 from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel._util.random_state import derived
 from bilevel.applications.denoising.examples import Examples, with_trusted
 from bilevel.applications.denoising.label_mistakes import mistakes
-from bilevel.applications.training import Augment, Trainer, probabilities
+from bilevel.applications.training import Augment, Trainer, loader, probabilities, refuse_end
 from bilevel.data import Pair
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.distributed.process_group import first_rank
@@ -199,14 +199,9 @@ def _learn(
         hypergradient=False,
         **options,
     )
-    if solution.interrupted:
-        raise KeyboardInterrupt
     importance = torch.sigmoid(u.values / scale).float().cpu()
-    if solution.status is Status.DIVERGED or not bool(torch.isfinite(importance).all()):
-        raise ProblemError(
-            f"the bilevel run diverged after {solution.steps} steps, and nothing was learned. Scale the inputs, or use "
-            "another model, method or seed."
-        )
+    advice = ", and nothing was learned. Scale the inputs, or use another model, method or seed."
+    refuse_end(solution, "bilevel run", advice, fine=bool(torch.isfinite(importance).all()))
     return solution, importance
 
 
@@ -294,9 +289,4 @@ def loaders(
     x: Tensor, y: Tensor, x_trusted: Tensor, y_trusted: Tensor, size: int
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return shuffled batches of trusted examples, and of the others with their rows, without partial batches."""
-    upper = TensorDataset(x_trusted, y_trusted)
-    lower = TensorDataset(x, y, torch.arange(len(y)))
-    return (
-        DataLoader(upper, min(size, len(upper)), shuffle=True, drop_last=True),
-        DataLoader(lower, size, shuffle=True, drop_last=True),
-    )
+    return loader((x_trusted, y_trusted), size), loader((x, y, torch.arange(len(y))), size)

@@ -23,8 +23,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Not
 
 def with_trusted(train: Examples, trusted: Examples, model: nn.Module) -> tuple[Pair, Pair, int]:
     """Return both parts on the CPU, the labels as int64, and the number of classes that the model has scores for."""
-    first = next(model.parameters(), None)
-    if first is None:
+    if (first := next(model.parameters(), None)) is None:
         raise OptionError("model must have parameters; this module has none.")
     (x, y), (x_trusted, y_trusted) = examples(train, "train"), examples(trusted, "trusted")
     if not len(y):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of, require
 from bilevel._util.random_state import derived, seeded
 from bilevel.applications.few_shot.tasks import (
@@ -61,8 +61,7 @@ class Evaluation(ShortRepr):
     @property
     def interval(self) -> float:
         """Half the width of the 95% interval of the mean (Student's t); NaN with a single task."""
-        count = len(self.accuracies)
-        if count < 2:
+        if (count := len(self.accuracies)) < 2:
             return math.nan
         stats = require("scipy.stats", "apps")
         return float(stats.t.ppf(0.975, count - 1)) * float(self.accuracies.double().std()) / math.sqrt(count)
@@ -185,8 +184,9 @@ class Best:
 
     def __init__(self, representation: nn.Module, folder: Path | None = None) -> None:
         self.representation, self.folder = representation, folder
-        resumes = folder is not None and checkpoint.exists(folder)
-        self.state: dict[str, Any] | None = checkpoint.load(folder) if folder is not None and resumes else None
+        self.state: dict[str, Any] | None = (
+            checkpoint.load(folder) if folder is not None and checkpoint.exists(folder) else None
+        )
 
     def update(self, step: int, accuracy: float) -> None:
         """Keep the present weights if the accuracy is better than before."""
@@ -246,10 +246,9 @@ class Validation(Callback):
         self.representation, self.sampler, self.every, self.tasks = representation, sampler, every, tasks
         self.file, self.deadline, self.options = file, deadline, options
         self.best = Best(representation, None if file is None else file.with_suffix(".best")) if keep else None
-        text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else '{"rows": [], "spent": 0.0}'
-        kept = json.loads(text)
-        self.rows: list[dict[str, float]] = kept["rows"]
-        self.spent: float = kept["spent"]
+        kept = {} if file is None else read_json(file)
+        self.rows: list[dict[str, float]] = kept.get("rows", [])
+        self.spent: float = kept.get("spent", 0.0)
 
     def start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["step"] <= run.step]

@@ -74,8 +74,7 @@ class TaskSampler:
                 f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Give more "
                 "classes, or ask for fewer ways."
             )
-        few = [count for count in classes.counts if count < shots + queries]
-        if few:
+        if few := [count for count in classes.counts if count < shots + queries]:
             name = classes.names[classes.counts.index(min(few))]
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel import Callback, DataError, Penalty, Problem, ProblemError, Solution, Status, solve
+from bilevel import Callback, DataError, Penalty, Problem, Solution, solve
 from bilevel._util.checks import ShortRepr, check_counts, in_range
 from bilevel.applications.denoising.examples import Examples, examples
 from bilevel.applications.poisoning.goals import Bound, Goal, Within, norms
@@ -41,7 +40,7 @@ from bilevel.applications.poisoning.victims import (
     trained,
     whitened,
 )
-from bilevel.applications.training import probabilities
+from bilevel.applications.training import loader, probabilities, refuse_end
 from bilevel.data import Pair
 from bilevel.methods.base import Method
 
@@ -179,7 +178,8 @@ def attack(
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     x, y = examples(train, "train", dtype)
     goal = _converted(goal, x, dtype)
-    within = _within(goal.base.to(device), box, bound)
+    low, high = (edge.to(device, dtype) if isinstance(edge, Tensor) else edge for edge in box)
+    within = Within(goal.base.to(device), low, high, bound)
     x, y, aim = mapped(features, x, device), y.to(device), mapped(features, goal.x, device)
     v: nn.Module = trained(model, x, y, recipe, loss=loss)
     linear = whitened(v, x, recipe.decay) if whiten else None
@@ -194,10 +194,10 @@ def attack(
     pair = aim, goal.y.to(device)
     problem = _problem(goal, (x, y), pair, features, loss, regulariser, within, isinstance(method, Penalty))
     u = within.base.clone().requires_grad_()
-    data = None if batch is None else (_loader(pair, batch), _loader((x, y), batch))
+    data = None if batch is None else (loader(pair, batch), loader((x, y), batch))
     options: dict[str, Any] = {"max_steps": steps, "seed": seed, "callbacks": callbacks, "hypergradient": False}
     solution = solve(problem, method, u, v, data, checkpoint=checkpoint, resume=resume, **options)
-    _refuse_end(solution)
+    refuse_end(solution, "attack", f". {solution.message} Use another method or smaller rates.")
     settings = {
         "steps": steps,
         "batch": batch,
@@ -211,22 +211,6 @@ def attack(
         "norm": bound and bound.norm,
     }
     return made(goal, within.settled(u).cpu(), solution, time.perf_counter() - began, settings)
-
-
-def _within(base: Tensor, box: tuple[float | Tensor | None, float | Tensor | None], bound: Bound | None) -> Within:
-    """Return the set that the points stay in, on the device of their bases."""
-    low, high = (edge.to(base) if isinstance(edge, Tensor) else edge for edge in box)
-    return Within(base, low, high, bound)
-
-
-def _refuse_end(solution: Solution[Any, Any]) -> None:
-    """Raise an error if the run was interrupted or diverged."""
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    if solution.status is Status.DIVERGED:
-        raise ProblemError(
-            f"the attack diverged after {solution.steps} steps. {solution.message} Use another method or smaller rates."
-        )
 
 
 def _converted(goal: Goal, x: Tensor, dtype: torch.dtype) -> Goal:
@@ -388,8 +372,3 @@ def _regularisation(
         apart = (p - w for p, w in zip(v.parameters(), start, strict=True))
         penalty = penalty + tether / 2 * torch.stack([torch.sum(d * d) for d in apart]).sum()
     return penalty
-
-
-def _loader(pair: Pair, batch: int) -> DataLoader[Any]:
-    data = TensorDataset(*(tensor.cpu() for tensor in pair))
-    return DataLoader(data, min(batch, len(data)), shuffle=True, drop_last=True)

@@ -224,8 +224,7 @@ class FeaturePenalty(Knob):
         return (value * squares).sum() / 2
 
     def _first(self, parameters: Parameters) -> Tensor:
-        found = next((p for p in parameters.values() if p.ndim == 2), None)
-        if found is None:
+        if (found := next((p for p in parameters.values() if p.ndim == 2), None)) is None:
             raise OptionError("FeaturePenalty needs a model with a linear layer.")
         return found
 

@@ -23,8 +23,7 @@ from bilevel.measures.lower_minimum import flatten, write
 from bilevel.methods.penalty.exact_multipliers import ExactMultipliers
 from bilevel.methods.penalty.lower_systems import Curvature
 from bilevel.optim.lbfgs import LBFGS
-from bilevel.problem.problem import Problem
-from bilevel.problem.variables import Variable
+from bilevel.problem import Problem, Variable
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
 
@@ -67,8 +66,14 @@ def descend(
         return path
 
     def snapshot() -> dict[str, Any]:
-        state = {"task": dict(task or {}), "search": search.state_dict(), "v": flatten(exact.d.v.leaves)}
-        return state | {"path": list(path), "exact": exact.state_dict(), "ended": ended}
+        return {
+            "task": dict(task or {}),
+            "search": search.state_dict(),
+            "v": flatten(exact.d.v.leaves),
+            "path": list(path),
+            "exact": exact.state_dict(),
+            "ended": ended,
+        }
 
     def phi(x: Tensor) -> tuple[float, Tensor, Any]:
         """Return phi and phi'; infinity if it is late, because a line search can take many evaluations."""

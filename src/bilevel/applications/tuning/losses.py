@@ -89,8 +89,7 @@ class TrainingLoss:
         """Return the validation loss of these examples, in evaluation mode."""
         device = next(model.parameters()).device
         held = {name: tensor.to(device) for name, tensor in value.items()}
-        total = 0.0
+        parts = zip(*(torch.split(c, 2000) for c in columns), strict=True)
         with evaluating(model):
-            for part in zip(*(torch.split(c, 2000) for c in columns), strict=True):
-                total += len(part[0]) * self.validation(held, model, [c.to(device) for c in part]).item()
+            total = sum(len(p[0]) * self.validation(held, model, [c.to(device) for c in p]).item() for p in parts)
         return total / len(columns[0])

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from bilevel import Callback, DataError, OptionError, Penalty, ProblemError, Solution, Status, solve
+from bilevel import Callback, DataError, OptionError, Penalty, Solution, solve
 from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
-from bilevel.applications.training import evaluating, fit
+from bilevel.applications.training import evaluating, fit, loader, refuse_end
 from bilevel.applications.tuning.hyperparameters import (
     Knob,
     LabelSmoothing,
@@ -155,8 +154,8 @@ def tune(
             "examples": digest_of([*columns, *kept]),
             "mode": mode,
             "loss": [described(loss), described(valid_loss)],
+            "hyper": {name: described(knob) for name, knob in hyper.items()},
         }
-        task["hyper"] = {name: described(knob) for name, knob in hyper.items()}
         claim(folder, task)
     options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
     place = folder and folder / "tuning"
@@ -205,29 +204,20 @@ def _tune(
             task=task | {"steps": count},
         )
         return curve, None
-    batches = [
-        DataLoader(TensorDataset(*part), min(batch, len(part[1])), shuffle=True, drop_last=True)
-        for part in (kept, columns)
-    ]
     solution = solve(
         objective.problem(),
         method or Penalty(),
         u,
         copy.deepcopy(model),
-        tuple(batches),
+        (loader(kept, batch), loader(columns, batch)),
         max_steps=count,
         hypergradient=False,
         checkpoint=checkpoint,
         resume=checkpoint is not None,
         **options,
     )
-    if solution.interrupted:
-        raise KeyboardInterrupt
-    if solution.status is Status.DIVERGED:
-        raise ProblemError(
-            f"the tuning diverged after {solution.steps} steps. Scale the inputs, narrow the ranges of `hyper`, or use "
-            "another method."
-        )
+    advice = ". Scale the inputs, narrow the ranges of `hyper`, or use another method."
+    refuse_end(solution, "tuning", advice)
     return solution.history["upper"], solution
 
 

@@ -22,12 +22,12 @@ from bilevel.methods.base import Method
 Function = Callable[[Tensor, Tensor], Tensor]
 Many = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
+# The largest violation of a constraint, relative to 1 + the size of u and v.
 FEASIBLE = 1e-5
-"""The largest violation of a constraint, relative to 1 + the size of u and v."""
+# The largest excess of g over the re-solved lower value, relative to 1 + |g|.
 OPTIMAL = 1e-4
-"""The largest excess of g over the re-solved lower value, relative to 1 + |g|."""
+# The largest excess of f over the best known value, relative to its size; absolute below 1.
 WITHIN = 0.01
-"""The largest excess of f over the best known value, relative to its size; absolute below 1."""
 RESOLVES = 20
 
 
@@ -36,28 +36,28 @@ class Case:
     """A problem of the literature. The functions take u and v as vectors; constraints are lists of numbers <= 0."""
 
     name: str
+    # A key of `papers.PAPERS`.
     paper: str
-    """A key of `papers.PAPERS`."""
+    # `linear`, `quadratic`, `convex` (the lower level), `non-convex` or `smd`.
     kind: str
-    """`linear`, `quadratic`, `convex` (the lower level), `non-convex` or `smd`."""
     f: Function
     g: Function
+    # Lower inequalities.
     c: Many | None = None
-    """Lower inequalities."""
+    # Lower equalities.
     d: Many | None = None
-    """Lower equalities."""
+    # Upper inequalities, coupling ones included.
     h: Many | None = None
-    """Upper inequalities, coupling ones included."""
+    # Bounds of u.
     low: Sequence[float] | float | None = None
     high: Sequence[float] | float | None = None
-    """Bounds of u."""
+    # The starting point.
     u: Sequence[float]
     v: Sequence[float]
-    """The starting point."""
+    # The best known value of f.
     best: float
-    """The best known value of f."""
+    # A point (u, v) with this value, to the digits of the literature.
     at: tuple[Sequence[float], Sequence[float]] | None = None
-    """A point (u, v) with this value, to the digits of the literature."""
     note: str = ""
 
     def problem(self) -> Problem:
@@ -106,12 +106,12 @@ class Verdict:
     """The judgement of an answer to a case."""
 
     f: float
+    # The largest violation at either level, relative.
     violation: float
-    """The largest violation at either level, relative."""
+    # g minus the re-solved lower value, relative; at least 0.
     gap: float
-    """g minus the re-solved lower value, relative; at least 0."""
+    # f minus the best known value, relative; negative if f is better.
     excess: float
-    """f minus the best known value, relative; negative if f is better."""
 
     @property
     def feasible(self) -> bool:

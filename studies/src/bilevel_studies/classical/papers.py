@@ -1,5 +1,7 @@
 """The papers and books that the classical cases come from."""
 
+# Where a case's problem is from. Problems and best values are also collected in BOLIB (S. Zhou, A. B. Zemkoho, A. Tin,
+# arXiv:1812.00230) and in BASBLib, by which they were compared.
 PAPERS: dict[str, str] = {
     "aiyoshi84": "E. Aiyoshi, K. Shimizu, IEEE Trans. Automatic Control 29 (1984) 1111-1114",
     "allende13": "G. B. Allende, G. Still, Mathematical Programming 138 (2013) 309-332",
@@ -44,5 +46,3 @@ PAPERS: dict[str, str] = {
     "yezza96": "A. Yezza, J. Optimization Theory and Applications 89 (1996) 189-219",
     "zhou18": "S. Zhou, A. B. Zemkoho, A. Tin, BOLIB: Bilevel Optimization LIBrary of test problems, arXiv:1812.00230",
 }
-"""Where a case's problem is from. Problems and best values are also collected in BOLIB (S. Zhou, A. B. Zemkoho,
-A. Tin, arXiv:1812.00230) and in BASBLib, by which they were compared."""

@@ -57,8 +57,8 @@ def _valley(v: Tensor) -> Tensor:
     return (v[1] - v[0] ** 2) ** 2 + (v[0] - 1) ** 2
 
 
+# A little less than pi/2, the pole of tan.
 _TURN = 1.5
-"""A little less than pi/2, the pole of tan."""
 _WIDE = ([-5.0, -5.0], [10.0, 10.0])
 
 CASES = [

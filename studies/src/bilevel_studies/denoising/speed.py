@@ -35,18 +35,18 @@ from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device
 
 SPEED, STEPS = "speed", "steps"
 METHODS = ("Penalty, ours", "Penalty, the paper's", "ApproxGrad")
+# T in the study of its effect.
 NUMBERS = (1, 2, 5, 10, 20)
-"""T in the study of its effect."""
 BATCH, TRUSTED, NOISE, RATE = 200, 1000, 0.25, 1e-3
 ROWS = {"mlp": 5000, "cnn": 59_000}
+# Over the training set; an upper step sees one batch of it.
 PASSES: dict[str, dict[str, float]] = {"speed": {"mlp": 10, "cnn": 2}, "steps": {"mlp": 4, "cnn": 0.5}}
-"""Over the training set; an upper step sees one batch of it."""
+# Passes of our Penalty in the first study, as in `denoise`: its upper steps have no lower steps before them.
 OURS_PASSES = {"mlp": 48, "cnn": 12}
-"""Passes of our Penalty in the first study, as in `denoise`: its upper steps have no lower steps before them."""
+# Steps on the trusted set.
 PRETRAINING = 300
-"""Steps on the trusted set."""
+# Measurements of a run.
 POINTS = {"speed": 20, "steps": 4}
-"""Measurements of a run."""
 
 
 def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> list[RunItem]:
@@ -165,11 +165,11 @@ def _summary(curves: Curves, seconds: Any, engine: str) -> Found:
     }
 
 
+# Test accuracies; the table says when they were reached.
 LEVELS = (0.90, 0.92, 0.94, 0.96, 0.98)
-"""Test accuracies; the table says when they were reached."""
 CURVES = {"test": "test", "validation": "validation (trusted)", "train": "train (wrong labels among them)"}
+# Seconds: the time of a logarithmic axis at which curves begin.
 FIRST = 0.05
-"""Seconds: the time of a logarithmic axis at which curves begin."""
 
 
 def report(part: str, kept: Sequence[Kept], folder: Path) -> Report:

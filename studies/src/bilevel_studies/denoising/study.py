@@ -20,6 +20,7 @@ from bilevel.applications.augmentation import crop_and_flip
 from bilevel.applications.training import Augment
 from bilevel_studies.study import RunItem
 
+# The columns by their names in cells, the most important first. `clean` has the same data without wrong labels.
 COLUMNS = {
     "ours": "Penalty, ours",
     "stopped": "Train+Val, stopped early",
@@ -30,11 +31,10 @@ COLUMNS = {
     "algorithm-2": "Penalty, the paper's",
     "clean": "Clean labels",
 }
-"""The columns by their names in cells, the most important first. `clean` has the same data without wrong labels."""
+# The columns of the table, from left to right.
 SHOWN = ("oracle", "trusted", "plain", "stopped", "approx-grad", "algorithm-2", "ours")
-"""The columns of the table, from left to right."""
+# The order in which columns run; the columns that are not listed have rank 1 and take seconds.
 RANKS = {"ours": 0, "approx-grad": 2, "algorithm-2": 3}
-"""The order in which columns run; the columns that are not listed have rank 1 and take seconds."""
 SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
 
 
@@ -44,27 +44,27 @@ class Study:
 
     network: Callable[[], nn.Module]
     trusted: int
+    # Passes of the bilevel run.
     passes: int
-    """Passes of the bilevel run."""
+    # Passes of each round of training after it, and of the columns without a bilevel run.
     final_passes: int
-    """Passes of each round of training after it, and of the columns without a bilevel run."""
     rate: float
     augment: Augment | None
+    # Table 2, by noise and column, in percent.
     paper: Mapping[float, Mapping[str, float]]
-    """Table 2, by noise and column, in percent."""
+    # Epochs of all columns in the paper.
     paper_passes: int = 100
-    """Epochs of all columns in the paper."""
     paper_nu: float = 0.0
+    # The paper's accuracy with clean labels.
     paper_clean: float | None = None
-    """The paper's accuracy with clean labels."""
     target: Mapping[float, float] | None = None
     batch: int = 200
+    # Examples of the test set.
     tests: int = 10_000
-    """Examples of the test set."""
+    # Passes of ApproxGrad.
     implicit_passes: int = 2
-    """Passes of ApproxGrad."""
+    # True if all columns have all seeds.
     cheap: bool = False
-    """True if all columns have all seeds."""
 
 
 STUDIES = {
@@ -129,8 +129,8 @@ STUDIES = {
     ),
 }
 NOISES = ((0.25, SYMMETRIC), (0.5, SYMMETRIC), (0.4, ASYMMETRIC))
+# Columns with one seed, because a run takes long.
 ONE_SEED = ("algorithm-2",)
-"""Columns with one seed, because a run takes long."""
 
 
 def cells(
@@ -168,17 +168,17 @@ def _seen(column: str, noises: tuple[tuple[float, str], ...]) -> tuple[tuple[flo
     return noises[:1] if column == "trusted" else noises
 
 
+# Lower steps in each upper step, and steps of the linear system of ApproxGrad.
 PAPER_T = 20
-"""Lower steps in each upper step, and steps of the linear system of ApproxGrad."""
+# The solver of ApproxGrad's linear system, as the paper has it: conjugate gradients assume that g_vv is positive
+# definite, but the g_vv of a network is not. It is also the best on a held-out fifth of the trusted set, with the
+# library's rate on u: see benchmarks/approx_grad_choice.py.
 SOLVER: Final = "adam"
-"""The solver of ApproxGrad's linear system, as the paper has it: conjugate gradients assume that g_vv is positive
-definite, but the g_vv of a network is not. It is also the best on a held-out fifth of the trusted set, with the
-library's rate on u: see benchmarks/approx_grad_choice.py."""
 DAMPING = 0.1
+# rho and sigma in the paper.
 LOWER_RATE, UPPER_RATE = 1e-5, 3.0
-"""rho and sigma in the paper."""
+# The least distance of the first importances from 0 and 1.
 NEAREST = 1e-3
-"""The least distance of the first importances from 0 and 1."""
 
 
 def approx_grad(T: int, rate: float) -> ApproxGrad:

@@ -29,12 +29,12 @@ TITLES = {
     "digits": "digits (MLP)",
 }
 NAMES = {"linear": "linear", "mlp": "MLP 784-300-10"}
+# The target of hyper-cleaning: accuracy in percent and F1.
 TARGETS = {"linear": (90.1, 0.918), "mlp": (92.4, 0.921)}
-"""The target of hyper-cleaning: accuracy in percent and F1."""
+# Appendix D.1.1, in percent.
 RULE = {"trusted": 90.54, "plain": 86.25, "RMD": 90.09, "rule": 90.77, "oracle": 91.06}
-"""Appendix D.1.1, in percent."""
+# Standard errors by which two networks of one seed must differ.
 SURE = 1.96
-"""Standard errors by which two networks of one seed must differ."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:

@@ -31,8 +31,8 @@ NAME = "cifar10-wrn"
 NOISE, TRUSTED, ROWS, BATCH = 0.36, 1000, 44_000, 75
 PASSES = {"ours": 3, "algorithm-2": 200}
 PAPER, PAPER_DEVIATION = 87.41, 0.26
+# Added to importances, so that their sum in a batch is never zero.
 FLOOR = 1e-6
-"""Added to importances, so that their sum in a batch is never zero."""
 
 
 def cells(columns: tuple[str, ...], seeds: int, passes: int | None = None) -> list[RunItem]:

@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bilevel import OptionError, Penalty, Problem, Solution, solve
 
+# The width of the step between a negative and a positive answer, in the unit of the score.
 WIDTH = 0.2
-"""The width of the step between a negative and a positive answer, in the unit of the score."""
 RIDGE = 1e-3
 PROJECTIONS = 200
 
@@ -28,8 +28,8 @@ PROJECTIONS = 200
 class People:
     """Rows with a label and a group, each 0 or 1."""
 
+    # (n, p); float64, the last column one.
     x: Tensor
-    """(n, p); float64, the last column one."""
     y: Tensor
     group: Tensor
 
@@ -44,10 +44,10 @@ class Measures:
     """The scores of a classifier on some rows."""
 
     accuracy: float
+    # |share called positive in group 1 - share in group 0|
     gap: float
-    """|share called positive in group 1 - share in group 0|"""
+    # The standard error of the gap, from the sizes of the groups.
     error: float
-    """The standard error of the gap, from the sizes of the groups."""
 
 
 def measured(scores: Tensor, people: People) -> Measures:

@@ -20,8 +20,8 @@ from bilevel_studies.fairness.parity import People
 
 HIDDEN = 32
 BATCH = 256
+# The name of the constrained tensor.
 LAST = "2.weight"
-"""The name of the constrained tensor."""
 
 
 class Batches:

@@ -21,12 +21,12 @@ STEPS = {"gap": 600, "simplex": 1500}
 QUICK_STEPS = {"gap": 40, "simplex": 60}
 SEEDS = 3
 WAYS = {"unconstrained": "without the constraint", "projected": "the same, projected", "bilevel": "with the constraint"}
+# Standard errors that count as sampling error, of the gap on test and on validation rows together.
 WITHIN = 2.0
-"""Standard errors that count as sampling error, of the gap on test and on validation rows together."""
+# The column that is 1 for women: Platt's encoding of Adult has `sex` in columns 71 (Female) and 72 (Male).
 FEMALE = 71
-"""The column that is 1 for women: Platt's encoding of Adult has `sex` in columns 71 (Female) and 72 (Male)."""
+# Training and validation rows, drawn from the training part.
 SIZES = (16_000, 8000)
-"""Training and validation rows, drawn from the training part."""
 
 
 def cells(*, quick: bool = False, seeds: int = SEEDS) -> list[RunItem]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bilevel import ApproxGrad, DataError, Penalty, ReverseMode, Run, Status
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel._util.random_state import seeded
 from bilevel.applications.augmentation import crop_and_flip, crop_flip_and_erase
 from bilevel.applications.few_shot.evaluation import Best, Evaluation, Validation, adapt_and_evaluate
@@ -29,20 +29,20 @@ from bilevel_studies.few_shot.study import CHOICES, CIFAR, CURVE_TASKS, OMNIGLOT
 from bilevel_studies.image_models import move_slightly
 from bilevel_studies.study import Found, RunItem, Settings, device_name
 
+# How many times the accuracy is measured in a run.
 POINTS = 6
-"""How many times the accuracy is measured in a run."""
+# Upper steps, at most. Reading a record waits for the GPU, and must cost the same share of a short and a long run.
 LOG_EVERY = 25
-"""Upper steps, at most. Reading a record waits for the GPU, and must cost the same share of a short and a long run."""
+# Characters, among the 1,200 for training, on which settings are compared.
 VALIDATION = 100
-"""Characters, among the 1,200 for training, on which settings are compared."""
+# The rate of gradient descent on the classifiers in ApproxGrad, which minimise g only.
 APPROX_RATE = 0.05
-"""The rate of gradient descent on the classifiers in ApproxGrad, which minimise g only."""
+# The rate of Adam on the classifiers of the paper's setting at the test; the paper gives none.
 PAPER_TEST_RATE = 1e-2
-"""The rate of Adam on the classifiers of the paper's setting at the test; the paper gives none."""
+# The similarity of the methods that train nothing for a task.
 SIMILARITY: dict[str, Similarity] = {"prototypes": "distance", "cosines": "cosine"}
-"""The similarity of the methods that train nothing for a task."""
+# The damping of the linear system of ApproxGrad.
 DAMPING = 0.1
-"""The damping of the linear system of ApproxGrad."""
 
 
 @cache
@@ -119,9 +119,8 @@ def run(settings: Settings, device: torch.device, folder: Path, deadline: float 
     train = TaskSampler(learnt, settings["train_ways"], settings["shots"], settings["queries"], tasks=settings["tasks"])
     queries = int(settings.get("test_queries", TEST_QUERIES))
     test = TaskSampler(unseen, settings["ways"], settings["shots"], queries)
-    chosen_on = None
-    if settings.get("selected") and settings["part"] != TIME:
-        chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries)
+    selects = settings.get("selected") and settings["part"] != TIME
+    chosen_on = TaskSampler(validation(splits), settings["ways"], settings["shots"], queries) if selects else None
     place = folder / RunItem(settings, 0).name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -259,8 +258,8 @@ class _Chooser(Validation):
     """Keeps the best step on meta-validation classes. Its seconds do not count as training, which `watch` times."""
 
     watch: Validation
+    # Seconds of the last measurement. The run counts them from the next step.
     owed = 0.0
-    """Seconds of the last measurement. The run counts them from the next step."""
 
     def log(self, run: Run) -> bool:
         self.watch.spent += self.owed
@@ -350,13 +349,11 @@ class _Clock:
     """Times training without measurements and keeps accuracies, both in a file: another process can continue them."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
-        kept: dict[str, Any] = {"rows": [], "marks": [[0, 0.0]]}
-        if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json(file)
         self.file, self.device = file, device
-        self.rows: list[dict[str, float]] = kept["rows"]
-        self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept["marks"]]
-        """Pairs (step, seconds so far)."""
+        self.rows: list[dict[str, float]] = kept.get("rows", [])
+        # Pairs (step, seconds so far).
+        self.marks: list[tuple[int, float]] = [(step, seconds) for step, seconds in kept.get("marks", [[0, 0.0]])]
         self.seconds, self.began, self.heard = 0.0, time.perf_counter(), False
 
     def update(self, step: int) -> None:

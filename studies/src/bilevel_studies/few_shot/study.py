@@ -24,6 +24,7 @@ TABLE, EFFECT, TIME, CHOICES = "table", "effect-of-T", "time", "choices"
 PARTS = (TABLE, EFFECT, TIME, CHOICES)
 OMNIGLOT, CIFAR = "omniglot", "cifar-fs"
 DATASETS = (OMNIGLOT, CIFAR)
+# The methods by their names in cells, the most important first.
 METHODS = {
     "penalty": "Penalty, ours",
     "prototypes": "ProtoNet",
@@ -32,38 +33,38 @@ METHODS = {
     "paper": "Penalty, the paper's setting",
     "rmd": "RMD",
 }
-"""The methods by their names in cells, the most important first."""
+# The method with the same time of a step.
 KIN = {"cosines": "prototypes"}
-"""The method with the same time of a step."""
+# (ways, shots) of the table.
 TASKS = {OMNIGLOT: ((5, 1), (5, 5), (20, 1), (20, 5)), CIFAR: ((5, 1), (5, 5))}
-"""(ways, shots) of the table."""
+# Table 3, in percent.
 PAPER = {
     (OMNIGLOT, 5, 1): {"penalty": 97.83, "approx-grad": 97.75, "rmd": 98.6, "prototypes": 98.8},
     (OMNIGLOT, 5, 5): {"penalty": 99.45, "approx-grad": 99.51, "rmd": 99.5, "prototypes": 99.7},
     (OMNIGLOT, 20, 1): {"penalty": 94.06, "approx-grad": 94.69, "rmd": 95.5, "prototypes": 96.0},
     (OMNIGLOT, 20, 5): {"penalty": 98.47, "approx-grad": 98.46, "rmd": 98.4, "prototypes": 98.9},
 }
-"""Table 3, in percent."""
 PAPER_MINI = {
     1: {"penalty": 53.17, "approx-grad": 43.74, "rmd": 50.54, "prototypes": 49.42},
     5: {"penalty": 67.74, "approx-grad": 65.56, "rmd": 64.53, "prototypes": 68.20},
 }
+# The accuracy that our setting aims at.
 WANTED = {(OMNIGLOT, 5, 1): 98.9, (OMNIGLOT, 5, 5): 99.6, (OMNIGLOT, 20, 1): 96.0, (OMNIGLOT, 20, 5): 98.8}
-"""The accuracy that our setting aims at."""
+# A meta-batch of all methods except the paper's setting.
 TRAIN = {OMNIGLOT: {"train_ways": 60, "tasks": 4, "queries": 5}, CIFAR: {"train_ways": 20, "tasks": 4, "queries": 8}}
-"""A meta-batch of all methods except the paper's setting."""
+# Upper steps of Penalty.
 STEPS = {(OMNIGLOT, "conv4"): 3000, (CIFAR, "conv4"): 2500, (CIFAR, "resnet"): 3000}
-"""Upper steps of Penalty."""
+# The share of the upper steps for methods that are ranked last: a full run takes too long.
 SHARE = {"paper": 0.5}
-"""The share of the upper steps for methods that are ranked last: a full run takes too long."""
+# A multiple of the upper steps: its step is the cheapest, and its accuracy still rises after the steps of Penalty.
 LONGER = {(CIFAR, "conv4", "prototypes"): 2.0}
-"""A multiple of the upper steps: its step is the cheapest, and its accuracy still rises after the steps of Penalty."""
 BACKBONES = {OMNIGLOT: ("conv4",), CIFAR: ("conv4", "resnet")}
 NETWORKS = {"conv4": "four convolutions", "resnet": "the residual network"}
 T = {"penalty": 10, "approx-grad": 20, "paper": 20, "rmd": 5}
 LOWER_STEPS = (1, 5, 10, 20)
 EFFECT_STEPS, CHOICE_STEPS, TIME_STEPS = 600, 800, 200
 TEST_TASKS, TEST_QUERIES, CURVE_TASKS = 600, 15, 200
+# The settings that the part `choices` compares on Omniglot, 20 ways, 1 shot.
 VARIED: dict[str, dict[str, Any]] = {
     "as the table": {},
     "T = 1": {"T": 1},
@@ -85,15 +86,15 @@ VARIED: dict[str, dict[str, Any]] = {
     "5 ways": {"train_ways": 5, "tasks": 30, "queries": 15},
     "moved images": {"moved": True},
 }
-"""The settings that the part `choices` compares on Omniglot, 20 ways, 1 shot."""
+# Classifiers that move further from the class means, with a matching gamma and rate.
 LOOSE: dict[str, Any] = {"proximity": 1.0, "gamma": 10.0, "lower_rate": 0.03}
-"""Classifiers that move further from the class means, with a matching gamma and rate."""
+# Low gammas: the classifiers then also fit the queries, and u no longer follows the hypergradient.
 LOW: dict[str, Any] = {"gamma": 0.4, "lower_rate": 0.05}
 LOWEST: dict[str, Any] = {"gamma": 0.1, "lower_rate": 0.15}
-"""Low gammas: the classifiers then also fit the queries, and u no longer follows the hypergradient."""
+# About the same number of images, in fewer tasks with more classes.
 WIDER = {"train_ways": 40, "tasks": 2}
 WIDEST = {"train_ways": 64, "tasks": 1, "queries": 11}
-"""About the same number of images, in fewer tasks with more classes."""
+# The same on CIFAR-FS. ProtoNet takes the softmax of distances instead of cosines.
 CONV4_VARIED: dict[str, dict[str, Any]] = {
     "scale 10": {"scale": 10.0},
     "scale 5": {"scale": 5.0},
@@ -115,8 +116,8 @@ CONV4_VARIED: dict[str, dict[str, Any]] = {
     "distances / 256, turned": {"distances": 1 / 256, "turned": True},
     "distances / 1024": {"distances": 1 / 1024},
 }
-"""The same on CIFAR-FS. ProtoNet takes the softmax of distances instead of cosines."""
 REGULAR: dict[str, Any] = {"decay": 0.5, "erased": True, "upper_rate": 1e-3}
+# The same with the residual network.
 RESNET_VARIED: dict[str, dict[str, Any]] = {
     "scale 10": {**REGULAR, "scale": 10.0},
     "scale 20": {**REGULAR, "scale": 20.0},
@@ -156,33 +157,34 @@ RESNET_VARIED: dict[str, dict[str, Any]] = {
     "distances / 32, 64 ways": {**REGULAR, "distances": 1 / 32, **WIDEST},
     "distances / 32, turned, 40 ways": {**REGULAR, "distances": 1 / 32, "turned": True, **WIDER},
 }
-"""The same with the residual network."""
 CIFAR_VARIED = {"conv4": CONV4_VARIED, "resnet": RESNET_VARIED}
 CIFAR_CHOICE_STEPS = {"conv4": 2500, "resnet": 1500}
 CHOICE_SEEDS = 2
+# Settings that are also trained with 1 shot, by one seed, to see whether 5 shots are better for a test with 1.
 ONE_SHOT = {
     "conv4": ("scale 10", "scale 5", "distances / 16", "distances / 64", "distances / 256"),
     "resnet": ("scale 10", "distances / 128", "distances / 32"),
 }
-"""Settings that are also trained with 1 shot, by one seed, to see whether 5 shots are better for a test with 1."""
+# Our setting of the classifiers and of Penalty: the defaults of `meta_train`.
 OURS: dict[str, Any] = {"proximity": 5.0, "gamma": 4.0, "lower_rate": 0.006}
-"""Our setting of the classifiers and of Penalty: the defaults of `meta_train`."""
+# Settings of one method only: the classifiers; the factor of squared distances; and `plain`, a residual network that
+# ends without normalisation, so that distances are shorter and cosines differ little.
 OWN = {"penalty": ("scale", "proximity"), "prototypes": ("distances", "plain")}
-"""Settings of one method only: the classifiers; the factor of squared distances; and `plain`, a residual network that
-ends without normalisation, so that distances are shorter and cosines differ little."""
+# Settings that the other bilevel methods do not have.
 PENALTYS = ("gamma", "lower_rate")
-"""Settings that the other bilevel methods do not have."""
+# Settings that a method does not have, if these differ from `PENALTYS`.
 NONE_OF: dict[str, tuple[str, ...]] = {"penalty": (), "cosines": ("proximity", *PENALTYS)}
-"""Settings that a method does not have, if these differ from `PENALTYS`."""
+# The chosen settings on CIFAR-FS by (backbone, method): the best mean of the tests with 5 shots and with 1, unless they
+# were compared again with the steps of the table (`ALSO_RUN`). The other bilevel methods have Penalty's settings, and
+# the paper's setting has none.
 CHOSEN = {
     ("conv4", "penalty"): "proximity 1, gamma 10, lower rate 0.03",
     ("conv4", "prototypes"): "distances / 64",
     ("resnet", "penalty"): "scale 20, decay 4",
     ("resnet", "prototypes"): "distances / 32",
 }
-"""The chosen settings on CIFAR-FS by (backbone, method): the best mean of the tests with 5 shots and with 1, unless
-they were compared again with the steps of the table (`ALSO_RUN`). The other bilevel methods have Penalty's settings,
-and the paper's setting has none."""
+# Settings that were also run with the steps of the table, twice as many as in `choices`. The best on meta-validation
+# classes is chosen; runs with four convolutions have none, so ProtoNet has the better setting at the test.
 ALSO_RUN = {
     ("conv4", "prototypes"): ("distances / 256",),
     ("resnet", "penalty"): ("scale 20, decay 2", "scale 20"),
@@ -194,18 +196,16 @@ ALSO_RUN = {
         "distances / 32, decay 2",
     ),
 }
-"""Settings that were also run with the steps of the table, twice as many as in `choices`. The best on meta-validation
-classes is chosen; runs with four convolutions have none, so ProtoNet has the better setting at the test."""
+# The seeds of this comparison. The first settings of the table have more.
 ALSO_SEEDS = 3
-"""The seeds of this comparison. The first settings of the table have more."""
+# Settings that are trained with 1 shot for tests with 1, because this was better than training with 5.
 APART = {("conv4", "prototypes"): "distances / 16"}
-"""Settings that are trained with 1 shot for tests with 1, because this was better than training with 5."""
+# Settings in which cells of one place in the table can differ. They do not change the time of a step.
 KIND = ("decay", "erased", "turned", "upper_rate", "distances", "plain", "scale", "proximity", *PENALTYS, "selected")
-"""Settings in which cells of one place in the table can differ. They do not change the time of a step."""
+# Settings of a meta-batch, which change the time of a step.
 MEETS = ("train_ways", "tasks", "queries")
-"""Settings of a meta-batch, which change the time of a step."""
+# How many times a run is measured on meta-validation classes. It keeps the representation of the best step.
 SELECTED = {(CIFAR, "resnet"): 5}
-"""How many times a run is measured on meta-validation classes. It keeps the representation of the best step."""
 
 
 def cells(

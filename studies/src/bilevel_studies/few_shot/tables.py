@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -37,12 +36,12 @@ from bilevel_studies.few_shot.study import (
     trained_for,
 )
 from bilevel_studies.statistics import NOT_RUN, Numbers, chosen, percent, values
-from bilevel_studies.study import Found, Kept, Report, Settings, table
+from bilevel_studies.study import Found, Kept, Report, Settings, key_of, table
 
+# The column of the paper's table for a method, if it has another name there.
 LIKE = {"paper": "penalty"}
-"""The column of the paper's table for a method, if it has another name there."""
+# The methods that Penalty is compared with.
 OTHERS = ("approx-grad", "rmd", "prototypes", "cosines")
-"""The methods that Penalty is compared with."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:
@@ -216,13 +215,9 @@ def choice_tables(cells: Sequence[Kept], run: Sequence[Kept]) -> dict[str, str]:
 
 def in_order(cells: Sequence[Kept], dataset: str) -> list[Kept]:
     """Return the cells of the study, those with the most shots in training first."""
-    order = [_key(settings) for settings in study_choices(dataset)]
-    listed = [pair for pair in cells if _key(pair[0]) in order]
-    return sorted(listed, key=lambda pair: (-int(pair[0]["shots"]), order.index(_key(pair[0]))))
-
-
-def _key(settings: Settings) -> str:
-    return json.dumps(settings, sort_keys=True)
+    order = [key_of(settings) for settings in study_choices(dataset)]
+    listed = [pair for pair in cells if key_of(pair[0]) in order]
+    return sorted(listed, key=lambda pair: (-int(pair[0]["shots"]), order.index(key_of(pair[0]))))
 
 
 def tried_table(cells: Sequence[Kept]) -> str:

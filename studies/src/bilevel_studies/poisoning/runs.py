@@ -22,8 +22,8 @@ from bilevel_studies.poisoning.study import CHOICE, CHOICE_SEED, SOURCE, SPLITS,
 from bilevel_studies.study import Found, Settings
 
 loaded = cache(load)
+# The most iterations of L-BFGS on a victim.
 ITERATIONS = 500
-"""The most iterations of L-BFGS on a victim."""
 
 
 class Task:

@@ -7,7 +7,6 @@ and only this weight gives an accuracy of clean data close to the paper's. The t
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,18 +14,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bilevel_studies.study import Found, RunItem, Settings
+from bilevel_studies.study import Found, RunItem, Settings, key_of
 
 UNTARGETED, TARGETED = "untargeted", "targeted"
 MEASURES = {UNTARGETED: "accuracy", TARGETED: "success"}
 PERCENTS = (1, 2, 3, 4, 5, 6)
 SEEDS = 5
+# Of |W|^2 / 2: in the table, and as the paper's text has it.
 WEIGHT, PAPER_WEIGHT = 0.005, 0.05
-"""Of |W|^2 / 2: in the table, and as the paper's text has it."""
+# Eights as threes.
 SOURCE, WANTED = 8, 3
-"""Eights as threes."""
+# Examples for training, validation and test.
 SPLITS = {UNTARGETED: (1000, 1000, 8000), TARGETED: (1000, 4000, 5000)}
-"""Examples for training, validation and test."""
+# The columns by their names in cells, the most important first.
 COLUMNS = {
     "penalty": "Penalty, ours",
     "flipping": "label flipping",
@@ -35,10 +35,11 @@ COLUMNS = {
     "rmd": "RMD",
     "algorithm-2": "Penalty, the paper's",
 }
-"""The columns by their names in cells, the most important first."""
 SHOWN = ("clean", "flipping", "rmd", "approx-grad", "algorithm-2", "penalty")
+# Upper steps; the steps of `penalty` are chosen. The paper's K is 5,000.
 STEPS = {"approx-grad": 300, "rmd": 300, "algorithm-2": 1000, "flipping": 0, "clean": 0}
-"""Upper steps; the steps of `penalty` are chosen. The paper's K is 5,000."""
+# The candidates for our Penalty: upper steps, the factor of the scores in the objective, and the number of shifts by
+# one pixel that are added to each image of the objective (4: up, down, left and right).
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     UNTARGETED: (
         {"steps": 400, "factor": 1.0, "shifts": 0},
@@ -55,33 +56,31 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
         {"steps": 600, "factor": 1.5, "shifts": 4},
     ),
 }
-"""The candidates for our Penalty: upper steps, the factor of the scores in the objective, and the number of shifts by
-one pixel that are added to each image of the objective (4: up, down, left and right)."""
 OTHERS = ("approx-grad", "rmd")
+# The candidates for these: the paper's objective or ours, and two upper rates (0.1 by default).
 OTHER_CANDIDATES: tuple[dict[str, Any], ...] = (
     {},
     {"rate": 0.03},
     {"factor": 1.5, "shifts": 0},
     {"factor": 1.5, "shifts": 0, "rate": 0.03},
 )
-"""The candidates for these: the paper's objective or ours, and two upper rates (0.1 by default)."""
+# One candidate for each (attack, column).
 Choice = Mapping[tuple[str, str], dict[str, Any]]
-"""One candidate for each (attack, column)."""
+# The settings until the part `choice` is finished.
 BEFORE_THE_CHOICE: Choice = {
     (UNTARGETED, "penalty"): CANDIDATES[UNTARGETED][4],
     (TARGETED, "penalty"): CANDIDATES[TARGETED][0],
     **{(attack, column): {} for attack in (UNTARGETED, TARGETED) for column in OTHERS},
 }
-"""The settings until the part `choice` is finished."""
 CHOICE_SEED, CHOICE_PERCENTS = 100, (1, 5)
 WEIGHT_PERCENTS = (3, 6)
 CHOICE, TABLE, WEIGHTS, HYPER, EFFECT = "choice", "table", "weight", "table-6", "effect-of-T"
 PARTS = (CHOICE, TABLE, WEIGHTS, HYPER, EFFECT)
+# T of Figure 5(c); our own setting has 0.
 LOWER_STEPS = (1, 5, 10, 20)
-"""T of Figure 5(c); our own setting has 0."""
 EFFECT_STEPS = 200
+# The options of both methods there: the same objective on the same images, at one upper rate.
 EFFECT_OPTIONS = {"factor": 1.5, "shifts": 0, "rate": 0.03}
-"""The options of both methods there: the same objective on the same images, at one upper rate."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ class Published:
         return self.at(percent) or math.nan, (self.deviations or ())[PERCENTS.index(percent)]
 
 
+# Table 5. Untargeted: test accuracy; targeted: the share of eights that are taken for threes. In percent.
 PAPER: dict[str, dict[str, Published]] = {
     UNTARGETED: {
         "flipping": Published((86.71, 86.23, 85.17, 84.93, 84.39, 84.64), (0.32, 0.98, 0.96, 0.55, 1.06, 0.69)),
@@ -113,8 +113,8 @@ PAPER: dict[str, dict[str, Published]] = {
         "penalty": Published((17.40, 41.64, 51.40, 61.16, 65.52, 70.01), (3.00, 4.43, 2.72, 1.34, 2.85, 2.95)),
     },
 }
-"""Table 5. Untargeted: test accuracy; targeted: the share of eights that are taken for threes. In percent."""
 PAPER_CLEAN = 87.0
+# Table 6 at 60 points: the varied option, then values with their options and the paper's accuracy.
 HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
     "lam_0": (
         ("0", {"lam": 0.0}, 67.87),
@@ -125,7 +125,6 @@ HYPERPARAMETERS: dict[str, tuple[tuple[str, dict[str, Any], float], ...]] = {
     "nu": (("with", {}, 67.59), ("without", {"multipliers": False}, 68.82)),
     "gamma_0": (("1", {"gamma": 1.0}, 73.38), ("10", {"gamma": 10.0}, 67.59), ("100", {"gamma": 100.0}, 71.96)),
 }
-"""Table 6 at 60 points: the varied option, then values with their options and the paper's accuracy."""
 
 
 def best(kept: Sequence[tuple[Settings, Found]]) -> Choice:
@@ -210,7 +209,7 @@ def current(kept: Sequence[tuple[Settings, Found]]) -> list[tuple[Settings, Foun
 
 
 def _but_the_seed(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key != "seed"}, sort_keys=True)
+    return key_of({key: value for key, value in settings.items() if key != "seed"})
 
 
 def _table(

@@ -47,8 +47,8 @@ from bilevel_studies.poisoning.study import (
 from bilevel_studies.statistics import Numbers, chosen, numbers, percent
 from bilevel_studies.study import Kept, Report, table
 
+# Pixels of a row of an MNIST image.
 SIDE = 28
-"""Pixels of a row of an MNIST image."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:

@@ -47,10 +47,10 @@ class Attempt:
     """One run from one start, with its error at the start and after each step."""
 
     solution: Solution
+    # The paper's measure at the start, then after each step.
     errors: list[float]
-    """The paper's measure at the start, then after each step."""
+    # From the end to the nearest solution.
     distance: float
-    """From the end to the nearest solution."""
     seconds: float
 
     @property

@@ -27,8 +27,8 @@ from bilevel_studies.synthetic.study import (
 )
 
 Array = NDArray[np.float64]
+# A trial of the protocol has converged if its last error is at most this share of its first.
 GOAL = 0.01
-"""A trial of the protocol has converged if its last error is at most this share of its first."""
 
 
 class Results:

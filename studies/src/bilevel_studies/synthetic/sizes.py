@@ -10,8 +10,8 @@ from torch import nn
 from bilevel.applications import networks as models
 from bilevel_studies.image_models import wide_resnet
 
+# A function of `bilevel.applications.networks`, or `wide_resnet`, and its arguments.
 Network = tuple[str | int, ...]
-"""A function of `bilevel.applications.networks`, or `wide_resnet`, and its arguments."""
 BUILDERS = {**vars(models), "wide_resnet": wide_resnet}
 
 
@@ -25,10 +25,11 @@ class Sizes:
     paper_v: str
     u: int
     v: int
+    # The things that are counted.
     how: str
-    """The things that are counted."""
 
 
+# The rows of the table. If u has one number per example, it is counted from the size of the data set.
 ROWS: list[tuple[str, str, str, str, int | Network, int | Network, str]] = [
     (
         "Data denoising",
@@ -96,7 +97,6 @@ ROWS: list[tuple[str, str, str, str, int | Network, int | Network, str]] = [
         "one image; `linear` on 2,048 features",
     ),
 ]
-"""The rows of the table. If u has one number per example, it is counted from the size of the data set."""
 
 
 def table() -> list[Sizes]:

@@ -19,34 +19,34 @@ from bilevel_studies.study import RunItem
 
 DIMENSION = 10
 UPPER_RATE, LOWER_RATE = 1e-3, 1e-4
+# The paper regularises the linear system of ApproxGrad but does not say by how much.
 DAMPING = 1e-3
-"""The paper regularises the linear system of ApproxGrad but does not say by how much."""
 PAIRS = {"plain": ("sum", "difference"), "singular": ("sum-singular", "difference-singular")}
 PROBLEMS = [name for pair in PAIRS.values() for name in pair]
+# The paper's Examples 1 to 4.
 NUMBERS = {name: i + 1 for i, name in enumerate(PROBLEMS)}
-"""The paper's Examples 1 to 4."""
 METHODS = ("GD", "RMD", "ApproxGrad", "Penalty")
 LOWER_STEPS = (1, 5, 10)
+# The methods of the protocol with their T.
 RUNS = [*((name, T) for name in METHODS for T in LOWER_STEPS), ("RMD", 100)]
-"""The methods of the protocol with their T."""
+# The library's other methods with their T, and the gradients of g in one upper step. They stop at the budget that is
+# common to all runs.
 OTHERS: dict[tuple[str, int], int] = {
     ("FMD", 10): (DIMENSION + 1) * 10 + 1,
     ("ValueGap", 10): 2 * (10 + 1),
     ("ValueFunction", 10): 2 * (10 + 1),
 }
-"""The library's other methods with their T, and the gradients of g in one upper step. They stop at the budget that is
-common to all runs."""
+# The first lam in Figure 7.
 LAMS = (0.0, 1e-4, 1e-2, 1.0)
-"""The first lam in Figure 7."""
+# What Appendix D.4 varies; it names neither the values nor the ranges.
 SENSITIVITY: dict[str, tuple[float, ...]] = {
     "gamma": (0.01, 0.1, 1.0, 10.0, 100.0),
     "epsilon": (0.1, 0.3, 1.0, 3.0, 10.0),
     "gamma_factor": (1.01, 1.05, 1.1, 1.2, 1.5),
     "epsilon_factor": (0.5, 0.8, 0.9, 0.95, 0.99),
 }
-"""What Appendix D.4 varies; it names neither the values nor the ranges."""
+# T of the sensitivity study.
 VARIED_STEPS = 5
-"""T of the sensitivity study."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Scale:
 
     steps: int = 40_000
     trials: int = 20
+    # As the caption of Figure 7 says.
     ablation_trials: int = 5
-    """As the caption of Figure 7 says."""
+    # Upper steps of RMD with T = 100. A step has 201 evaluations, too many for one compiled graph.
     long_steps: Mapping[str, int] = field(default_factory=lambda: {"plain": 10_000, "singular": 10_000})
-    """Upper steps of RMD with T = 100. A step has 201 evaluations, too many for one compiled graph."""
+    # Upper steps of Penalty with T = 1: the protocol's steps are too few for v to converge.
     more_steps: int = 100_000
-    """Upper steps of Penalty with T = 1: the protocol's steps are too few for v to converge."""
     clock_steps: int = 500
     default_steps: int = 500
+    # How often the error is measured in a run.
     points: int = 200
-    """How often the error is measured in a run."""
     compiled: bool = True
     seed: int = 0
 

@@ -29,8 +29,8 @@ from bilevel_studies.synthetic.study import (
     Scale,
 )
 
+# Errors are similar if the largest is at most twice the smallest, or all are small; the start has 13.
 SIMILAR, SMALL = 2.0, 0.1
-"""Errors are similar if the largest is at most twice the smallest, or all are small; the start has 13."""
 DEFAULT_GOAL = 1e-6
 HEADS = [f"Example {NUMBERS[problem]}" for problem in PROBLEMS]
 
@@ -214,6 +214,7 @@ def _only_penalty_converges(results: Results) -> bool:
 
 TEXT, SPEED, CONSTANTS = "Section 3.1", "Section 3.1, Table 4", "Appendix D.4, Figure 7"
 FACTORS = {"gamma_factor": "c_gamma", "epsilon_factor": "c_epsilon", "epsilon": "epsilon_0"}
+# The place in the paper, its words, and the check. The paper names no ranges: we take the values next to its own.
 CLAIMS: list[tuple[str, str, Callable[[Results], bool]]] = [
     (f"{TEXT}, Figures 1 and 2", "GD converges to non-solution points.", lambda r: _none(r, "GD")),
     (TEXT, "RMD converges to non-solution points with T = 1, 5, 10.", lambda r: _none(r, "RMD")),
@@ -272,7 +273,6 @@ CLAIMS: list[tuple[str, str, Callable[[Results], bool]]] = [
         _every_shift_is_a_solution,
     ),
 ]
-"""The place in the paper, its words, and the check. The paper names no ranges: we take the values next to its own."""
 
 
 def claims(results: Results) -> list[dict[str, Any]]:
@@ -282,13 +282,13 @@ def claims(results: Results) -> list[dict[str, Any]]:
 
 # -- Table 4: seconds for 10,000 upper iterations on the four problems -----------------------------------------------
 
+# The paper's mean seconds on the authors' machine, by problem and T, in the order of METHODS.
 PAPER_SECONDS = {
     "sum": {1: (7.4, 15.0, 17.4, 17.2), 5: (14.3, 51.4, 39.3, 34.3), 10: (23.2, 95.4, 60.9, 57.0)},
     "difference": {1: (7.7, 18.5, 17.2, 17.4), 5: (17.3, 62.7, 37.9, 35.0), 10: (22.4, 115.0, 64.2, 52.7)},
     "sum-singular": {1: (8.2, 18.8, 19.8, 19.1), 5: (17.4, 72.4, 47.1, 38.6), 10: (28.7, 125.0, 80.6, 62.7)},
     "difference-singular": {1: (7.9, 19.5, 20.4, 19.6), 5: (16.9, 72.8, 48.4, 40.2), 10: (28.3, 138.0, 81.2, 58.0)},
 }
-"""The paper's mean seconds on the authors' machine, by problem and T, in the order of METHODS."""
 
 
 def clock_rows(results: Results) -> list[list[str]]:

@@ -14,11 +14,11 @@ from bilevel import DataError
 from bilevel.applications.tuning.folded_linear_model import Rows, from_scipy
 
 DATASETS = ("a9a", "digits", "text")
+# Training and validation rows; all others are for the test.
 SIZES = {"a9a": (4000, 4000), "digits": (600, 600), "text": (1000, 1000)}
-"""Training and validation rows; all others are for the test."""
 WORDS, TEXTS = 20_000, 4000
+# Features of the regression.
 INFORMATIVE, NOISE = 10, 90
-"""Features of the regression."""
 REGRESSION_ROWS, REGRESSION_TEST, REGRESSION_FOLDS = 200, 2000, 5
 
 

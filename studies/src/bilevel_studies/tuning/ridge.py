@@ -16,12 +16,12 @@ from bilevel.applications.tuning.linear_tuning import loss_of, trained, tune_lin
 from bilevel_studies.study import Found
 from bilevel_studies.tuning.data import INFORMATIVE, sparse_regression
 
+# The number of single penalties to compare with.
 GRID = 25
-"""The number of single penalties to compare with."""
+# The rows that are left out in turn.
 LEFT_OUT = {"folds": "five folds", "rows": "single rows"}
-"""The rows that are left out in turn."""
+# The interval of logarithms that is searched for the minimum of the curve, and the tolerance of the tuning.
 REACH, EXACT = (-5.0, 10.0), 1e-9
-"""The interval of logarithms that is searched for the minimum of the curve, and the tolerance of the tuning."""
 
 
 def features(seed: int) -> Found:

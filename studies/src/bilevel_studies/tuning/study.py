@@ -52,27 +52,27 @@ WAYS = {
     "folds, auto": "per feature, 5 folds, caution by the rows",
     "folds, single": "single, 5 folds",
 }
+# CPU seconds of one thread, because the machine can be shared.
 BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
-"""CPU seconds of one thread, because the machine can be shared."""
+# The share of a budget after which `tune_linear` starts no evaluation; its last one and the training follow.
 OURS = 0.85
-"""The share of a budget after which `tune_linear` starts no evaluation; its last one and the training follow."""
 FOLDS = 5
+# Seeds of the regression; `--seeds` does not change them.
 RIDGE_SEEDS = 20
-"""Seeds of the regression; `--seeds` does not change them."""
+# Steps of a first run, which measures how many steps fit a budget.
 TRIAL_STEPS = 6
-"""Steps of a first run, which measures how many steps fit a budget."""
 METHODS: dict[str, Method] = {
     "implicit": ApproxGrad(lower_steps=10, linear_steps=10),
     "unrolled": ReverseMode(lower_steps=20),
 }
 TRAIN, VALID, NOISE, HIDDEN = 5000, 1000, 0.3, 100
 NETWORK_STEPS, NETWORK_RATE = 2000, 1e-3
+# The weight decay of all tensors and the label smoothing to compare `tuned` with.
 FIXED = {"default": (1e-4, 0.0), "by hand": (1e-3, 0.3)}
-"""The weight decay of all tensors and the label smoothing to compare `tuned` with."""
+# Hidden units of the network with a million weights.
 MILLION = 1260
-"""Hidden units of the network with a million weights."""
+# Steps of tuning and of plain training, and runs of each: the time of one run has an error of a tenth.
 SCALE_STEPS, TURNS = 60, 5
-"""Steps of tuning and of plain training, and runs of each: the time of one run has an error of a tenth."""
 
 
 def cells(parts: Sequence[str] = PARTS, datasets: Sequence[str] = DATASETS, seeds: int = 3) -> list[RunItem]:

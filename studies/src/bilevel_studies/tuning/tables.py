@@ -13,15 +13,15 @@ from bilevel_studies.tuning.data import DATASETS
 from bilevel_studies.tuning.ridge import LEFT_OUT
 from bilevel_studies.tuning.study import FIXED, WAYS
 
+# The largest relative difference between a single penalty and the minimiser of the closed form.
 NEAR = 0.01
-"""The largest relative difference between a single penalty and the minimiser of the closed form."""
+# Our ways, and the single penalty to compare the test loss of each with.
 OURS = {
     "per-feature": "single",
     "per-feature, caution 1": "single",
     "folds": "folds, single",
     "folds, auto": "folds, single",
 }
-"""Our ways, and the single penalty to compare the test loss of each with."""
 
 
 def report(kept: Sequence[Kept], folder: Path) -> Report:

@@ -18,8 +18,8 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 263,  # 229 before the history named the algorithm of each step, its columns had types, and starts were compared
-    "_util": 265,  # 232 before dataclasses of tensors had a short repr, and `copy_state` and `read_json` served all layers
+    "top": 263,  # 229 before the history named algorithms and had types, and starts were compared
+    "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
     "applications": 2908,
     "batches": 340,  # 336 before `Sources.first_pairs` replaced three ways to pair batches
     "cli": 1408,
@@ -27,7 +27,7 @@ STATEMENTS = {
     "derivatives": 859,
     "distributed": 486,
     "engines": 372,
-    "measures": 766,  # 725 before the certificate said why a hypergradient is unknown, and judged each constraint in its unit
+    "measures": 766,  # 725 before it said why a hypergradient is unknown, and units of constraints
     "methods": 2928,  # 2,117 before exact multipliers
     "optim": 636,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
     "problem": 274,

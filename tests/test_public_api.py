@@ -169,7 +169,7 @@ def test_public_names_and_signatures_are_the_recorded_ones():
         [
             "The public interface is another one:",
             *changes,
-            "If this is meant, tell it in CHANGELOG.md and run: python tests/test_public_api.py --write",
+            "If this is meant, add it to CHANGELOG.md and run: python tests/test_public_api.py --write",
         ]
     )
 

@@ -32,7 +32,7 @@ def test_examples_of_the_guide_pass_mypy_strict_and_a_wrong_type_does_not(tmp_pa
     found = checked(tmp_path / "cache", HERE / "typed_examples.py", wrong)  # one run: reading torch takes seconds
     assert found.returncode == 1, found.stdout + found.stderr
     assert "typed_examples.py" not in found.stdout, found.stdout
-    assert "Found 2 errors in 1 file (checked 2 source files)" in found.stdout
+    assert "Found 3 errors in 1 file (checked 2 source files)" in found.stdout
     assert '"Tensor" has no attribute "bias"' in found.stdout
     assert 'Value of type variable "U" of "solve" cannot be "int"' in found.stdout
     assert '(expression has type "float", variable has type "str")' in found.stdout

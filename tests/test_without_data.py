@@ -183,3 +183,17 @@ def test_feasibility_is_judged_in_the_unit_of_each_constraint():
         solution = solved(problem, u, v)
         assert solution.status is Status.CONVERGED
         assert v.item() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::bilevel.BilevelWarning")
+def test_float32_that_cannot_resolve_the_problem_ends_soon_and_not_as_converged():
+    """Penalties from exp(-10) to exp(6) next to float32: the answer is near, but it cannot be confirmed."""
+    model, start = Logistic(halves(*load_wine(return_X_y=True), 3), 3), np.full(13, -4.0)
+    problem, u, v = stated(model, start, torch.float32)
+    solution = solved(Problem(problem.upper, problem.lower, project_upper=Box(-10, 6)), u, v)
+    _, best, _ = minimised(model, start, (-10, 6))
+    value = implicit(model)(u.detach().double().numpy())[0]
+    assert solution.status in (Status.CONVERGED, Status.STALLED)
+    assert solution.steps < 300
+    assert value <= 1.02 * best
+    assert "float64" in str(solution) or solution.status is Status.CONVERGED

@@ -1,4 +1,4 @@
-"""Bilevel optimization in PyTorch by the penalty method: no Hessian is inverted."""
+"""Bilevel optimization in PyTorch by the penalty method."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from scipy.special import log_softmax
 
 Array = NDArray[np.float64]
 NEWTON_STEPS = 100
+TIGHT = {"ftol": 1e-13, "gtol": 1e-9, "maxiter": 3000, "maxfun": 5000}
 
 
 class Split(NamedTuple):
@@ -153,7 +154,8 @@ def implicit(model: Model) -> Callable[[Array], tuple[float, Array]]:
     return phi
 
 
-def minimised(model: Model, u: Array, bounds: tuple[float, float]) -> tuple[Array, float, int]:
-    """Return u, phi there, and the number of evaluations."""
-    found = minimize(implicit(model), u, jac=True, method="L-BFGS-B", bounds=[bounds] * len(u))
+def minimised(model: Model, u: Array, bounds: tuple[float, float], *, tight: bool = False) -> tuple[Array, float, int]:
+    """Return u, phi there, and the number of evaluations; with the default tolerances of scipy, or with `TIGHT`."""
+    options = TIGHT if tight else {}
+    found = minimize(implicit(model), u, jac=True, method="L-BFGS-B", bounds=[bounds] * len(u), options=options)
     return found.x, float(found.fun), int(found.nfev)

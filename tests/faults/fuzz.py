@@ -186,7 +186,7 @@ def read_config(folder: Path, content: bytes) -> None:
 
 def readers(folder: Path) -> dict[str, tuple[Reader, bytes]]:
     """By name, what reads and a good file to change."""
-    config = json.dumps({"command": "denoise", "steps": 3, "versions": {"torch": "2"}}).encode()
+    config = json.dumps({"command": "denoise", "steps": 3, "form": 2, "versions": {"torch": "2"}}).encode()
     tree = json.dumps({"dict": {"x": {"tensor": "/x"}, "n": {"value": 3}, "list": {"list": [{"float": "inf"}]}}})
     return {
         "npz": (read_npz, good_npz()),

@@ -26,6 +26,8 @@ TINY = 1e-8
 TINIEST = 1e-300
 # A curvature below this many units in the last place of the largest one counts as zero.
 FLAT = 1e3
+# A curvature below minus this many units in the last place of the largest one is negative.
+NEGATIVE = 1e3
 # How far the product of A and a preconditioner can be from 1 before the preconditioner is stale.
 STRETCH = 30.0
 # A residual above this share of b, after all steps, is not a solution.
@@ -39,7 +41,15 @@ class StaleError(Exception):
 
 
 class FlatError(Exception):
-    """A has no positive curvature in some direction, or the system takes too many products."""
+    """A has no positive curvature in some direction, or the system takes too many products.
+
+    Args:
+        negative: Whether the curvature is negative beyond what rounding explains. Default: False.
+    """
+
+    def __init__(self, *, negative: bool = False) -> None:
+        super().__init__()
+        self.negative = negative
 
 
 def conjugate_gradients(
@@ -133,7 +143,7 @@ def solve_flat(
         if not bend > (flat * slope if precondition else FLAT * eps * top * length):
             if convex or left <= FLAT * eps * max(size, scale):  # the residual is rounding
                 return x, top
-            raise FlatError
+            raise FlatError(negative=bend < -NEGATIVE * eps * top * length)
         top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
         z = r if precondition is None else precondition(r)

@@ -21,9 +21,10 @@ from bilevel.methods.penalty.options import EPISODES, IN_TURN, PenaltyOptions, P
 class Penalty(PenaltyOptions):
     """Penalty method: descends f plus a penalty on grad_v g, with multipliers.
 
-    Without options, it takes its scales from the problem. Without data it runs in `"deterministic"` mode (augmented
-    Lagrangian, L-BFGS over u and v together), with data in `"stochastic"` mode (T steps on v, then one step on u and
-    v). The mode fills in the options that are None, and refuses options that it does not use.
+    Without options, it takes its scales from the problem. Without data it runs in `"deterministic"` mode: v stays at
+    the minimum of g and L-BFGS moves u, or, if g_vv is singular, L-BFGS moves u and v together. With data it runs in
+    `"stochastic"` mode: T steps on v, then one step on u and v. The mode fills in the options that are None, and
+    refuses options that it does not use.
 
     Options of both modes:
         mode: "deterministic" or "stochastic". Default: "stochastic" with data, "deterministic" without.

@@ -3,7 +3,8 @@
 1. Exact multipliers run if g_vv exists and is positive definite at the start.
 2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
    does not curve up in some direction, at the start or later. It also takes over if exact multipliers get stuck
-   although their model of f promises a decrease.
+   although their model of f promises a decrease. In float32, rounding is the likely cause of both: the run then ends,
+   unless g certainly curves down.
 3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
    from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
 
@@ -97,11 +98,12 @@ class DeterministicRun:
                 self._confirm()
         elif run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
             flat, run.failed, run.status = run.failed, False, Status.STALLED
-            if not self.confirming:
+            precise = run.coarse == "float64" or run.exact.negative
+            if not self.confirming and precise:
                 # If g was found to be lower elsewhere, f at this end means nothing.
                 self.previous = None if run.minimiser is False else Ended(run, run.search.value, flatten(run.leaves))
                 self._switch_to(self._augmented_lagrangian(run.derivatives))
-            elif flat and self.previous and not self.previous.better_than(run.search.value):
+            elif self.confirming and flat and self.previous and not self.previous.better_than(run.search.value):
                 self._restore_previous()
         return self.current.status
 

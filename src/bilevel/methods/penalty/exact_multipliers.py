@@ -81,8 +81,9 @@ class ExactMultipliers:
         self.size_f_v = 0.0
         # The v that evaluations start from; None: the present one.
         self.base: Tensor | None = None
-        # Whether the last evaluation met a g_vv that is not positive definite, and its f; 0 if it did not come to f.
-        self.flat = False
+        # Whether the last evaluation met a g_vv that is not positive definite, or certainly has a negative curvature.
+        self.flat = self.negative = False
+        # f of the last evaluation; 0 if it did not come to f.
         self.f = 0.0
 
     @property
@@ -109,7 +110,7 @@ class ExactMultipliers:
         if self.base is not None:
             write(self.base, self.d.v.leaves)
         held = flatten(self.d.v.leaves)
-        self.flat, found, self.f, self.systems.top = False, None, 0.0, 0.0
+        self.flat, self.negative, found, self.f, self.systems.top = False, False, None, 0.0, 0.0
         accuracy = self.newton.accuracy
         try:
             for _ in range(AGAIN):
@@ -119,8 +120,8 @@ class ExactMultipliers:
                 ):
                     break
                 self.newton.accuracy *= 0.01
-        except FlatError:
-            self.flat = True
+        except FlatError as error:
+            self.flat, self.negative = True, error.negative
         finally:
             self.newton.accuracy = accuracy
         if found is None or not (math.isfinite(found.f) and bool(torch.isfinite(found.grad_u).all())):

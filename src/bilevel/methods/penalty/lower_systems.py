@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten
-from bilevel.optim.linear_solvers import FlatError, Map, StaleError, solve_flat
+from bilevel.optim.linear_solvers import NEGATIVE, FlatError, Map, StaleError, solve_flat
 
 # Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
 Curvature = Callable[[], tuple[Map, Map]]
@@ -39,8 +39,6 @@ FLAT = 1e-3
 LEAST = 1e-6
 # A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
 ZERO, DIRECTIONS = 10, 8
-# A curvature below minus this many units in the last place of |g_vv| is negative.
-DOWN = 1e3
 # How many columns of g_vv are computed at a time.
 COLUMNS = 64
 
@@ -201,8 +199,8 @@ class LowerSystems:
         with _one_thread():
             factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(raise_by))
             if failed.item():
-                if torch.linalg.eigvalsh(matrix)[0] < -DOWN * torch.finfo(matrix.dtype).eps * size:
-                    raise FlatError
+                if torch.linalg.eigvalsh(matrix)[0] < -NEGATIVE * torch.finfo(matrix.dtype).eps * size:
+                    raise FlatError(negative=True)
                 return None
             self.factor = factor
             self.null_directions = _null_space(matrix, factor, raise_by)

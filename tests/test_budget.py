@@ -28,8 +28,8 @@ STATEMENTS = {
     "distributed": 486,
     "engines": 372,
     "measures": 766,  # 725 before it said why a hypergradient is unknown, and units of constraints
-    "methods": 2928,  # 2,117 before exact multipliers
-    "optim": 636,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
+    "methods": 2947,  # 2,117 before exact multipliers
+    "optim": 640,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
     "problem": 274,
     "report": 359,
     "running": 1281,

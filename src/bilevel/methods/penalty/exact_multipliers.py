@@ -33,7 +33,7 @@ from bilevel.optim.linear_solvers import FlatError
 AGAIN, CORRECTION = 4, 1e-2
 # The attributes that a checkpoint keeps, and the attributes of the systems.
 STATE = ("x", "base", "size_f_v", "adjoint_accuracy")
-OF_SYSTEMS = ("factor", "null_directions", "products_since_factor", "top")
+OF_SYSTEMS = ("inverse", "null_directions", "products_since_inverse", "top")
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ExactMultipliers:
     def forget(self) -> None:
         """Forget the last q and the factor of g_vv."""
         self.x = None
-        self.systems.forget_factor()
+        self.systems.forget_inverse()
 
     def __call__(self, u: Tensor) -> tuple[float, Tensor, Point | None]:
         """Write u to its leaves, move v to the minimum of g; return phi, phi' and the point.

@@ -283,7 +283,8 @@ class ExactMultipliersRun(RunWithoutData):
             self.status = Status.STALLED
 
     def _minimise(self) -> float:
-        """Minimise g from the present v; return its value, infinity if there is no minimum nearby."""
+        """Minimise g from the present v, with few digits; return its value, infinity if there is no minimum nearby."""
+        self.exact.newton.accuracy = LOWER
         try:
             return self.exact.newton.minimise().value
         except FlatError:

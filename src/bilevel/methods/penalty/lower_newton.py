@@ -24,6 +24,8 @@ PATIENCE = 3
 HALVINGS = 30
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
+# An earlier inverse of g_vv that leaves more than this share of s is computed again.
+SLOW = 0.3
 TINY = 1e-300
 # The attributes that a checkpoint keeps.
 STATE = ("origin", "distance", "size_s", "accuracy")
@@ -94,7 +96,7 @@ class LowerNewton:
             if k == 0:
                 self.first = moved
             expected = moved.next()
-            if expected.length <= enough:
+            if expected.length <= max(enough, self.accuracy * self.distance):
                 break
         if self.origin is None:
             self.origin, self.distance = flatten(self.d.v.leaves), 0.0
@@ -113,7 +115,11 @@ class LowerNewton:
         """Take a Newton step on g; return what it was like, s at its end, and whether it lowered g."""
         start = flatten(self.d.v.leaves)
         self.size_s = max(self.size_s, slope.flat.norm().item())
-        move, _ = self.systems.solve(slope, None, -slope.flat, needed, scale=self.size_s)
+        quick = self.systems.by_inverse(slope, -slope.flat, self.size_s)
+        if quick is None:
+            move, _ = self.systems.solve(slope, None, -slope.flat, needed, scale=self.size_s)
+        else:
+            move, needed = quick, 0.0
         fall, before, length = torch.dot(slope.flat, move).item(), slope.flat.norm().item(), move.norm().item()
         # If rounding hides the fall of g, |s| has to halve.
         noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
@@ -127,10 +133,14 @@ class LowerNewton:
             if better := trial.value <= slope.value + 1e-4 * share * fall + noise:
                 break
             share /= 2
+        factor = trial.flat.norm().item() / before
+        stale = quick is not None and not self.systems.is_exact(slope)
+        if stale and not (better and factor <= SLOW):
+            self.systems.forget_inverse()
         if not better:
             write(start, self.d.v.leaves)
-            return Newton(), self.slope(), False
-        factor = trial.flat.norm().item() / before
+            slope = self.slope()
+            return self._advance(slope, needed) if stale else (Newton(), slope, False)
         return Newton(share * length, min(factor, 1.0), max(factor - needed, 0.0)), trial, True
 
     def _advance_projected(self, slope: Slope, needed: float) -> tuple[Newton, Slope, bool]:

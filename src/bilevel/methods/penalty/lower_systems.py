@@ -1,6 +1,7 @@
-"""Linear systems with g_vv: conjugate gradients on products, with a factor of g_vv as the preconditioner if v is small.
+"""Linear systems with g_vv: conjugate gradients on products, with an inverse of g_vv as preconditioner if v is small.
 
-g_vv is factorised again after products worth one factorisation. Until then, the old factor preconditions.
+g_vv is inverted again after products worth one inversion. Until then, the old inverse preconditions. A small v moves by
+the old inverse without any products, as long as that is quick.
 
 g_vv can be zero in some directions that f does not see either, such as a constant that is added to the biases of all
 classes. We leave such directions out, because rounding errors along them would grow without limit. If f or g has a
@@ -97,20 +98,40 @@ class LowerSystems:
     def __init__(self, d: PenalisedObjective, curvature: Curvature | None = None) -> None:
         self.d, self.curvature = d, curvature
         self.products = 0
-        # A factor of an earlier g_vv, the directions in which that g_vv is zero, and the products since.
-        self.factor: Tensor | None = None
+        # The inverse of an earlier g_vv, the directions in which that g_vv is zero, and the products since.
+        self.inverse: Tensor | None = None
         self.null_directions: Tensor | None = None
-        self.products_since_factor = 0
+        self.products_since_inverse = 0
+        # s at the v of the inverse.
+        self.factorised: Tensor | None = None
         # The largest curvature of g that was met at the last u.
         self.top = 0.0
 
-    def forget_factor(self) -> None:
+    def forget_inverse(self) -> None:
         """Make the next system factorise g_vv again."""
-        self.factor, self.null_directions, self.products_since_factor = (
+        self.inverse, self.null_directions, self.products_since_inverse = (
             None,
             None,
-            self.products_since_factor + self.d.v.size,
+            self.products_since_inverse + self.d.v.size,
         )
+
+    def is_exact(self, slope: Slope) -> bool:
+        """Return whether the inverse is that of g_vv at this v."""
+        return self.factorised is slope.flat
+
+    def by_inverse(self, slope: Slope, b: Tensor, scale: float) -> Tensor | None:
+        """Return about g_vv^-1 b by the inverse of a recent g_vv, without products; None if v is large or projected.
+
+        For `scale`, see `solve_flat`.
+        """
+        if self.curvature is not None or self.d.v.projected or b.numel() > COLUMNS:
+            return None
+        near = self._inverse(slope) if self.inverse is None else self._map(self.inverse)
+        try:
+            return None if near is None else near(self._without_null_directions(slope, b, scale))
+        except StaleError:
+            near = self._inverse(slope)
+            return None if near is None else near(self._without_null_directions(slope, b, scale))
 
     def solve(
         self,
@@ -135,7 +156,7 @@ class LowerSystems:
 
         def system(x: Tensor) -> Tensor:
             self.products += 1
-            self.products_since_factor += 1
+            self.products_since_inverse += 1
             if derivative is None:
                 return product(x)
             on = derivative(x)
@@ -145,7 +166,7 @@ class LowerSystems:
         scale = max(scale, b.norm().item())
 
         def solve(near: Map | None, patience: float) -> tuple[Tensor, float]:
-            rest = self._without_null_directions(b, scale) if dense and near else b
+            rest = self._without_null_directions(slope, b, scale) if dense and near else b
             return solve_flat(
                 system,
                 rest,
@@ -166,13 +187,13 @@ class LowerSystems:
             x, self.top = solve(self._inverse(slope), math.inf)
         return (x if derivative is None else derivative(x)), x
 
-    def _without_null_directions(self, b: Tensor, scale: float) -> Tensor:
+    def _without_null_directions(self, slope: Slope, b: Tensor, scale: float) -> Tensor:
         """Return b without its part in the directions in which g_vv is zero, which has to be tiny next to `scale`."""
         if self.null_directions is None:
             return b
         part = self.null_directions.T @ b
         if part.norm().item() > torch.finfo(b.dtype).eps ** 0.5 * scale:
-            raise FlatError if self.products_since_factor == 0 else StaleError
+            raise FlatError if self.is_exact(slope) else StaleError
         return b - self.null_directions @ part
 
     def _near_inverse(self, slope: Slope) -> tuple[Map | None, float]:
@@ -183,16 +204,17 @@ class LowerSystems:
         n = slope.flat.numel()
         # Up to COLUMNS products are one batched backward pass, which costs less than half of them.
         cost = min(n / 2, 8.0) if n <= COLUMNS else float(n)
-        if self.products_since_factor >= 2 * cost or self.factor is None:
+        if self.products_since_inverse >= 2 * cost or self.inverse is None:
             return self._inverse(slope), math.inf
-        return self._solver(self.factor), cost
+        return self._map(self.inverse), cost
 
     def _inverse(self, slope: Slope) -> Map | None:
         """Return the inverse of g_vv outside its null directions; None if rounding leaves no factor.
 
         Raise `FlatError` if g_vv has a negative curvature that rounding cannot explain.
         """
-        self.products_since_factor, self.factor, self.null_directions = 0, None, None
+        self.products_since_inverse, self.inverse, self.null_directions = 0, None, None
+        self.factorised = slope.flat
         matrix = self._matrix(slope)
         size, diagonal = matrix.norm(), matrix.diagonal()
         raise_by = RAISE[matrix.dtype] * diagonal.clamp(min=LEAST * size)
@@ -202,19 +224,14 @@ class LowerSystems:
                 if torch.linalg.eigvalsh(matrix)[0] < -NEGATIVE * torch.finfo(matrix.dtype).eps * size:
                     raise FlatError(negative=True)
                 return None
-            self.factor = factor
-            self.null_directions = _null_space(matrix, factor, raise_by)
-        return self._solver(factor)
+            flat = self.null_directions = _null_space(matrix, factor, raise_by)
+            inverse = torch.cholesky_inverse(factor)
+            self.inverse = inverse if flat is None else inverse - flat @ (flat.T @ inverse)
+        return self._map(self.inverse)
 
-    def _solver(self, factor: Tensor) -> Map:
-        null_directions = self.null_directions
-
-        def solve(r: Tensor) -> Tensor:
-            with _one_thread():
-                x = torch.cholesky_solve(r[:, None], factor)[:, 0]
-            return x if null_directions is None else x - null_directions @ (null_directions.T @ x)
-
-        return solve
+    @staticmethod
+    def _map(inverse: Tensor) -> Map:
+        return lambda r: inverse @ r
 
     def _matrix(self, slope: Slope) -> Tensor:
         """Return g_vv."""

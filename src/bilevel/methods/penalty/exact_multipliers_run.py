@@ -33,7 +33,7 @@ from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, RowMap, Tange
 from bilevel.results import Status
 
 # The run continues to this share of its tolerance, so that the answer is better than its certificate promises.
-GOAL = 1e-3
+GOAL = 1e-4
 # The errors of v and of q, relative to what remains to gain.
 LOWER, ADJOINT = 1e-4, 1e-2
 # <q, s> at a trial point, relative to the geometric mean of the expected change of phi and the gain.

@@ -1,20 +1,17 @@
-"""Every method repeats its recorded runs bit for bit: see `golden` for the runs, data/golden_runs.json for the record.
+"""Every method repeats its recorded runs: see `golden` for the runs, data/golden_runs.json for the record.
 
-A change that is meant to move bits says so in its commit and renews the runs that it moves, and no other:
-
-    python tests/test_golden_runs.py --write                  all
-    python tests/test_golden_runs.py --write --only NAME ...  those with this in their name, such as "value gap"
+The last bits of a sum depend on torch's release, on the CPU and on the kernels that it gets, so the numbers have to
+agree to 1e-8 of the largest number of their column, or of 1 if that is larger: twenty steps in float64 multiply
+rounding errors of 1e-16 by much less than 1e8, and residuals at the size of rounding are noise. `golden.UNSTABLE` has
+the exceptions. Bits are compared between two commits on one machine:
 
     python tests/test_golden_runs.py --compare REV [--only NAME ...]
 
-runs the code of another commit and the present code on this machine, and lists the runs that differ.
+runs the code of another commit and the present code, and lists the runs that differ. A change that is meant to move
+bits says so in its commit and renews the runs that it moves, and no other:
 
-The last bits of a sum depend on torch's release and on the kernels that the CPU gets. The runs take place in a process
-whose linear algebra has the same kernels on all CPUs (`forked.same_bits`). Each run is recorded with the fingerprint of
-its machine: torch's version, the instructions that torch uses and a digest of a short computation. On a machine with
-the same fingerprint the numbers must be equal bit for bit. On another one they must agree to 1e-8 of the largest number
-of their column, or of 1 if that is larger: twenty steps in float64 multiply rounding errors of 1e-16 by much less than
-1e8, and residuals at the size of rounding are noise. `golden.UNSTABLE` has the exceptions.
+    python tests/test_golden_runs.py --write                  all
+    python tests/test_golden_runs.py --write --only NAME ...  those with this in their name, such as "value gap"
 """
 
 from __future__ import annotations
@@ -34,19 +31,19 @@ from typing import Any
 import golden
 import pytest
 from forked import same_bits
-from golden import RANK_RUNS, RUNS, UNSTABLE, differences, machine_id
+from golden import RANK_RUNS, RUNS, UNSTABLE, differences
 
 import bilevel
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "data" / "golden_runs.json"
 TOLERANCE = 1e-8
-"""On a machine whose last bits are others."""
+"""More than rounding errors of other machines."""
 
 
 @cache
 def recorded() -> dict[str, Any]:
-    return json.loads(FILE.read_text()) if FILE.exists() else {"machines": {}, "runs": {}}
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +52,10 @@ def process() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.fixture(scope="module")
-def here(process) -> str:
-    return machine_id(process.submit(golden.machine).result())
-
-
-def compare(name: str, found: dict[str, Any], here: str) -> None:
-    record = recorded()["runs"].get(name)
+def compare(name: str, found: dict[str, Any]) -> None:
+    record = recorded().get(name)
     assert record is not None, f"{name!r} is not recorded; run python tests/test_golden_runs.py --write --only {name!r}"
-    tolerance = 0.0 if record["machine"] == here else TOLERANCE
-    lines = differences(record, found, tolerance, UNSTABLE.get(name, ()))
+    lines = differences(record, found, TOLERANCE, UNSTABLE.get(name, ()))
     assert not lines, "\n".join(
         [
             f"{name!r} is not the recorded run:",
@@ -75,8 +66,8 @@ def compare(name: str, found: dict[str, Any], here: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_is_the_recorded_one(name, process, here):
-    compare(name, process.submit(golden.run, name).result(), here)
+def test_run_is_the_recorded_one(name, process):
+    compare(name, process.submit(golden.run, name).result())
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +75,9 @@ def ranks(process) -> list[dict[str, Any]]:
     return process.submit(golden.rank_runs, list(RANK_RUNS)).result()
 
 
-def test_runs_on_two_ranks_are_the_recorded_ones(ranks, here):
+def test_runs_on_two_ranks_are_the_recorded_ones(ranks):
     for name, found in ranks[0].items():
-        compare(name, found, here)
+        compare(name, found)
 
 
 def test_both_ranks_end_at_the_same_bits(ranks):
@@ -95,8 +86,7 @@ def test_both_ranks_end_at_the_same_bits(ranks):
 
 
 def test_there_is_one_record_for_each_run():
-    assert sorted(recorded()["runs"]) == sorted([*RUNS, *RANK_RUNS])
-    assert {run["machine"] for run in recorded()["runs"].values()} == set(recorded()["machines"])
+    assert sorted(recorded()) == sorted([*RUNS, *RANK_RUNS])
 
 
 def test_start_that_differs_in_the_last_bit_is_another_run(process):
@@ -111,7 +101,7 @@ def test_start_that_differs_in_the_last_bit_is_another_run(process):
 
 
 def test_a_column_that_is_unstable_is_left_out_of_no_comparison_of_bits(process):
-    (name, (column,)) = next(iter(UNSTABLE.items()))
+    name, (column, *_) = next(iter(UNSTABLE.items()))
     found = process.submit(golden.run, name).result()
     part, key = column.split(".")
     other = found | {part: found[part] | {key: "0x1.0p+0"}}
@@ -122,20 +112,13 @@ def test_a_column_that_is_unstable_is_left_out_of_no_comparison_of_bits(process)
 
 def write(only: list[str]) -> None:
     """Run again what has one of these in its name, or all, and write the file."""
-    old = recorded()
     with same_bits() as process:
-        machine = process.submit(golden.machine).result()
         found = process.submit(golden.every_run, only).result()
-    here = machine_id(machine)
-    runs = {name: run for name, run in old["runs"].items() if name in RUNS or name in RANK_RUNS}
-    changed = [name for name in found if name not in runs or differences(runs[name], found[name])]
-    runs |= {name: found[name] | {"machine": here} for name in found}
-    known = old["machines"] | {here: machine}
-    used = {key: known[key] for key in sorted({run["machine"] for run in runs.values()})}
-    text = ['{"machines": ' + json.dumps(used, indent=1) + ",", '"runs": {']
-    text.append(",\n".join(f"{json.dumps(name)}: {json.dumps(runs[name], indent=0)}" for name in sorted(runs)))
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text("\n".join([*text, "}}", ""]))
+    runs = {name: run for name, run in recorded().items() if name in RUNS or name in RANK_RUNS}
+    changed = [name for name in found if name not in runs or differences(runs[name], found[name], TOLERANCE)]
+    runs |= found
+    text = ",\n".join(f"{json.dumps(name)}: {json.dumps(runs[name], indent=0)}" for name in sorted(runs))
+    FILE.write_text(f"{{\n{text}\n}}\n")
     print(f"{len(found)} runs, {len(changed)} of them with other numbers than before:", *changed, sep="\n  ")
 
 

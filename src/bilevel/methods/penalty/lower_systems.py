@@ -74,7 +74,7 @@ def _null_space(matrix: Tensor, factor: Tensor, raised: Tensor) -> Tensor | None
         found = torch.linalg.qr(torch.cholesky_solve(raised[:, None] * found, factor)).Q
     values, turn = torch.linalg.eigh(found.T @ matrix @ found)
     flat = values.abs() <= ZERO * torch.finfo(matrix.dtype).eps * matrix.norm()
-    return (found @ turn)[:, flat] if flat.any() else None
+    return (found @ turn)[:, flat].contiguous() if flat.any() else None
 
 
 @dataclass
@@ -226,7 +226,8 @@ class LowerSystems:
                 return None
             flat = self.null_directions = _null_space(matrix, factor, raise_by)
             inverse = torch.cholesky_inverse(factor)
-            self.inverse = inverse if flat is None else inverse - flat @ (flat.T @ inverse)
+            # In the layout that a checkpoint restores: with another one, products differ in their last bits.
+            self.inverse = (inverse if flat is None else inverse - flat @ (flat.T @ inverse)).contiguous()
         return self._map(self.inverse)
 
     @staticmethod

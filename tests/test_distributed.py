@@ -25,7 +25,7 @@ from bilevel import (
     solve,
     weighted_mean,
 )
-from bilevel.batches.readers import BatchShare, RankShares
+from bilevel.batches.rank_shares import BatchShare, RankShares
 from bilevel.batches.sources import Sources
 from bilevel.cli.main import main
 from bilevel.distributed.process_group import _meeting

@@ -211,8 +211,7 @@ def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> Non
     parquet = require("pyarrow.parquet", "tables")
     with parquet.ParquetFile(source) as file:
         table = file.read().unify_dictionaries()
-        groups = file.metadata.num_row_groups
-        compression = file.metadata.row_group(0).column(0).compression if groups else "SNAPPY"
+        compression = file.metadata.row_group(0).column(0).compression if file.metadata.num_row_groups else "SNAPPY"
     at = table.schema.get_field_index(label)
     table = table.set_column(at, table.schema.field(at), table.column(at).take(change.like)).filter(change.kept)
     parquet.write_table(table, out, compression="NONE" if compression == "UNCOMPRESSED" else compression)

@@ -318,8 +318,7 @@ def evaluate_again(
         seconds=round(time.perf_counter() - began, 2),
         notes=[*([f"The run was trained on {trained_on}."] * elsewhere), *splits.notes, *same_classes(test)],
     )
-    path = folder.write_json("evaluation.json", result)
-    report_result(result, {"evaluation": path}, json=json)
+    report_result(result, {"evaluation": folder.write_json("evaluation.json", result)}, json=json)
 
 
 def classes_for_test(

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from bilevel.report.figures import Html, image, importances, losses, resized
 from bilevel.report.page import Facts, Table, fill, read
 
-__all__ = ["MOST", "Review", "Suspect", "render_review"]
-
 # The most suspects on one page; of more, the worst are shown.
 MOST = 5000
 # The most classes for which the mistaken pairs are a matrix; for more, as many pairs are listed.

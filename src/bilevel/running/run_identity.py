@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem import Problem, Variable
@@ -88,11 +88,9 @@ def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None
             f"{folder} already holds a run, and nothing is overwritten. Pass resume=True to continue it, or another "
             "folder."
         )
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
-        raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
-    compare(before if isinstance(before, dict) else {}, json.loads(json.dumps(task)), folder)
+    if not (before := read_json(file)):
+        raise CheckpointError(f"{file} cannot be read. Use another folder.")
+    compare(before, json.loads(json.dumps(task)), folder)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

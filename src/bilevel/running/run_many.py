@@ -215,8 +215,7 @@ class RunItem:
     @property
     def name(self) -> str:
         """The name of the file."""
-        words = [_word(value) for value in self.settings.values()]
-        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-")
+        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(map(_word, self.settings.values())).lower()).strip("-")
         if len(name) <= LONGEST:
             return name
         return f"{name[:LONGEST]}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"

@@ -272,9 +272,8 @@ def importance_problem(
 
     def lower(u: Rows, v: nn.Module, triple: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, row = triple
-        w = importance(u[row])
         losses = cross_entropy(v(augment(x) if augment else x), y, reduction="none")
-        return weighted_mean(losses, w)
+        return weighted_mean(losses, importance(u[row]))
 
     return Problem(upper, lower)
 

@@ -218,8 +218,7 @@ def task_loss(v: CosineClassifier, features: Tensor, labels: Tensor) -> Tensor:
     # Without autocast: the classifiers are small, and second derivatives of rounded cosines are useless.
     with torch.autocast(features.device.type, enabled=False):
         scores = v(features)
-        tasks = scores.shape[0]
-        return cross_entropy(scores.flatten(0, 1), labels.repeat(tasks), reduction="sum") / len(labels)
+        return cross_entropy(scores.flatten(0, 1), labels.repeat(len(scores)), reduction="sum") / len(labels)
 
 
 def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity: float) -> Tensor:
@@ -231,8 +230,7 @@ def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity
     if not proximity:
         return loss
     with torch.autocast(support.device.type, enabled=False):
-        apart = v.weight - v.means(support)
-        return loss + 0.5 * proximity * apart.square().sum()
+        return loss + 0.5 * proximity * (v.weight - v.means(support)).square().sum()
 
 
 @torch.no_grad()

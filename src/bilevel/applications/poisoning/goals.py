@@ -90,8 +90,7 @@ class Goal(ShortRepr):
     def collision(self, z: Tensor, wanted: Tensor) -> Tensor:
         """Return the weighted distance of the points' features z from the wanted ones, as a mean over the points."""
         square = ((z - wanted) ** 2).flatten(1).sum(1)
-        apart = square if self.squared else (square + 1e-12).sqrt()
-        return self.collision_weight * apart.mean()
+        return self.collision_weight * (square if self.squared else (square + 1e-12).sqrt()).mean()
 
 
 def untargeted(

@@ -114,9 +114,8 @@ def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Los
 
 
 def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -> None:
-    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.LBFGS(
-        parameters,
+        [p for p in model.parameters() if p.requires_grad],
         max_iter=recipe.steps,
         tolerance_grad=GRADIENT,
         tolerance_change=0.0,

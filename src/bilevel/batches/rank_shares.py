@@ -55,8 +55,8 @@ class RankShares:
         if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1 or arrays:
             raise DataError(
                 f"under torchrun every tensor of a batch must have a row for each example, so that ranks can share it; "
-                f"the {name} data gave {'numpy arrays' if arrays else f'shapes {shapes}'}. Give tensors of one length, "
-                "or separate batches to each rank: an iterable with per_rank = True."
+                f"the {name} data gave {'numpy arrays' if arrays else f'shapes {shapes}'}. Pass tensors of one length, "
+                "or an iterable with per_rank = True, which gives each rank its own batches."
             )
         return self.chosen(range(shapes[0][0]), lambda rows: each_tensor(lambda t: t[rows.start : rows.stop], batch))
 

@@ -149,7 +149,7 @@ def run_or_resume(
         raise Stopped(message if first else "") from None
     except BilevelError as error:
         if isinstance(error, (CheckpointError, WriteError)) and first:
-            note = f"note: {checkpoint} stays as it is. Use --resume to continue if you can, or another --out."
+            note = f"note: {checkpoint} is kept. Continue the run with --resume, or use another --out."
             print(note, file=sys.stderr)
         elif not isinstance(error, (CheckpointError, WriteError, RankError)) and first:
             for name in (CONFIG, *files):
@@ -171,7 +171,7 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
         raise OptionError(f"{folder.path} was written by a version before 0.2. Use another --out to start again.")
     if result and resume and not differs:
         shutil.rmtree(checkpoint, ignore_errors=True)  # a kill can leave it
-        print("note: this run is finished already.", file=sys.stderr)
+        print("note: this run has already finished.", file=sys.stderr)
         return result
     path, options, stopped = folder.path, f", with {differs}" if resume else "", checkpoint.exists()
     there = next((name for name in (CONFIG, *files) if (path / name).exists()), "")
@@ -180,7 +180,7 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
             f"{path} holds a finished run{options}. Use another --out, or delete the folder.": bool(result),
             f"{path} holds a stopped run. Continue it by --resume, or use another --out.": stopped and not resume,
             f"{path} was run with {differs}. --resume needs the same.": stopped and bool(differs),
-            f"{path} has a {there} already. Use another --out; nothing is written over.": there != ""
+            f"{path} already has a {there}, which is not overwritten. Use another --out.": there != ""
             and not stopped
             and (bool(differs) or not resume),
         }

@@ -248,7 +248,7 @@ def split_test(
     if data.test is not None:
         raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
     if (share is None) == (count is None):
-        raise OptionError(f"Give either share or count; got share={share!r} and count={count!r}.")
+        raise OptionError(f"Pass either share or count; got share={share!r} and count={count!r}.")
     if share is not None:
         in_range("share", share, above=0, below=1)
         count = max(1, round(share * data.count))

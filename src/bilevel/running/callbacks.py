@@ -18,7 +18,7 @@ from bilevel.errors import OptionError
 from bilevel.results import ALIASES, CODED, COLUMNS, History, Solution
 
 # The message after the first Ctrl-C. It is shown at once, because a step can take long.
-ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
+ENDING = "\r\nCtrl-C: the run ends after the current step; press it again to end at once.\r\n"
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Progress(Callback):
         if run.ranks > 1:
             values += f"  {run.ranks} ranks, {run.bytes_per_step / 1e6:.2g} MB a step"
         rate = f"{steps / seconds:.1f}" if seconds > 0 and not self._compiling else "-"
-        if self._compiling:  # the first step says nothing of the speed of the others
+        if self._compiling:  # the first step is much slower than the others
             self._compiling, self._first = False, (run.step, run.seconds)
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None

@@ -129,8 +129,8 @@ def candidate(solution: Solution, d: PenalisedObjective, start: int, sources: So
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort candidates: feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
 
-    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by how far
-    they are from a feasible lower solution.
+    The f of an end that is infeasible or does not minimise g is meaningless. Such ends are ranked by how
+    far they are from a feasible lower solution.
     """
 
     def residual(c: Candidate) -> float:

@@ -51,13 +51,13 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
     """Refuse a checkpoint of another run, or of a release that described runs otherwise."""
     if old and (missing := next((key for key in new if key not in old), None)):
         raise CheckpointError(
-            f"the checkpoint in {folder} was written by another version of bilevel, as it does not name its {missing}. "
-            "It is left as it is; start again in another folder."
+            f"the checkpoint in {folder} was written by another version of bilevel, because it does not record "
+            f"its {missing}. It is left as it is; start again in another folder."
         )
     for key, value in new.items():
         if not _same(old.get(key), value):
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
+                f"the checkpoint in {folder} is of another run: its {key} differ (there {old.get(key)}, here {value}). "
                 "It is left as it is; pass the same arguments to resume it, or another folder to start from scratch."
             )
 

@@ -245,7 +245,7 @@ class _Trainings:
         )
         found = probabilities(self.model, self.x, seed=seed, **self.changes)
         if not bool(torch.isfinite(found).all()):
-            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
+            raise ProblemError(f"training at the rate {rate:g} diverged. Use a smaller rate, or scale the inputs.")
         return found
 
     def two_rounds(self, rate: float, importance: Tensor, posterior: Callable[[Tensor], Tensor]) -> Tensor:

@@ -71,15 +71,15 @@ class TaskSampler:
         if ways > len(classes.names):
             raise OptionError(
                 f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (a folder "
-                f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Give more "
-                "classes, or ask for fewer ways."
+                f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Use more "
+                "classes or fewer ways."
             )
         if few := [count for count in classes.counts if count < shots + queries]:
             name = classes.names[classes.counts.index(min(few))]
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "
                 f"{len(few)} of {len(classes.counts)} classes {agreeing(len(few), 'has', 'have')} fewer, {name!r} the "
-                f"least, {min(few)}. Ask for fewer of them, or give more images."
+                f"least, {min(few)}. Use fewer, or add images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries
         self.tasks, self.episodes = tasks, episodes

@@ -273,7 +273,7 @@ class Within:
         if not torch.equal(self._box()(self.base), self.base):
             raise DataError(
                 f"the base points must lie in the box from {_text(self.low)} to {_text(self.high)}; they go from "
-                f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or give another box."
+                f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or pass another box."
             )
 
     def _box(self) -> Projection:

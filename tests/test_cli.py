@@ -165,7 +165,7 @@ def test_an_out_that_is_a_file_gets_one_sentence_and_code_2(below, tmp_path, cap
 def test_an_out_that_cannot_be_written_gets_one_sentence_and_code_2(capsys):
     code, output, errors = run(capsys, "demo", "--out", "/proc/demo")
     assert (code, output) == (2, "")
-    assert "--out must be a folder that can be written to" in errors
+    assert "--out must be a writable folder" in errors
     assert "Traceback" not in errors
 
 

@@ -197,7 +197,7 @@ class Sources:
         return upper, lower, full_u and full_l
 
     def first_pairs(self, most: int) -> list[Pair]:
-        """Return pairs of the first batches, at most `most`; the batches of the source that has fewer come again."""
+        """Return pairs of the first batches, at most `most`; the source with fewer batches repeats them."""
         upper, lower, _ = self.sample(most)
         return [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
 

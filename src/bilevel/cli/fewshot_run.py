@@ -327,8 +327,9 @@ def classes_for_test(
     """Return the classes to evaluate a run on, and whether they are other ones than its own test classes.
 
     `before` has the classes of the run, or is None for Omniglot, which is always split alike; `elsewhere`: whether
-    the run was trained on other data. The classes are the run's test classes if all are there. If the data share no
-    class with the run, they are all classes, or the test classes of data that have a split. Other data are refused.
+    the run was trained on other data. The classes are the run's test classes if all of them are present. If the
+    data shares no class with the run, they are all classes, or the test classes if the data has a split. Other data is
+    refused.
     """
     if before is None:
         return (splits.joined() if splits.drawn and elsewhere else splits.test), elsewhere

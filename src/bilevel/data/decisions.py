@@ -171,10 +171,10 @@ def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, 
 def new_file_or_folder(out: Path) -> Iterator[Path]:
     """Give a temporary name for a file or folder, which becomes `out` at the end, or is deleted after an exception.
 
-    Nothing is overwritten: if `out` exists, it must be empty.
+    Nothing is overwritten: an existing `out` must be empty.
     """
     if out.exists() and (any(out.iterdir()) if out.is_dir() else out.stat().st_size):
-        raise OptionError(f"out must be new; {out} is there and has content.")
+        raise OptionError(f"out must be new; {out} exists and is not empty.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:

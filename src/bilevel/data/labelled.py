@@ -115,7 +115,7 @@ class Labelled(ShortRepr):
         """Return the trusted or the test part; raise DataError if there is none."""
         found = self.trusted if name == "trusted" else self.test
         if found is None:
-            raise DataError(f"{self.name} must have a {name} part, with labels that are right; it has none.")
+            raise DataError(f"{self.name} must have a {name} part with right labels; it has none.")
         return found
 
     def select(self, rows: np.ndarray) -> Labelled:

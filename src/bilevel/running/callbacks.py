@@ -78,7 +78,7 @@ class Callback:
         """Run every `log_every` steps, when the history has new rows. Return True to stop the run."""
 
     def interrupted(self) -> None:
-        """Run at once after Ctrl-C, in the middle of a step; the run ends after this step."""
+        """Run immediately after Ctrl-C, in the middle of a step; the run ends after this step."""
 
     def end(self, solution: Solution) -> None:
         """Run after the last step and the certificate."""
@@ -156,10 +156,10 @@ class Progress(Callback):
 class CSVHistory(Callback):
     """Writes the history to a CSV file during the run, one line for each step.
 
-    A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
+    A killed run leaves the rows so far. A resumed run rewrites the file, so that each step occurs once.
 
     Args:
-        path: The file. Its folder is made; a file that is there is replaced.
+        path: The file. Its folder is created, and an existing file is replaced.
 
     >>> callbacks = [CSVHistory("runs/first/history.csv")]
     """

@@ -1,7 +1,7 @@
 """Several starting points: how long each run is, and which of the ends is the best.
 
 The first start is the point that was passed. The others are drawn (see `bilevel.running.starting_points`). The runs
-follow one another. If `AGREE` of them ended as solutions with the same f, and none has a smaller f, the rest are
+follow one another. If `AGREE` of them end as solutions with the same f, and none has a smaller f, the rest are
 skipped.
 
 Without data, a run that has not ended after `FIRST` steps is paused; after `LATER` steps once another one ended as a

@@ -276,7 +276,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 def test_a_folder_is_made_with_its_parents_and_a_file_is_refused(tmp_path):
     RunFolder(tmp_path / "a" / "b").write("c", "text")
     assert (tmp_path / "a" / "b" / "c").read_text() == "text"
-    with pytest.raises(OptionError, match="--out must be a folder"):
+    with pytest.raises(OptionError, match="--out must be a writable folder"):
         RunFolder(tmp_path / "a" / "b" / "c")
 
 

@@ -70,7 +70,7 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
 def test_help_says_what_the_share_is_of(capsys):
     assert main(["poison", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "a share of the training rows, without the test and validation rows" in told
+    assert "a share of the training rows, which exclude the test and validation rows" in told
 
 
 def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):

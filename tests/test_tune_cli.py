@@ -276,7 +276,7 @@ def test_data_that_changed_between_two_runs_is_refused(tmp_path, monkeypatch, ca
     assert run(*options, "--resume") == 1
     err = capsys.readouterr().err
     assert "is of another run: its rows differ" in err
-    assert "stays as it is" in err
+    assert "is kept" in err
 
 
 def stopped(*_: object) -> None:

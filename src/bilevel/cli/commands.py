@@ -277,9 +277,7 @@ def fewshot(
     ] = None,
     embed: Annotated[
         Path | None,
-        typer.Option(
-            help="A folder of new images: write their embeddings, with the run of --evaluate or with a new one."
-        ),
+        typer.Option(help="A folder of new images: write their embeddings, with the run of --evaluate or a new one."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run. By default runs/fewshot-DATA.")] = None,
     device: DeviceOption = "auto",

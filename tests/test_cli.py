@@ -165,7 +165,7 @@ def test_an_out_that_is_a_file_gets_one_sentence_and_code_2(below, tmp_path, cap
 def test_an_out_that_cannot_be_written_gets_one_sentence_and_code_2(capsys):
     code, output, errors = run(capsys, "demo", "--out", "/proc/demo")
     assert (code, output) == (2, "")
-    assert "--out must be a folder that can be written to" in errors
+    assert "--out must be a writable folder" in errors
     assert "Traceback" not in errors
 
 
@@ -276,7 +276,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 def test_a_folder_is_made_with_its_parents_and_a_file_is_refused(tmp_path):
     RunFolder(tmp_path / "a" / "b").write("c", "text")
     assert (tmp_path / "a" / "b" / "c").read_text() == "text"
-    with pytest.raises(OptionError, match="--out must be a folder"):
+    with pytest.raises(OptionError, match="--out must be a writable folder"):
         RunFolder(tmp_path / "a" / "b" / "c")
 
 

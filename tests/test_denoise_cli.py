@@ -105,7 +105,7 @@ def test_labels_made_wrong_on_purpose_are_known(tmp_path, capsys):
     assert run("digits", "--noise", 0.3, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume", "--json") == 0
     told = capsys.readouterr()
     assert json.loads(told.out) == found
-    assert "finished already" in told.err
+    assert "already finished" in told.err
     assert run("digits", "--noise", 0.4, "--steps", 200, "--no-baselines", "--out", tmp_path, "--resume") == 2
     assert (
         "holds a finished run, with --noise 0.3; got 0.4. Use another --out, or delete the folder."
@@ -146,7 +146,7 @@ def test_files_of_others_in_the_folder_are_not_written_over(arrays, tmp_path, ca
     out.mkdir()
     (out / name).write_text("{}")
     assert run(arrays, "--steps", 5, "--out", out) == 2
-    assert f"has a {name} already. Use another --out; nothing is written over." in capsys.readouterr().err
+    assert f"already has a {name}, which is not overwritten. Use another --out." in capsys.readouterr().err
     assert [(file.name, file.read_text()) for file in out.iterdir()] == [(name, "{}")]
 
 
@@ -454,7 +454,7 @@ def test_a_folder_has_one_run_that_is_resumed_or_kept(tmp_path, capsys):
     assert once(finished, resume=True) == {"found": 1}
     assert not (tmp_path / "checkpoint").exists()
     assert once(never, resume=True) == {"found": 1}
-    assert "finished already" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
     with pytest.raises(OptionError, match=r"holds a finished run. Use another --out"):
         once(never)
     with pytest.raises(OptionError, match="holds a finished run, with --seed 0; got 1"):

@@ -251,7 +251,7 @@ class Stream(IterableDataset):
     ("train", "words"),
     [
         (Pairs(X, Y, lambda x, i: x[: 4 - i % 2]), "inputs are tensors or arrays of one shape"),
-        (Pairs(X, Y, lambda x, i: Image.new("L", (2, 2))), "found <class 'PIL.Image.Image'>. Give it a transform"),
+        (Pairs(X, Y, lambda x, i: Image.new("L", (2, 2))), "found <class 'PIL.Image.Image'>. Add a transform"),
         (Stream(), "must be a Dataset with a length, as every example has an importance; Stream has none"),
         (Pairs(X[:0], Y[:0]), "at least one example"),
         (([[1.0, 2.0], [3.0]], [0, 1]), "must hold numbers, the labels as class indices; got rows of different"),

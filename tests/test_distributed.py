@@ -25,7 +25,7 @@ from bilevel import (
     solve,
     weighted_mean,
 )
-from bilevel.batches.readers import BatchShare, RankShares
+from bilevel.batches.rank_shares import BatchShare, RankShares
 from bilevel.batches.sources import Sources
 from bilevel.cli.main import main
 from bilevel.distributed.process_group import _meeting
@@ -238,7 +238,7 @@ def test_a_weighted_mean_needs_a_weight_for_each_loss():
 
 def test_commands_other_than_denoise_are_refused_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, said in ((0, "torchrun is only for denoise; run demo in one process."), (1, "")):
+    for rank, said in ((0, "torchrun works with denoise only; run demo in one process."), (1, "")):
         monkeypatch.setenv("RANK", str(rank))
         assert main(["demo"]) == 2
         assert (said in capsys.readouterr().err) if said else capsys.readouterr().err == ""

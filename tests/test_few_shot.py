@@ -87,7 +87,7 @@ def test_every_class_and_every_image_is_drawn_about_equally_often():
 
 def test_tasks_that_cannot_be_are_refused_by_name():
     classes = noise_classes(4, 6)
-    with pytest.raises(OptionError, match=r"drawn from, 4 .*; got 5\. Give more classes"):
+    with pytest.raises(OptionError, match=r"drawn from, 4 .*; got 5\. Use more classes"):
         TaskSampler(classes, 5, 1, 2)
     with pytest.raises(OptionError, match=r"got 2 \+ 5, and 4 of 4 classes have fewer, 'class 0' the least, 6\."):
         TaskSampler(classes, 2, 2, 5)

@@ -134,7 +134,7 @@ def test_a_run_writes_its_files_and_is_evaluated_and_embeds(folder, tmp_path, ca
 
     assert main(arguments(folder, out, "--resume", "--json")) == 0
     captured = capsys.readouterr()
-    assert "finished already" in captured.err
+    assert "already finished" in captured.err
     assert json.loads(captured.out) == result
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_in_the_evaluation_keeps_the_training_and_a_checkpoint_that_is_no
     assert main(arguments(folder, out, "--resume")) == 1
     told = capsys.readouterr().err
     assert "truncated or altered" in told
-    assert "stays as it is. Use --resume to continue if you can" in told
+    assert "is kept. Continue the run with --resume, or use another --out" in told
     assert state.read_bytes() == whole[:100]
     state.write_bytes(whole)
     assert main(arguments(folder, out, "--resume")) == 0
@@ -253,7 +253,7 @@ def test_too_little_memory_names_the_option_that_helps(folder, tmp_path, capsys,
 
     monkeypatch.setattr(fewshot_run, "meta_train", fails)
     assert main(arguments(folder, tmp_path / "x")) == 1
-    assert "tasks needs more memory than there is. Give a smaller --meta-batch." in capsys.readouterr().err
+    assert "tasks needs more memory than is available. Use a smaller --meta-batch." in capsys.readouterr().err
 
 
 def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
@@ -261,7 +261,7 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
     assert "DATA is needed" in capsys.readouterr().err
     assert main(arguments(folder, tmp_path / "x", "--ways", "9")) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"--ways must be at most the number of classes .*, 8 .* got 9\. Give more classes", told)
+    assert re.search(r"--ways must be at most the number of classes .*, 8 .* got 9\. Use more classes", told)
     assert main(["fewshot", "--evaluate", str(tmp_path)]) == 2
     assert "must name the folder of a finished run of `bilevel fewshot`" in capsys.readouterr().err
     assert main(["fewshot", "--evaluate", str(tmp_path / "none")]) == 2
@@ -275,7 +275,7 @@ def test_wrong_use_is_told_before_anything_is_run(folder, tmp_path, capsys):
         for i in range(4):
             Image.new("L", (8, 8), 60 * c).save(tmp_path / "small" / str(c) / f"{i}.png")
     assert main(arguments(tmp_path / "small", tmp_path / "x")) == 2
-    assert "they need 16x16 pixels at least; these have 8x8." in " ".join(capsys.readouterr().err.split())
+    assert "they need at least 16x16 pixels; these have 8x8." in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "none").exists()
 
@@ -306,7 +306,7 @@ def test_a_run_is_evaluated_where_its_data_are_now_and_on_others(folder, tmp_pat
     (tmp_path / "here").rename(tmp_path / "there")
     call = ["fewshot", "--evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]
     assert main(call) == 1
-    assert "are not there; `bilevel fewshot DATA --evaluate" in " ".join(capsys.readouterr().err.split())
+    assert "does not exist; `bilevel fewshot DATA --evaluate" in " ".join(capsys.readouterr().err.split())
     assert main([*call, str(tmp_path / "there")]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["accuracy"] == first["accuracy"]
@@ -354,7 +354,7 @@ def test_a_named_set_whose_test_has_classes_that_a_run_has_learnt_from_is_refuse
     assert main(arguments(tmp_path / "data", tmp_path / "run")) == 0
     capsys.readouterr()
     assert main(["fewshot", "--evaluate", str(tmp_path / "run"), "cifar-fs", "--device", "cpu"]) == 1
-    assert "cifar-fs has classes of the run, but not one, two, on which it was tried." in capsys.readouterr().err
+    assert "cifar-fs shares classes with the run, but lacks one, two of its test classes." in capsys.readouterr().err
 
 
 @needs("cifar100")
@@ -400,7 +400,7 @@ def test_classes_that_were_learnt_from_are_not_tried_on_when_the_data_have_chang
     assert main(call) == 0
     (data / tried).rename(tmp_path / tried)
     assert main(call) == 1
-    assert f"data has classes of the run, but not {tried}, on which it was tried." in capsys.readouterr().err
+    assert f"data shares classes with the run, but lacks {tried} of its test classes." in capsys.readouterr().err
 
 
 def test_drawings_are_read_as_omniglots_by_a_run_on_omniglot(tmp_path, monkeypatch, capsys):
@@ -488,7 +488,8 @@ def test_too_few_validation_classes_are_told_and_every_class_is_in_the_legend(fo
     result = json.loads(capsys.readouterr().out)
     assert (result["classes"], result["validation_accuracy"]) == ([6, 2, 4], None)
     assert result["notes"] == [
-        "No accuracy on meta-validation classes: there are 2, fewer than the ways of a task. The last step is kept."
+        "No accuracy on meta-validation classes was measured: there are 2, fewer than a task needs. "
+        "The last step is kept."
     ]
     page = (tmp_path / "run" / "report.html").read_text()
     assert " _$12 &lt;b&gt; 種類</text>" in page

@@ -70,7 +70,7 @@ def test_untargeted_run_writes_points_result_and_page_that_agree(arrays, tmp_pat
 def test_help_says_what_the_share_is_of(capsys):
     assert main(["poison", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "a share of the training rows, without the test and validation rows" in told
+    assert "a share of the training rows, which exclude the test and validation rows" in told
 
 
 def test_targeted_attack_keeps_a_bound_in_steps_of_a_pixel_and_says_what_it_did(arrays, tmp_path, capsys):
@@ -185,7 +185,7 @@ def test_victim_that_learns_nothing_has_a_note_and_no_green_page(arrays, tmp_pat
     most = np.bincount(np.load(arrays)["y_test"]).max() / 300
     assert result["constant_accuracy"] == pytest.approx(most)
     assert result["clean_accuracy"] <= most
-    assert f"always giving the most frequent class has {100 * most:.1f}%" in result["notes"][-1]
+    assert f"Always predicting the most frequent class has {100 * most:.1f}%" in result["notes"][-1]
     assert 'class="outcome bad"' in (tmp_path / "r" / "report.html").read_text()
 
 
@@ -379,5 +379,5 @@ def test_a_run_of_another_command_is_not_written_over(arrays, tmp_path, capsys):
     before = '{"command": "fewshot", "versions": {}}'
     (tmp_path / "r" / "config.json").write_text(before)
     assert run(arrays, "--points", 1, "--steps", 3, "--out", tmp_path / "r") == 2
-    assert "has a config.json already. Use another --out; nothing is written over." in capsys.readouterr().err
+    assert "already has a config.json, which is not overwritten. Use another --out." in capsys.readouterr().err
     assert (tmp_path / "r" / "config.json").read_text() == before

@@ -200,7 +200,7 @@ def test_ctrl_c_ends_with_one_sentence_and_resume_ends_as_if_nothing_had_happene
     assert not (tmp_path / "r" / "checkpoint").exists()
     capsys.readouterr()
     assert run(*options, tmp_path / "r", "--resume", "--json") == 0
-    assert "finished already" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
 
 
 def assert_same(folder: Path, within: float = 0.0) -> None:
@@ -276,7 +276,7 @@ def test_data_that_changed_between_two_runs_is_refused(tmp_path, monkeypatch, ca
     assert run(*options, "--resume") == 1
     err = capsys.readouterr().err
     assert "is of another run: its rows differ" in err
-    assert "stays as it is" in err
+    assert "is kept" in err
 
 
 def stopped(*_: object) -> None:
@@ -314,4 +314,4 @@ def test_rows_that_ask_for_a_single_penalty_get_one_and_the_message_says_so(nois
     assert found["penalties"] == 1
     assert found["message"].startswith("Tuned 1 penalty:")
     assert len({row["penalty"] for row in rows_of(tmp_path / "penalties.csv")}) == 1
-    assert any("The single penalty is given here" in note for note in found["notes"])
+    assert any("This is the single penalty" in note for note in found["notes"])

@@ -58,8 +58,8 @@ class Status(enum.Enum):
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
     INFEASIBLE = "Stationary, but a constraint is violated: perhaps no point near here is feasible."
-    STALLED = "No further progress from here: see the certificate for how near it came; in float32, try float64."
-    MAX_STEPS = "The budget of steps is spent: see the certificate."
+    STALLED = "No further progress from here: the certificate says how close the run came; in float32, try float64."
+    MAX_STEPS = "The step budget is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
     DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
 
@@ -199,7 +199,7 @@ class Certificate:
         full_data: Whether these were all batches. Default: True.
         scale_u: The size that |grad_u F| is judged against, in the unit of u. None (default): `scale`.
         upper: f at the end. Default: NaN, not known.
-        tolerance: What the relative measures had to reach for the run to end as converged. None (default): nothing.
+        tolerance: The run counts as converged if the relative measures are at most this. None (default): it never does.
 
     >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
     True
@@ -265,7 +265,7 @@ class Candidate:
     status: Status
     certificate: Certificate
     multipliers: dict[str, list[Tensor]]
-    # The first start that ended there; 0 is the point that was passed.
+    # The number of the first start that ended there; 0 is the point that was passed.
     start: int
 
     def __repr__(self) -> str:
@@ -332,7 +332,7 @@ class Solution(Generic[U, V]):
         return " ".join([self.status.value, *([self.message] if self.message else []), *self._hints()])
 
     def _hints(self) -> list[str]:
-        """Return what a user can learn from the certificate, in one or two sentences."""
+        """Return one or two sentences on what the certificate means for the user."""
         c = self.certificate
         found = []
         if self.status is Status.MAX_STEPS and c.batches:

@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from bilevel import Penalty, Problem, Rows, weighted_mean
 from bilevel.applications import networks as models
-from bilevel.batches.readers import RankShares
+from bilevel.batches.rank_shares import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.measures.problem_check import variables

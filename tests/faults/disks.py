@@ -107,7 +107,7 @@ def read_only(folder: Path) -> Tally:
             with tally.attempt(f"{out.name} on a read-only disk"):
                 code, told = denoised(out)
                 assert code == 2, told
-                assert "--out must be a folder that can be written to" in sentence(told)
+                assert "--out must be a writable folder" in sentence(told)
         with tally.attempt("solve with a checkpoint on a read-only disk"):
             assert "cannot be written" in refusal(lambda: solved(place / "state"))
         changed(place, "rw")

@@ -29,8 +29,7 @@ def crop(x: Tensor, *, mirror: bool = False) -> Tensor:
     rows = top + torch.arange(height, device=x.device)
     columns = left + torch.arange(width, device=x.device)
     if mirror:
-        mirrored = torch.rand(n, 1, device=x.device) < 0.5
-        columns = torch.where(mirrored, columns.flip(1), columns)
+        columns = torch.where(torch.rand(n, 1, device=x.device) < 0.5, columns.flip(1), columns)
     image = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
@@ -44,8 +43,7 @@ def crop_flip_and_erase(x: Tensor) -> Tensor:
     n, _, height, width = x.shape
     moved, holes = crop_and_flip(x), []
     for size in (height, width):
-        centre = torch.randint(size, (n, 1), device=x.device)
-        place = torch.arange(size, device=x.device) - centre
+        place = torch.arange(size, device=x.device) - torch.randint(size, (n, 1), device=x.device)  # from the centre
         holes.append((place >= -(size // 4)) & (place < (size + 3) // 4))
     # In place: channels stay innermost in memory, which is the fastest layout for convolutions on a GPU.
     return moved.masked_fill_((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)

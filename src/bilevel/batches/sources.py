@@ -18,7 +18,8 @@ from torch import Tensor
 
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import random_state, seed_generators, set_random_state
-from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, RankShares, reader
+from bilevel.batches.rank_shares import RankShares
+from bilevel.batches.readers import DeviceCopies, IndexReader, ListReader, reader
 from bilevel.errors import DataError
 
 
@@ -26,19 +27,17 @@ class _Generators:
     """A state of the global generators (torch's, numpy's, Python's) that is active only inside a `with` block."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed: int | None = seed
-        self._device = device
-        self._inside: Any = None
+        self._seed, self._device = seed, device
+        self._inside: Any = None  # before the first block
 
     def __enter__(self) -> None:
         self._outside = self._get()
-        if self._seed is not None:
+        if self._inside is not None:
+            self._set(self._inside)
+        else:
             seed_generators(self._seed, self._device)
             np.random.seed(self._seed % 2**32)
             random.seed(self._seed)
-            self._seed = None
-        else:
-            self._set(self._inside)
 
     def __exit__(self, *_: object) -> None:
         self._inside = self._get()
@@ -59,10 +58,6 @@ END = object()
 class Source:
     """One iterable, cycled; `position` is (pass, batches drawn in it)."""
 
-    position: list[int]
-    _batches: Iterator[Any] | None
-    _generators: AbstractContextManager[None]
-
     def __init__(
         self, items: Iterable[Any], name: str, seed: int, copies: DeviceCopies, shares: RankShares | None = None
     ) -> None:
@@ -81,7 +76,9 @@ class Source:
         self.items, self.name, self.device, self._seed = items, name, copies.device, seed
         self._empty = f"the {name} data is empty: it gave no batch. Pass at least one."
         self._reader = reader(items, name, copies, shares)
-        self.seek([0, 0])
+        self.position = [0, 0]
+        self._batches: Iterator[Any] | None = None
+        self._generators: AbstractContextManager[None] = nullcontext()
 
     def _own_generators(self) -> list[torch.Generator]:
         """Return the generators that the user passed to the loader or its sampler."""
@@ -200,7 +197,7 @@ class Sources:
         return upper, lower, full_u and full_l
 
     def first_pairs(self, most: int) -> list[Pair]:
-        """Return pairs of the first batches, at most `most`; the batches of the source that has fewer come again."""
+        """Return pairs of the first batches, at most `most`; the source with fewer batches repeats them."""
         upper, lower, _ = self.sample(most)
         return [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
 

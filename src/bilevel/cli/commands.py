@@ -26,10 +26,10 @@ LabelOption = Annotated[str | None, typer.Option(help="The column of the labels 
 DeviceOption = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", show_default=True)
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="The seed of everything that is random.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The seed of all random numbers.")]
 ResumeOption = Annotated[
     bool,
-    typer.Option("--resume", help="Continue the run in --out that was stopped, with the same options, or start one."),
+    typer.Option("--resume", help="Continue the stopped run in --out, with the same options, or start a new one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 DENOISE_METHODS = "penalty, algorithm-1, algorithm-2, alternating, reverse-mode, approx-grad, value-function, value-gap"
@@ -67,12 +67,12 @@ def denoise(
     trusted: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder of the same form whose labels are right, or how many rows to draw as trusted. With "
-            "--noise, and for digits, ten for each class by default."
+            help="A file or folder in the format of DATA whose labels are right, or how many rows to draw as trusted. "
+            "With --noise, and for digits, ten for each class by default."
         ),
     ] = None,
     test: Annotated[
-        str | None, typer.Option(help="A file or folder of the same form to measure accuracies on.")
+        str | None, typer.Option(help="A file or folder in the format of DATA to measure accuracies on.")
     ] = None,
     label: LabelOption = None,
     noise: Annotated[
@@ -80,7 +80,7 @@ def denoise(
     ] = None,
     noise_kind: Annotated[
         Literal["symmetric", "asymmetric"],
-        typer.Option(help="The class of a label that --noise changes: any other (symmetric), the next (asymmetric)."),
+        typer.Option(help="The class of a wrong label of --noise: any other (symmetric) or the next one (asymmetric)."),
     ] = "symmetric",
     model: Annotated[str, typer.Option(help=f"{NETWORKS}, or path.py:make with make(shape, classes).")] = "auto",
     method: Annotated[str, typer.Option(help=f"{DENOISE_METHODS}.")] = "penalty",
@@ -132,8 +132,8 @@ def poison(
     fraction: Annotated[
         float | None,
         typer.Option(
-            help="The same as a share of the training rows, without the test and validation rows. If neither is given: "
-            "0.03, or one point for clean-label."
+            help="The same as a share of the training rows, which exclude the test and validation rows. Without either "
+            "option: 0.03, or one point for clean-label."
         ),
     ] = None,
     target_class: Annotated[str | None, typer.Option(help="Targeted: the class to be misclassified.")] = None,
@@ -149,12 +149,14 @@ def poison(
     epsilon: Annotated[
         float | None,
         typer.Option(
-            help="The most that a point can change; by default any change is allowed. l2: a length, of pixels in "
-            "[0, 1]. linf: steps of 1/255 of a pixel. In tables, deviations of a column."
+            help="The largest change of a point; by default any change is allowed. The unit is a pixel in [0, 1] for "
+            "l2, 1/255 of a pixel for linf, and in tables the standard deviation of a column."
         ),
     ] = None,
     norm: Annotated[Literal["l2", "linf"], typer.Option(help="The norm that --epsilon bounds.")] = "l2",
-    test: Annotated[str | None, typer.Option(help="A file or folder of the same form, which no attack sees.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="A file or folder in the format of DATA, which no attack sees.")
+    ] = None,
     label: LabelOption = None,
     rows: Annotated[int | None, typer.Option(min=10, help="Draw this many rows for training; all by default.")] = None,
     model: Annotated[
@@ -198,18 +200,19 @@ def tune(
         typer.Option(help="One penalty for each feature, for each layer of an mlp, or for all weights."),
     ] = "per-feature",
     test: Annotated[
-        str | None, typer.Option(help="A file or folder of the same form to measure the test loss on.")
+        str | None, typer.Option(help="A file or folder in the format of DATA to measure the test loss on.")
     ] = None,
     label: LabelOption = None,
     numbers: Annotated[
-        bool, typer.Option("--numbers", help="The labels are numbers to predict by an mlp; for ridge they always are.")
+        bool,
+        typer.Option("--numbers", help="The labels are numbers, which an mlp predicts; for ridge they always are."),
     ] = False,
     folds: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Folds that linear models are tuned on, all at once; at most as many as the rarest class has rows. By "
-            "default 5.",
+            help="The number of folds that linear models are tuned on, all at once; at most the number of rows of the "
+            "rarest class. By default 5.",
         ),
     ] = None,
     caution: Annotated[
@@ -246,7 +249,7 @@ def fewshot(
     shots: Annotated[int, typer.Option(min=1, help="Images of a class to learn from.")] = 1,
     queries: Annotated[int, typer.Option(min=1, help="Images of a class to classify.")] = 15,
     train_ways: Annotated[
-        int | None, typer.Option(min=2, help="Classes of a task in training; more can do better. By default --ways.")
+        int | None, typer.Option(min=2, help="Classes of a task in training; more can be better. By default --ways.")
     ] = None,
     backbone: Annotated[str, typer.Option(help=f"{BACKBONES}, or path.py:make with make(shape).")] = "conv4",
     meta_batch: Annotated[int, typer.Option(min=1, help="Tasks of a training step.")] = 30,
@@ -266,7 +269,7 @@ def fewshot(
         ),
     ] = None,
     rotations: Annotated[
-        bool | None, typer.Option(help="Rotated images as further classes. By default only for Omniglot.")
+        bool | None, typer.Option(help="Add rotated images as further classes. By default only for Omniglot.")
     ] = None,
     tasks: Annotated[int, typer.Option(min=2, help="Tasks of the evaluation.")] = 600,
     evaluate: Annotated[
@@ -274,7 +277,7 @@ def fewshot(
     ] = None,
     embed: Annotated[
         Path | None,
-        typer.Option(help="A folder of new images: write their embeddings, by the run of --evaluate or by a new one."),
+        typer.Option(help="A folder of new images: write their embeddings, with the run of --evaluate or a new one."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run. By default runs/fewshot-DATA.")] = None,
     device: DeviceOption = "auto",
@@ -333,7 +336,7 @@ def compare(
         typer.Option(
             min=1,
             help="The budget of each method in one trial: evaluations of g. A step-wise method takes as many upper "
-            "steps as it pays for; penalty, without data, ends with the step that spends it. By default 5,000.",
+            "steps as the budget allows; penalty, without data, ends with the step that uses it up. By default 5,000.",
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="The budget in upper steps instead.")] = None,
@@ -341,7 +344,7 @@ def compare(
         float | None,
         typer.Option(help="The budget in seconds instead. The first few steps show how many fit."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Starts, the same for every method.")] = 1,
+    trials: Annotated[int, typer.Option(min=1, help="The number of starts, which are the same for every method.")] = 1,
     seed: SeedOption = 0,
     out: Annotated[
         Path, typer.Option(help="The folder to write to; methods that are finished in it are not run again.")

@@ -245,8 +245,15 @@ def _part(held_out: bool) -> str:
 def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifier) -> None:
     """Write the importances, the history of the bilevel run and the trained classifier."""
     data, found, names = prepared.data, cleaned.denoised, prepared.data.classes
-    learned = (found.importance, found.suspect, found.suggested, found.confidence, found.quality)
-    columns = (data.positions, data.y, *learned)
+    columns = (
+        data.positions,
+        data.y,
+        found.importance,
+        found.suspect,
+        found.suggested,
+        found.confidence,
+        found.quality,
+    )
     rows = (
         {
             "index": i,

@@ -23,7 +23,7 @@ PACKAGES = {
 def command(json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False) -> None:
     """Show versions, devices, whether compiling and graph capture work here, data found, and free disk space.
 
-    Paste it into a bug report. It has paths of this machine, and nothing of your data.
+    Paste it into a bug report. It contains paths of this machine, but none of your data.
     """
     from torch.utils.collect_env import get_env_info, pretty_str
 

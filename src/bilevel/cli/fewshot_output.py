@@ -17,7 +17,7 @@ from bilevel._util.checks import agreeing, counted
 from bilevel.applications.few_shot import Evaluation, TaskSampler, embed
 from bilevel.cli.run_folder import RunFolder, made_by
 from bilevel.data.class_images import ImageClasses, read_like
-from bilevel.data.image_folders import SUFFIXES
+from bilevel.data.image_folders import SUFFIXES, read_images
 from bilevel.errors import DataError, OptionError, reason
 from bilevel.report.figures import FIELD, accuracies, losses, plane, task_picture
 from bilevel.report.page import Card, Report, Table, render
@@ -99,20 +99,9 @@ def write_embeddings(
 
     `omniglot`: the images are characters, which are read like the characters of that set.
     """
-    channels, height, width = shape
-    read = read_like(shape, characters=omniglot)
-    found, broken, fitted = {}, [], 0
-    for file in files:
-        name = file.relative_to(folder).as_posix()
-        try:
-            found[name], changed = read(file)
-            fitted += changed
-        except Exception:  # decoders raise anything on a broken file
-            broken.append(name)
-    if not found:
-        raise DataError(f"{folder}: none of {counted(len(files), 'image')} can be decoded.")
-    stack, names = torch.from_numpy(np.stack(list(found.values()))), list(found)
-    features = embed(network, stack[:, None] if channels == 1 else stack.permute(0, 3, 1, 2)).cpu().numpy()
+    pixels, kept, broken, resized = read_images(files, read_like(shape, characters=omniglot), folder)
+    features = embed(network, pixels).cpu().numpy()
+    names = [file.relative_to(folder).as_posix() for file in kept]
     RunFolder(out.parent)
     with atomic_write(out) as temporary, open(temporary, "wb") as opened:
         np.savez_compressed(opened, allow_pickle=False, features=features, files=np.array(names))
@@ -120,9 +109,9 @@ def write_embeddings(
     if broken:
         do = agreeing(len(broken), "does", "do")
         notes.append(f"Left out {counted(len(broken), 'image')} that {do} not decode, such as {broken[0]}.")
-    if fitted:
-        were = agreeing(fitted, "was", "were")
-        notes.append(f"{counted(fitted, 'image')} {were} resized to {width}x{height} pixels, as in training.")
+    if resized:
+        were = agreeing(resized, "was", "were")
+        notes.append(f"{counted(resized, 'image')} {were} resized to {shape[2]}x{shape[1]} pixels, as in training.")
     return {
         "embeddings": str(out),
         "images": len(names),
@@ -165,17 +154,18 @@ def page(
             ("guessing", f"{100 * guess:.2f}%", ""),
         ],
     )
-    report = Report(
-        title=f"Few-shot learning on {result['data']}",
-        outcome=result["message"],
-        good=accuracy > guess,
-        table=table,
-        cards=cards,
-        heading="What was learned",
-        settings=_settings(train, result, asked),
-        notes=result["notes"],
+    return render(
+        Report(
+            title=f"Few-shot learning on {result['data']}",
+            outcome=result["message"],
+            good=accuracy > guess,
+            table=table,
+            cards=cards,
+            heading="What was learned",
+            settings=_settings(train, result, asked),
+            notes=result["notes"],
+        )
     )
-    return render(report)
 
 
 def _settings(train: TaskSampler, result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -140,8 +140,8 @@ def network_of(name: str, shape: Sequence[int], where: torch.device, seed: int) 
     known("--backbone", name, BACKBONES, ", or path.py:make")
     if min(shape[1:]) < LEAST_SIDE:
         raise OptionError(
-            f"--backbone {name} halves images four times: they need {LEAST_SIDE}x{LEAST_SIDE} pixels at least; "
-            f"these have {shape[1]}x{shape[2]}. Enlarge them, or give your own network (path.py:make)."
+            f"--backbone {name} halves images four times, so they need at least {LEAST_SIDE}x{LEAST_SIDE} pixels; "
+            f"these have {shape[1]}x{shape[2]}. Enlarge them, or use your own network (path.py:make)."
         )
     with seeded(seed):
         return backbone(name, shape[0]).to(where)
@@ -181,7 +181,7 @@ def _learn_and_evaluate(
         raise KeyboardInterrupt
     best = watch.best.restore() if watch is not None and watch.best is not None else None
     if not bool(torch.isfinite(embed(net, splits.test.images[:FEW]).square().sum(1)).all()):
-        raise ProblemError("the representation is not finite after training. Give a smaller --decay, or other images.")
+        raise ProblemError("the representation is not finite after training. Use a smaller --decay, or other images.")
     found = _evaluated(net, test, asked, "evaluating", scale=asked["scale"])
     means = _evaluated(net, test, asked, "evaluating class means", steps=0)
     rows = watch.rows if watch is not None else []
@@ -216,8 +216,8 @@ def _result(
     notes = list(splits.notes)
     if samplers[1] is None:
         notes.append(
-            f"No accuracy on meta-validation classes: there are {held}, fewer than the ways of a task. The last step "
-            "is kept."
+            f"No accuracy on meta-validation classes was measured: there are {held}, fewer than a task needs. The last "
+            "step is kept."
         )
     notes += same_classes(samplers[2])
     if solution.status is Status.DIVERGED:
@@ -275,7 +275,7 @@ def _learn(
         if not any(words in str(error).lower() for words in NO_MEMORY):
             raise
         raise ProblemError(
-            f"a step of {asked['meta_batch']} tasks needs more memory than there is. Give a smaller --meta-batch."
+            f"a step of {asked['meta_batch']} tasks needs more memory than is available. Use a smaller --meta-batch."
         ) from error
 
 
@@ -297,7 +297,7 @@ def evaluate_again(
     elsewhere = data != trained_on
     if not elsewhere and data not in NAMES and not Path(data).is_dir():
         raise DataError(
-            f"the data of the run, {data}, are not there; `bilevel fewshot DATA --evaluate {run}` takes them from "
+            f"the data of the run, {data}, does not exist; `bilevel fewshot DATA --evaluate {run}` reads it from "
             "another folder."
         )
     # Another seed than the seed of the run would split the classes in another way.
@@ -318,8 +318,7 @@ def evaluate_again(
         seconds=round(time.perf_counter() - began, 2),
         notes=[*([f"The run was trained on {trained_on}."] * elsewhere), *splits.notes, *same_classes(test)],
     )
-    path = folder.write_json("evaluation.json", result)
-    report_result(result, {"evaluation": path}, json=json)
+    report_result(result, {"evaluation": folder.write_json("evaluation.json", result)}, json=json)
 
 
 def classes_for_test(
@@ -328,8 +327,9 @@ def classes_for_test(
     """Return the classes to evaluate a run on, and whether they are other ones than its own test classes.
 
     `before` has the classes of the run, or is None for Omniglot, which is always split alike; `elsewhere`: whether
-    the run was trained on other data. The classes are the run's test classes if all are there. If the data share no
-    class with the run, they are all classes, or the test classes of data that have a split. Other data are refused.
+    the run was trained on other data. The classes are the run's test classes if all of them are present. If the
+    data shares no class with the run, they are all classes, or the test classes if the data has a split. Other data is
+    refused.
     """
     if before is None:
         return (splits.joined() if splits.drawn and elsewhere else splits.test), elsewhere
@@ -341,8 +341,8 @@ def classes_for_test(
     if not learned & now:
         return (splits.joined() if splits.drawn else splits.test), True
     raise DataError(
-        f"{splits.name} has classes of the run, but not {some_of(missing)}, on which it was tried. Bring them back, or "
-        "give data that share no class with the run."
+        f"{splits.name} shares classes with the run, but lacks {some_of(missing)} of its test classes. Restore "
+        "them, or use data that shares no class with the run."
     )
 
 
@@ -368,7 +368,7 @@ def _opened(run: Path, moved: str | None, device: str) -> tuple[RunFolder, dict[
     folder = RunFolder(run, "--evaluate")
     asked, result = read_json(run / CONFIG), read_json(run / RESULT)
     if "shape" not in result or asked.get("command") != "fewshot":
-        raise OptionError(f"{rule}; {run} has none. The command that began a stopped run continues it with --resume.")
+        raise OptionError(f"{rule}; {run} is not one. To continue a stopped run, repeat its command with --resume.")
     asked["backbone"] = moved or asked["backbone"]
     if is_file(asked["backbone"]):
         path_and_name(asked["backbone"], "--backbone path.py:make must say where the run's network is now")

@@ -78,7 +78,7 @@ def _options(
 ) -> None:
     """Solve bilevel optimization problems by the penalty method."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand != "denoise":
-        error = OptionError(f"torchrun is only for denoise; run {context.invoked_subcommand} in one process.")
+        error = OptionError(f"torchrun works with denoise only; run {context.invoked_subcommand} in one process.")
         error.reported = os.environ.get("RANK", "0") != "0"
         raise error
 

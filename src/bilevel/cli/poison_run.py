@@ -172,8 +172,9 @@ def summary(
     notes = list(setting.notes)
     if clean.accuracy <= setting.constant:
         notes.append(
-            f"Without poison the victim has an accuracy of {_share(clean.accuracy)}; always giving the most frequent "
-            f"class has {_share(setting.constant)}. An attack on such a victim says nothing. Use another --model."
+            f"Without poison the victim has an accuracy of {_share(clean.accuracy)}. Always predicting the most "
+            f"frequent class has {_share(setting.constant)}, so an attack on this victim shows nothing. Use another "
+            "--model."
         )
     settings = outcome.poison.settings
     return {

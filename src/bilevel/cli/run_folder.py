@@ -1,7 +1,7 @@
 """The folder of a run: files that are written whole, a run that is resumed or refused, and the result as it is shown.
 
-config.json has the options of a run, checkpoint/ is there until it ends, and result.json is written last: a folder
-that has one holds a finished run. Importing this module does not import torch.
+config.json has the options of a run, checkpoint/ exists until the run ends, and result.json is written last, so it
+marks a finished run. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 class RunFolder:
-    """A folder that can be written to. It is made, with its parents, if it is not there."""
+    """A folder that can be written to. It is created, with its parents, if it does not exist."""
 
     def __init__(self, path: Path, option: str = "--out") -> None:
         self.path = path
@@ -48,7 +48,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
-            raise OptionError(f"{option} must be a folder that can be written to; {path}: {error.strerror}.") from None
+            raise OptionError(f"{option} must be a writable folder; {path}: {error.strerror}.") from None
 
     def write(self, name: str, text: str) -> Path:
         """Write a file. An older file of that name stays whole until the new one is on the disk."""
@@ -111,7 +111,7 @@ def folder_of(out: Path | None, command: str, data: str) -> RunFolder:
     """Return the folder of a run on DATA; refuse one that lies inside of DATA."""
     path = out or Path("runs") / f"{command}-{Path(data).stem}"
     if Path(data).is_dir() and path.resolve().is_relative_to(Path(data).resolve()):
-        raise OptionError(f"--out must not lie in {data}, which does not change; got {str(path)!r}.")
+        raise OptionError(f"--out must not lie in {data}, which is never changed; got {str(path)!r}.")
     return RunFolder(path)
 
 
@@ -149,7 +149,7 @@ def run_or_resume(
         raise Stopped(message if first else "") from None
     except BilevelError as error:
         if isinstance(error, (CheckpointError, WriteError)) and first:
-            note = f"note: {checkpoint} stays as it is. Use --resume to continue if you can, or another --out."
+            note = f"note: {checkpoint} is kept. Continue the run with --resume, or use another --out."
             print(note, file=sys.stderr)
         elif not isinstance(error, (CheckpointError, WriteError, RankError)) and first:
             for name in (CONFIG, *files):
@@ -171,7 +171,7 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
         raise OptionError(f"{folder.path} was written by a version before 0.2. Use another --out to start again.")
     if result and resume and not differs:
         shutil.rmtree(checkpoint, ignore_errors=True)  # a kill can leave it
-        print("note: this run is finished already.", file=sys.stderr)
+        print("note: this run has already finished.", file=sys.stderr)
         return result
     path, options, stopped = folder.path, f", with {differs}" if resume else "", checkpoint.exists()
     there = next((name for name in (CONFIG, *files) if (path / name).exists()), "")
@@ -180,7 +180,7 @@ def open_run(folder: RunFolder, asked: Result, resume: bool, files: Sequence[str
             f"{path} holds a finished run{options}. Use another --out, or delete the folder.": bool(result),
             f"{path} holds a stopped run. Continue it by --resume, or use another --out.": stopped and not resume,
             f"{path} was run with {differs}. --resume needs the same.": stopped and bool(differs),
-            f"{path} has a {there} already. Use another --out; nothing is written over.": there != ""
+            f"{path} already has a {there}, which is not overwritten. Use another --out.": there != ""
             and not stopped
             and (bool(differs) or not resume),
         }

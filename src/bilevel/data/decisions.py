@@ -171,10 +171,10 @@ def _decide(change: Change, row: int, decision: str, name: str, data: Labelled, 
 def new_file_or_folder(out: Path) -> Iterator[Path]:
     """Give a temporary name for a file or folder, which becomes `out` at the end, or is deleted after an exception.
 
-    Nothing is overwritten: if `out` exists, it must be empty.
+    Nothing is overwritten: an existing `out` must be empty.
     """
     if out.exists() and (any(out.iterdir()) if out.is_dir() else out.stat().st_size):
-        raise OptionError(f"out must be new; {out} is there and has content.")
+        raise OptionError(f"out must be new; {out} exists and is not empty.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
@@ -211,8 +211,7 @@ def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> Non
     parquet = require("pyarrow.parquet", "tables")
     with parquet.ParquetFile(source) as file:
         table = file.read().unify_dictionaries()
-        groups = file.metadata.num_row_groups
-        compression = file.metadata.row_group(0).column(0).compression if groups else "SNAPPY"
+        compression = file.metadata.row_group(0).column(0).compression if file.metadata.num_row_groups else "SNAPPY"
     at = table.schema.get_field_index(label)
     table = table.set_column(at, table.schema.field(at), table.column(at).take(change.like)).filter(change.kept)
     parquet.write_table(table, out, compression="NONE" if compression == "UNCOMPRESSED" else compression)

@@ -138,22 +138,8 @@ def _decode(
     listing: Listing, read: Reader, root: Path, why: str = ""
 ) -> tuple[Tensor, list[str], list[Path], list[str]]:
     """Return the pixels in [0, 1], the classes and the files of the images that decode, and notes."""
-    pixels, names, kept, broken, resized = [], [], [], [], 0
-    images = [(name, file) for name, files in listing.items() for file in files]
-    for name, file in images:
-        try:
-            found, changed = read(file)
-        except BilevelError:  # the package that decodes is not installed
-            raise
-        except Exception:  # decoders raise anything on a broken file
-            broken.append(file.relative_to(root).as_posix())
-            continue
-        pixels.append(found)
-        names.append(name)
-        kept.append(file)
-        resized += changed
-    if not kept:
-        raise DataError(f"{root}: none of {counted(len(images), 'image')} can be decoded.")
+    images = {file: name for name, files in listing.items() for file in files}
+    pixels, kept, broken, resized = read_images(list(images), read, root)
     notes = []
     if broken:
         lost = f"{len(broken)} of {len(images)} images that {agreeing(len(broken), 'does', 'do')} not decode"
@@ -161,11 +147,29 @@ def _decode(
     if resized:
         notes.append(
             f"{resized} of {len(kept)} images {agreeing(resized, 'was', 'were')} resized, and cut at the middle if "
-            f"needed, to {pixels[0].shape[1]}x{pixels[0].shape[0]} pixels.{why}"
+            f"needed, to {pixels.shape[3]}x{pixels.shape[2]} pixels.{why}"
         )
-    stack = torch.from_numpy(np.stack(pixels)).float().div_(255)
-    stack = stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2).contiguous()
-    return stack, names, kept, notes
+    return pixels.float().div_(255), [images[file] for file in kept], kept, notes
+
+
+def read_images(files: Sequence[Path], read: Reader, root: Path) -> tuple[Tensor, list[Path], list[str], int]:
+    """Return the images as bytes (n, channels, height, width), and the files that decode.
+
+    Also return the names below `root` of the files that do not, and how many images changed their size.
+    """
+    found, broken, resized = {}, [], 0
+    for file in files:
+        try:
+            found[file], changed = read(file)
+            resized += changed
+        except BilevelError:  # the package that decodes is not installed
+            raise
+        except Exception:  # decoders raise anything on a broken file
+            broken.append(file.relative_to(root).as_posix())
+    if not found:
+        raise DataError(f"{root}: none of {counted(len(files), 'image')} can be decoded.")
+    stack = torch.from_numpy(np.stack(list(found.values())))
+    return stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2).contiguous(), list(found), broken, resized
 
 
 def read_pixels(file: Path, size: tuple[int, int], mode: str) -> tuple[np.ndarray, bool]:

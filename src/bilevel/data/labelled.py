@@ -115,7 +115,7 @@ class Labelled(ShortRepr):
         """Return the trusted or the test part; raise DataError if there is none."""
         found = self.trusted if name == "trusted" else self.test
         if found is None:
-            raise DataError(f"{self.name} must have a {name} part, with labels that are right; it has none.")
+            raise DataError(f"{self.name} must have a {name} part with right labels; it has none.")
         return found
 
     def select(self, rows: np.ndarray) -> Labelled:
@@ -248,7 +248,7 @@ def split_test(
     if data.test is not None:
         raise OptionError(f"{data.name} already has {len(data.test[1])} test rows; leave the split out.")
     if (share is None) == (count is None):
-        raise OptionError(f"Give either share or count; got share={share!r} and count={count!r}.")
+        raise OptionError(f"Pass either share or count; got share={share!r} and count={count!r}.")
     if share is not None:
         in_range("share", share, above=0, below=1)
         count = max(1, round(share * data.count))

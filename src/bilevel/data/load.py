@@ -101,10 +101,9 @@ def form_of(source: str | Path) -> Form:
     path = Path(source)
     if path.is_dir():
         return "folder"
-    form = FORMS.get(path.suffix.lower())
-    if path.exists() and form is None:
-        raise DataError(f"{path} must be a .npz, .csv or .parquet file, or a folder of images in class folders.")
-    if form is not None and path.exists():
+    if path.exists():
+        if (form := FORMS.get(path.suffix.lower())) is None:
+            raise DataError(f"{path} must be a .npz, .csv or .parquet file, or a folder of images in class folders.")
         return form
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"The file or folder {path} does not exist.")

@@ -110,8 +110,7 @@ class TableTransformer:
             raise DataError(f"{where} has no column to learn from except the labels{': ' * bool(shown)}{shown}.")
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
-        transformer = _transformer(kinds).fit(_numbered(values))
-        return cls(kinds, transformer, _names(transformer, kinds), tuple(notes))
+        return cls(kinds, *_fitted(kinds, values), tuple(notes))
 
     def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns)."""
@@ -128,11 +127,12 @@ class TableTransformer:
         return np.asarray(self.transformer.transform(_numbered(values)), dtype=np.float32)
 
 
-def _transformer(kinds: dict[str, str]) -> Any:
-    """Return a sklearn.compose.ColumnTransformer for columns with these kinds; it is not fitted."""
+def _fitted(kinds: dict[str, str], values: dict[str, np.ndarray]) -> tuple[Any, tuple[str, ...]]:
+    """Return a sklearn.compose.ColumnTransformer fitted on columns of these kinds, and the names of its results."""
     impute, pipeline = require("sklearn.impute", "apps"), require("sklearn.pipeline", "apps")
-    numbers = [i for i, kind in enumerate(kinds.values()) if kind != "text"]
-    texts = [i for i, kind in enumerate(kinds.values()) if kind == "text"]
+    names = list(kinds)
+    numbers = [i for i, name in enumerate(names) if kinds[name] != "text"]
+    texts = [i for i, name in enumerate(names) if kinds[name] == "text"]
     scaled = pipeline.make_pipeline(impute.SimpleImputer(strategy="median"), standard_scaler())
     one_hot = require("sklearn.preprocessing", "apps").OneHotEncoder(
         max_categories=21,
@@ -143,22 +143,16 @@ def _transformer(kinds: dict[str, str]) -> Any:
     # The marks of missing values are a separate group, so that they stay 0 and 1.
     marks = impute.MissingIndicator(error_on_new=False)
     groups = [("numbers", scaled, numbers), ("missing", marks, numbers), ("texts", one_hot, texts)]
-    return require("sklearn.compose", "apps").ColumnTransformer([group for group in groups if group[2]])
+    found = require("sklearn.compose", "apps").ColumnTransformer([group for group in groups if group[2]])
+    steps = found.fit(_numbered(values)).named_transformers_
+    missing = [f"{names[numbers[i]]} is missing" for i in steps["missing"].features_] if numbers else []
+    categories = steps["texts"].get_feature_names_out([names[i] for i in texts]).tolist() if texts else []
+    return found, (*(names[i] for i in numbers), *missing, *categories)
 
 
 def _numbered(values: dict[str, np.ndarray]) -> Any:
     """Return a table whose columns have numbers in place of names: scikit-learn changes names with a NUL byte."""
     return require("pandas", "tables").DataFrame(dict(enumerate(values.values())))
-
-
-def _names(transformer: Any, kinds: dict[str, str]) -> tuple[str, ...]:
-    """Return the names of the columns that a fitted transformer makes."""
-    numbers = [name for name, kind in kinds.items() if kind != "text"]
-    texts = [name for name, kind in kinds.items() if kind == "text"]
-    steps = transformer.named_transformers_
-    marks = [f"{numbers[i]} is missing" for i in steps["missing"].features_] if numbers else []
-    values = steps["texts"].get_feature_names_out(texts).tolist() if texts else []
-    return (*numbers, *marks, *values)
 
 
 def _category_name(column: str, value: object) -> str:

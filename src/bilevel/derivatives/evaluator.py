@@ -105,7 +105,8 @@ class Evaluator:
         if (trials := self.problem.trials) is not None:
             if value.shape != (trials,):
                 raise ProblemError(
-                    f"{name} must return {trials} numbers, one a trial; got a tensor of shape {tuple(value.shape)}."
+                    f"{name} must return {trials} numbers, one for each trial; got a tensor of shape "
+                    f"{tuple(value.shape)}."
                 )
             return value
         if value.numel() != 1:

@@ -11,12 +11,15 @@ phi_t = 0 means a b = t^2 and a, b > 0; t falls with the rounds. Once t is small
     active:  b = 0, a >= 0         inactive:  a = 0, b >= 0
 
 These constraints have no kinks and give full accuracy. If a piece ends at a = b = 0 and the multiplier says that f
-falls in the neighbouring piece, the run moves there. Cuts are further inequalities at the upper level: see
-`bilevel.derivatives.constraint_cuts`.
+falls in the neighbouring piece, the run moves there.
+
+The conditions also hold at points that are not lower solutions. Cuts keep v away from these: for each w that was found
+to be better than v, g(u, v) <= g(u, w) wherever w meets the lower constraints. They belong to the upper level.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +32,6 @@ from torch import Tensor
 from bilevel._util.nested import copy_state
 from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import gradient, norm
-from bilevel.derivatives.constraint_cuts import Cuts
 from bilevel.problem import Objective, Problem, Variable
 
 # Constraints of up to this many numbers are measured number by number; larger ones share one size.
@@ -168,8 +170,7 @@ class KKT:
         if h.numel() > ROWS:
             weight = torch.full_like(h, h.numel() ** -0.5)
             return torch.full_like(h, size(weight)).detach()
-        flat = torch.eye(h.numel(), dtype=h.dtype, device=h.device)
-        found = [size(row.reshape(h.shape)) for row in flat]
+        found = [size(row.reshape(h.shape)) for row in torch.eye(h.numel(), dtype=h.dtype, device=h.device)]
         return torch.tensor(found, dtype=h.dtype, device=h.device).reshape(h.shape)
 
     # -- the problem ---------------------------------------------------------------------------------------------------
@@ -179,12 +180,12 @@ class KKT:
         source = self.source
         own = [self._equality(j) for j in range(len(self.b))]
         own += [self._complementarity(i) for i in range(len(self.a))]
-        signs = [self._signs(i) for i in range(len(self.a)) if self.active is not None]
+        signs = [self._signs(i, active) for i, active in enumerate(self.active or ())]
         return replace(
             source,
             lower=self._lagrangian,
             equalities=[*source.equalities, *own],
-            inequalities=[*source.inequalities, *signs, *self.cuts.functions()],
+            inequalities=[*source.inequalities, *signs, *self.cuts.functions],
             lower_equalities=(),
             lower_inequalities=(),
         )
@@ -208,8 +209,7 @@ class KKT:
     def _slack(self, i: int, batch: Any) -> Tensor:
         """Return b_i = -c / |J_c|."""
         made = self._made()
-        function = self.source.lower_inequalities[i]
-        c = function(self.plain_u.value, self.v.value, batch) if made is None else made[1][i]
+        c = self.source.lower_inequalities[i](self.plain_u.value, self.v.value, batch) if made is None else made[1][i]
         return -c / self.sizes_c[i]
 
     def _complementarity(self, i: int) -> Objective:
@@ -222,14 +222,8 @@ class KKT:
 
         return smooth
 
-    def _signs(self, i: int) -> Objective:
-        def signs(u: Any, v: Any, batch: Any) -> Tensor:
-            active = self.active
-            if active is None:
-                raise RuntimeError("only a piece has inequalities on signs")
-            return torch.where(active[i], -self.a[i], -self._slack(i, batch))
-
-        return signs
+    def _signs(self, i: int, active: Tensor) -> Objective:
+        return lambda u, v, batch: torch.where(active, -self.a[i], -self._slack(i, batch))
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -305,3 +299,68 @@ class KKT:
         self.cuts = Cuts(self)
         for w in state["cuts"]:
             self.cuts.add(w)
+
+
+class Cuts:
+    """The cuts of a run: inequalities at the upper level, in the unit of v."""
+
+    def __init__(self, kkt: KKT) -> None:
+        self.kkt = kkt
+        self.points: list[Tensor] = []
+        # One inequality for each cut.
+        self.functions: list[Objective] = []
+
+    def add(self, w: Tensor) -> None:
+        """Require g(u, v) <= g(u, w)."""
+        value = other(self.kkt.v, w)
+        self.points.append(w.clone())
+        self.functions.append(self._cut(value, 1 + w.norm().item(), self._moved_by_u(value)))
+
+    @torch.no_grad()
+    def violation(self, batch: Any) -> float:
+        """Return the largest violation of a cut at the present point; above 0, one of the w is better than v."""
+        return max((cut(None, None, batch).item() for cut in self.functions), default=0.0)
+
+    def _cut(self, w: Any, size: float, moved: list[Tensor]) -> Objective:
+        kkt = self.kkt
+
+        def cut(u: Any, v: Any, batch: Any) -> Tensor:
+            here = kkt.lower_value(batch)
+            there, c, d = kkt.parts(batch, w)
+            # The cut is also met if w is not feasible at the lower level. Only constraints that u moves can cause this.
+            outside = [x / unit for x, unit in zip(c, kkt.sizes_c, strict=True)]
+            outside += [(x / unit).abs() for x, unit in zip(d, kkt.sizes_d, strict=True)]
+            outside = [x[rows].amax() for x, rows in zip(outside, moved, strict=True) if bool(rows.any())]
+            gap = (here - there) / (kkt.bend * size)
+            return torch.minimum(gap, 1e-6 - torch.stack(outside).amax()) if outside else gap
+
+        return cut
+
+    @torch.no_grad()
+    def _moved_by_u(self, w: Any) -> list[Tensor]:
+        """Return which numbers of the lower constraints at w change with u."""
+        kkt, generator = self.kkt, torch.Generator().manual_seed(0)
+        held = [leaf.detach().clone() for leaf in kkt.plain_u.leaves]
+        prepare = kkt.source.prepare
+
+        def values() -> list[Tensor]:
+            _, c, d = kkt.parts(None if prepare is None else prepare(kkt.plain_u.value, None), w)
+            return [*c, *d]
+
+        first = values()
+        found = [torch.zeros_like(x, dtype=torch.bool) for x in first]
+        for _ in range(2):
+            for leaf, value in zip(kkt.plain_u.leaves, held, strict=True):
+                draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
+                leaf.copy_(value + 0.1 * (1 + value.abs()) * draw)
+            found = [old | ~(x == y) for old, x, y in zip(found, first, values(), strict=True)]
+        copy_state(kkt.plain_u.leaves, held)
+        return found
+
+
+def other(v: Variable, w: Tensor) -> Any:
+    """Return a copy of the user's v that has the numbers w and requires no gradient."""
+    twin = Variable(copy.deepcopy(v.value), "v")
+    for leaf, part in zip(twin.leaves, torch.split(w, [leaf.numel() for leaf in twin.leaves]), strict=True):
+        leaf.requires_grad_(False).copy_(part.reshape(leaf.shape))
+    return twin.value

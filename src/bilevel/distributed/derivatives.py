@@ -23,7 +23,7 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair
 from bilevel._util.tensor_lists import dot
-from bilevel.batches.readers import BatchShare, weighted
+from bilevel.batches.rank_shares import BatchShare, weighted
 from bilevel.derivatives.mixed_precision import Precision
 from bilevel.derivatives.penalised_objective import Curvature, PenalisedObjective
 from bilevel.derivatives.prices import Gradients, Prices

@@ -50,10 +50,10 @@ def restarted() -> bool:
 class ProcessGroup:
     """The ranks of a data-parallel run. `payload` counts the bytes that this rank has passed to collectives."""
 
-    # torch's default group, and two gloo groups of the same ranks: one for hosts, and one to ask who is lost.
+    # torch's default group, and two gloo groups of the same ranks: one for hosts, and one to find lost ranks.
     #
     # After a timeout gloo closes all connections of a group, also on CPUs. So hosts need their own group, and the
-    # question who is lost needs another.
+    # search for lost ranks needs another.
     _groups: tuple[Any, Any, Any] = None, None, None
     # The timeout of all three; None: torch's default, because the user has initialised the process group.
     _timeout: timedelta | None = None

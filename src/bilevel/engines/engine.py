@@ -13,8 +13,6 @@ from bilevel.engines.cuda_graph import Captured
 from bilevel.engines.recording import Engine, Recordable, Recorded
 from bilevel.errors import OptionError
 
-__all__ = ["COMPILE_FROM", "ENGINES", "Captured", "Compiled", "Engine", "Engines", "Recorded"]
-
 ENGINES = ("auto", "eager", "compile", "graph", "compile+graph")
 # `auto` compiles from this number of gradients in a run, as compiling takes a minute or two.
 COMPILE_FROM = {"cpu": 100_000, "cuda": 20_000}

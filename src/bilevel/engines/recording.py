@@ -97,7 +97,7 @@ class Recorded(Engine):
                     self._full = True
                     warn_user(
                         f"engine {self.name!r} has recorded {MOST_UNITS} steps of several shapes. Others run eagerly. "
-                        "Give the batches fewer shapes (drop_last=True), and keep text and numbers out of them."
+                        "Use batches of fewer shapes (drop_last=True), without text and numbers."
                     )
                 return step(*arguments)
 

@@ -247,7 +247,7 @@ def resized(picture: Picture, width: int, height: int) -> Picture:
 
 
 def _some(order: np.ndarray, most: int) -> np.ndarray:
-    """Return at most so many elements, evenly spread, with the first and the last."""
+    """Return at most `most` elements, evenly spread, including the first and the last."""
     found: np.ndarray = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int))]
     return found
 

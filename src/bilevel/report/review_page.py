@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from bilevel.report.figures import Html, image, importances, losses, resized
 from bilevel.report.page import Facts, Table, fill, read
 
-__all__ = ["MOST", "Review", "Suspect", "render_review"]
-
 # The most suspects on one page; of more, the worst are shown.
 MOST = 5000
-# The most classes for which the mistaken pairs are a matrix; for more, as many pairs are listed.
+# Up to this many classes, the mistaken pairs are shown as a matrix; for more, this many pairs are listed.
 PAIRS = 20
 # The longest side of a thumbnail in pixels; the second if there are more than MANY of them.
 SIDE, SMALL_SIDE, MANY = 96, 64, 2000

@@ -18,7 +18,7 @@ from bilevel.errors import OptionError
 from bilevel.results import ALIASES, CODED, COLUMNS, History, Solution
 
 # The message after the first Ctrl-C. It is shown at once, because a step can take long.
-ENDING = "\r\nCtrl-C: the run ends after the step in hand; once more ends it at once.\r\n"
+ENDING = "\r\nCtrl-C: the run ends after the current step; press it again to end at once.\r\n"
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Callback:
         """Run every `log_every` steps, when the history has new rows. Return True to stop the run."""
 
     def interrupted(self) -> None:
-        """Run at once after Ctrl-C, in the middle of a step; the run ends after this step."""
+        """Run immediately after Ctrl-C, in the middle of a step; the run ends after this step."""
 
     def end(self, solution: Solution) -> None:
         """Run after the last step and the certificate."""
@@ -133,7 +133,7 @@ class Progress(Callback):
         if run.ranks > 1:
             values += f"  {run.ranks} ranks, {run.bytes_per_step / 1e6:.2g} MB a step"
         rate = f"{steps / seconds:.1f}" if seconds > 0 and not self._compiling else "-"
-        if self._compiling:  # the first step says nothing of the speed of the others
+        if self._compiling:  # the first step is much slower than the others
             self._compiling, self._first = False, (run.step, run.seconds)
         self._bar.update(self._task, completed=run.step, rate=rate, values=values)
         return None
@@ -156,10 +156,10 @@ class Progress(Callback):
 class CSVHistory(Callback):
     """Writes the history to a CSV file during the run, one line for each step.
 
-    A killed run leaves its rows. A resumed run writes all rows again, so that the file has each step once.
+    A killed run leaves the rows so far. A resumed run rewrites the file, so that each step occurs once.
 
     Args:
-        path: The file. Its folder is made; a file that is there is replaced.
+        path: The file. Its folder is created, and an existing file is replaced.
 
     >>> callbacks = [CSVHistory("runs/first/history.csv")]
     """

@@ -93,7 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint {path} does not exist.") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} cannot be read, it is truncated or altered: {error}. It is left as it is."
+            f"the checkpoint {path} cannot be read, because it is truncated or altered: {error}. It is left as it is."
         ) from error
     if metadata.get("version") != str(VERSION):
         raise CheckpointError(
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = _unpack(json.loads(tree), tensors)
     except (KeyError, StopIteration, AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint {path} holds no state that can be read. It is left as it is.") from error
+        raise CheckpointError(f"the checkpoint {path} holds no readable state. It is left as it is.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"the checkpoint {path} holds no state of a run. It is left as it is.")
     return state
@@ -116,15 +116,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def understood(folder: Path) -> Iterator[None]:
-    """Raise a CheckpointError if an operation inside shows that the state is of another kind of run."""
+    """Raise a CheckpointError if the block fails because the state belongs to another kind of run."""
     try:
         yield
     except BilevelError:
         raise
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"the checkpoint {folder / FILE} is not of such a run ({type(error).__name__}: {reason(error)}). It is "
-            "left as it is."
+            f"the checkpoint {folder / FILE} belongs to another kind of run ({type(error).__name__}: "
+            f"{reason(error)}). It is left as it is."
         ) from error
 
 

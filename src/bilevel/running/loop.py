@@ -65,12 +65,10 @@ class Loop:
         # The number of bytes that the steps of this process sent to other ranks, and the number of steps.
         self.sent = self.counted = 0
         self.history = History()
-        self.step = 0
-        self.seconds = 0.0
+        self.step, self.seconds = 0, 0.0
         self.pending: list[tuple[Tensor, dict[str, float]]] = []
-        self.message = ""
+        self.message, self.interrupted = "", False
         self.finished: Status | None = None
-        self.interrupted = False
         self.variables: tuple[Variable, Variable] = (setting.u, setting.v)
         self.good = self._snapshot()
 

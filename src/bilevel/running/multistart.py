@@ -1,7 +1,7 @@
 """Several starting points: how long each run is, and which of the ends is the best.
 
 The first start is the point that was passed. The others are drawn (see `bilevel.running.starting_points`). The runs
-follow one another. If `AGREE` of them ended as solutions with the same f, and none has a smaller f, the rest are
+follow one another. If `AGREE` of them end as solutions with the same f, and none has a smaller f, the rest are
 skipped.
 
 Without data, a run that has not ended after `FIRST` steps is paused; after `LATER` steps once another one ended as a
@@ -129,8 +129,8 @@ def candidate(solution: Solution, d: PenalisedObjective, start: int, sources: So
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort candidates: feasible ones first, then lower solutions, then by f (not finite: last); near ties by accuracy.
 
-    The f of an end that is infeasible or does not minimise g says nothing. Such ends are ranked by how far
-    they are from a feasible lower solution.
+    The f of an end that is infeasible or does not minimise g is meaningless. Such ends are ranked by how
+    far they are from a feasible lower solution.
     """
 
     def residual(c: Candidate) -> float:

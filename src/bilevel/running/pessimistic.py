@@ -111,7 +111,7 @@ def solve_pessimistic(
         u: The upper variable, without `Rows`.
         v: The lower variable.
         max_steps: The largest number of steps of each round.
-        tolerance: What the relative measures of the certificate must reach for a round to end as converged. None
+        tolerance: A round ends as converged if the relative measures of the certificate are at most this. None
             (default): 1e-6.
         callbacks: A list such as `[Progress()]`, called in each round. Default: none.
         starts: The number of starting points. Default: 1, the point that was passed. The best end is kept;

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel._util.atomic_files import write_whole
+from bilevel._util.atomic_files import read_json, write_whole
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem import Problem, Variable
@@ -51,13 +51,13 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], folder: Any) -> None
     """Refuse a checkpoint of another run, or of a release that described runs otherwise."""
     if old and (missing := next((key for key in new if key not in old), None)):
         raise CheckpointError(
-            f"the checkpoint in {folder} was written by another version of bilevel, as it does not name its {missing}. "
-            "It is left as it is; start again in another folder."
+            f"the checkpoint in {folder} was written by another version of bilevel, because it does not record "
+            f"its {missing}. It is left as it is; start again in another folder."
         )
     for key, value in new.items():
         if not _same(old.get(key), value):
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another run: its {key} differ: there {old.get(key)}, here {value}. "
+                f"the checkpoint in {folder} is of another run: its {key} differ (there {old.get(key)}, here {value}). "
                 "It is left as it is; pass the same arguments to resume it, or another folder to start from scratch."
             )
 
@@ -88,11 +88,9 @@ def claim(folder: Path, task: Mapping[str, Any], *, resume: bool = True) -> None
             f"{folder} already holds a run, and nothing is overwritten. Pass resume=True to continue it, or another "
             "folder."
         )
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
-        raise CheckpointError(f"{file} cannot be read. Use another folder.") from None
-    compare(before if isinstance(before, dict) else {}, json.loads(json.dumps(task)), folder)
+    if not (before := read_json(file)):
+        raise CheckpointError(f"{file} cannot be read. Use another folder.")
+    compare(before, json.loads(json.dumps(task)), folder)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

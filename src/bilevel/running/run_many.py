@@ -132,7 +132,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _outcome(done: Future[Any]) -> Any:
-    """The result of a run; `Failed` if its process died or its result cannot be sent."""
+    """Return the result of a run; `Failed` if its process died or its result cannot be sent."""
     try:
         return done.result()
     except Exception as error:  # several libraries raise here
@@ -215,8 +215,7 @@ class RunItem:
     @property
     def name(self) -> str:
         """The name of the file."""
-        words = [_word(value) for value in self.settings.values()]
-        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()).strip("-")
+        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(map(_word, self.settings.values())).lower()).strip("-")
         if len(name) <= LONGEST:
             return name
         return f"{name[:LONGEST]}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"
@@ -303,12 +302,12 @@ def run_many(
 ) -> list[Found]:
     """Run `function` on each item, and return the results in the order of the items.
 
-    Each result is written to `folder` as soon as it is there. The same call after an interruption runs only the items
+    Each result is written to `folder` as soon as it exists. The same call after an interruption runs only the items
     that have no result yet.
 
     Args:
-        function: Takes an item and returns a dict that JSON can hold. With several workers, import it from a module,
-            and call `run_many` under `if __name__ == "__main__":`.
+        function: Takes an item and returns a dict that JSON can represent. With several workers, import it from a
+            module, and call `run_many` under `if __name__ == "__main__":`.
         items: Dicts of plain settings: a seed, a target, a point of a grid. The file names are made of their values.
         folder: The folder of the results, one file each.
         workers: The number of processes of this machine. Default: 1, this process. More than one needs joblib.

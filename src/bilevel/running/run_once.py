@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bilevel._util.random_state import seeded
-from bilevel.batches.readers import RankShares
+from bilevel.batches.rank_shares import RankShares
 from bilevel.batches.sources import Sources
 from bilevel.distributed.derivatives import make_derivatives
 from bilevel.distributed.process_group import ProcessGroup

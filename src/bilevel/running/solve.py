@@ -59,8 +59,8 @@ def solve(
         v: The lower variable, as u.
         data: None, or a pair (upper, lower) of iterables of batches. Each is cycled separately.
         max_steps: The number of upper steps after which the run ends.
-        tolerance: What the relative measures of the certificate must reach for the run to end as converged. None
-            (default): the method's own without data, and none with data.
+        tolerance: The run ends as converged if the relative measures of the certificate are at most this. None
+            (default): the method's own tolerance without data, and no tolerance with data.
         callbacks: A list such as `[Progress(), CSVHistory("run.csv")]`. Default: none.
         checkpoint: A folder for the state of the run, which is written every `every` steps and at the end. None
             (default): nothing is written.
@@ -103,7 +103,7 @@ def solve(
     if starts > 1 and problem.trials is not None:
         raise OptionError(f"starts must be 1 with trials, which start at different points; got starts={starts}.")
     if starts > 1 and checkpoint is not None and seed is None:
-        raise OptionError("seed must be given with starts and checkpoint: the starting points are drawn by it.")
+        raise OptionError("seed must be given with starts and checkpoint, because it determines the starting points.")
     upper, lower = variables(problem, u, v)
     refuse_precision(precision, upper, lower)
     request = RunRequest(

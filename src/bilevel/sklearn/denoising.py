@@ -107,17 +107,10 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         random_state: int | np.random.RandomState | None = None,
         verbose: bool = False,
     ) -> None:
-        self.module = module
-        self.hidden = hidden
-        self.method = method
-        self.steps = steps
-        self.batch = batch
-        self.rate = rate
-        self.trusted_share = trusted_share
-        self.standardize = standardize
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+        self.module, self.hidden, self.method = module, hidden, method
+        self.steps, self.batch, self.rate = steps, batch, rate
+        self.trusted_share, self.standardize, self.device = trusted_share, standardize, device
+        self.random_state, self.verbose = random_state, verbose
 
     def fit(
         self, X: ArrayLike, y: ArrayLike, trusted: tuple[ArrayLike, ArrayLike] | ArrayLike | None = None

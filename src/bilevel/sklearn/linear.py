@@ -41,12 +41,8 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
         tol: float = 1e-4,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
-        self.penalty = penalty
-        self.folds = folds
-        self.caution = caution
-        self.steps = steps
-        self.tol = tol
-        self.random_state = random_state
+        self.penalty, self.folds, self.caution = penalty, folds, caution
+        self.steps, self.tol, self.random_state = steps, tol, random_state
 
     def _tune(self, X: Any, y: np.ndarray, loss: Loss, classes: int) -> None:
         """Tune on the rows that the folds hold out; set all attributes. `classes` is 0 for numbers to predict."""

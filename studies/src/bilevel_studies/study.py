@@ -189,7 +189,7 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise OptionError(f"--out must be a folder; {path} is a file, or is in one.") from None
     except OSError as error:
-        raise OptionError(f"--out must be a folder that can be written to; {path}: {error.strerror}.") from None
+        raise OptionError(f"--out must be a writable folder; {path}: {error.strerror}.") from None
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

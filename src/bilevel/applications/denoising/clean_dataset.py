@@ -169,7 +169,7 @@ def _check_classes(data: Labelled, out: int = 0) -> None:
     if not data.count:
         raise DataError(
             "the data must have rows that are not in the test set or the held-out part; all its "
-            f"{counted(out, 'row')} are. Give another test set."
+            f"{counted(out, 'row')} are. Use another test set."
         )
     present, known = (set(labels.tolist()) for labels in (data.y, data.part("trusted")[1]))
     if len(present) < 2:
@@ -201,7 +201,7 @@ def _untrained(data: Labelled, name: str = "test set") -> tuple[Labelled, list[s
     kept, notes = _apart(x, data.part("trusted"), "in the trusted set, which is trained on", f" of the {name}")
     if notes and not bool(kept.any()):
         raise DataError(
-            f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Give "
+            f"the {name} must have rows that are not in the trusted set; all its {counted(len(y), 'row')} are. Use "
             "another one, or none."
         )
     return replace(data, test=(x[kept], y[kept])), notes

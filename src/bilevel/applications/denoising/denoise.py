@@ -245,7 +245,7 @@ class _Trainings:
         )
         found = probabilities(self.model, self.x, seed=seed, **self.changes)
         if not bool(torch.isfinite(found).all()):
-            raise ProblemError(f"training at the rate {rate:g} diverged. Give a smaller rate, or scale the inputs.")
+            raise ProblemError(f"training at the rate {rate:g} diverged. Use a smaller rate, or scale the inputs.")
         return found
 
     def two_rounds(self, rate: float, importance: Tensor, posterior: Callable[[Tensor], Tensor]) -> Tensor:
@@ -272,9 +272,8 @@ def importance_problem(
 
     def lower(u: Rows, v: nn.Module, triple: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, row = triple
-        w = importance(u[row])
         losses = cross_entropy(v(augment(x) if augment else x), y, reduction="none")
-        return weighted_mean(losses, w)
+        return weighted_mean(losses, importance(u[row]))
 
     return Problem(upper, lower)
 

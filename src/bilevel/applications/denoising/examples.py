@@ -111,7 +111,7 @@ def _together(given: Dataset[Any], name: str) -> Any:
     except FAILURES as error:
         raise DataError(
             f"{name} must be a Dataset of pairs (input, label) whose inputs are tensors or arrays of one shape; they "
-            f"cannot be put together: {reason(error)}. Give it a transform to tensors of one size."
+            f"cannot be put together: {reason(error)}. Add a transform to tensors of one size."
         ) from None
 
 

@@ -71,15 +71,15 @@ class TaskSampler:
         if ways > len(classes.names):
             raise OptionError(
                 f"ways must be at most the number of classes that tasks are drawn from, {len(classes.names)} (a folder "
-                f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Give more "
-                "classes, or ask for fewer ways."
+                f"is split into three parts, and the smallest has 16% of its classes); got {ways}. Use more "
+                "classes or fewer ways."
             )
         if few := [count for count in classes.counts if count < shots + queries]:
             name = classes.names[classes.counts.index(min(few))]
             raise OptionError(
                 f"shots + queries must be at most the number of images of every class; got {shots} + {queries}, and "
                 f"{len(few)} of {len(classes.counts)} classes {agreeing(len(few), 'has', 'have')} fewer, {name!r} the "
-                f"least, {min(few)}. Ask for fewer of them, or give more images."
+                f"least, {min(few)}. Use fewer, or add images."
             )
         self.classes, self.ways, self.shots, self.queries = classes, ways, shots, queries
         self.tasks, self.episodes = tasks, episodes
@@ -218,8 +218,7 @@ def task_loss(v: CosineClassifier, features: Tensor, labels: Tensor) -> Tensor:
     # Without autocast: the classifiers are small, and second derivatives of rounded cosines are useless.
     with torch.autocast(features.device.type, enabled=False):
         scores = v(features)
-        tasks = scores.shape[0]
-        return cross_entropy(scores.flatten(0, 1), labels.repeat(tasks), reduction="sum") / len(labels)
+        return cross_entropy(scores.flatten(0, 1), labels.repeat(len(scores)), reduction="sum") / len(labels)
 
 
 def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity: float) -> Tensor:
@@ -231,8 +230,7 @@ def support_loss(v: CosineClassifier, support: Tensor, labels: Tensor, proximity
     if not proximity:
         return loss
     with torch.autocast(support.device.type, enabled=False):
-        apart = v.weight - v.means(support)
-        return loss + 0.5 * proximity * apart.square().sum()
+        return loss + 0.5 * proximity * (v.weight - v.means(support)).square().sum()
 
 
 @torch.no_grad()

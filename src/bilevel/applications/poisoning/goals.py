@@ -90,8 +90,7 @@ class Goal(ShortRepr):
     def collision(self, z: Tensor, wanted: Tensor) -> Tensor:
         """Return the weighted distance of the points' features z from the wanted ones, as a mean over the points."""
         square = ((z - wanted) ** 2).flatten(1).sum(1)
-        apart = square if self.squared else (square + 1e-12).sqrt()
-        return self.collision_weight * apart.mean()
+        return self.collision_weight * (square if self.squared else (square + 1e-12).sqrt()).mean()
 
 
 def untargeted(
@@ -274,7 +273,7 @@ class Within:
         if not torch.equal(self._box()(self.base), self.base):
             raise DataError(
                 f"the base points must lie in the box from {_text(self.low)} to {_text(self.high)}; they go from "
-                f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or give another box."
+                f"{float(self.base.min()):.4g} to {float(self.base.max()):.4g}. Scale the inputs, or pass another box."
             )
 
     def _box(self) -> Projection:

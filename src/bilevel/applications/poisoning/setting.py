@@ -168,8 +168,7 @@ def on_features(setting: AttackSetting) -> AttackSetting:
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
     note = "The victim is the network's last layer, retrained on the features of the network trained on clean data."
-    notes = (*setting.notes, note)
-    return replace(setting, model=last, recipe=LAST_LAYER, features=body, notes=notes, before=setting)
+    return replace(setting, model=last, recipe=LAST_LAYER, features=body, notes=(*setting.notes, note), before=setting)
 
 
 def goal_of(setting: AttackSetting, goal: AttackGoal, seed: int) -> Goal:

@@ -109,14 +109,13 @@ def trained(first: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, *, loss: Los
             loss=lambda model, x, y, w: loss(model(x), y).mean() + decayed(model, recipe.decay),
         )
     if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-        raise ProblemError("training the victim diverged. Give a recipe with a smaller rate, or scale the inputs.")
+        raise ProblemError("training the victim diverged. Use a recipe with a smaller rate, or scale the inputs.")
     return model.eval()
 
 
 def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -> None:
-    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.LBFGS(
-        parameters,
+        [p for p in model.parameters() if p.requires_grad],
         max_iter=recipe.steps,
         tolerance_grad=GRADIENT,
         tolerance_change=0.0,
@@ -129,7 +128,7 @@ def _lbfgs(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, loss: Loss) -
         value = loss(model(x), y).mean() + decayed(model, recipe.decay)
         if bool(value.isnan()):  # the line search would fail with a traceback
             raise ProblemError(
-                "the victim's loss is not a number. Give a model whose scores are finite on these inputs."
+                "the victim's loss is not a number. Use a model whose scores are finite on these inputs."
             )
         value.backward()  # type: ignore[no-untyped-call]
         return value

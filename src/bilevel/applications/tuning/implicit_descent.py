@@ -86,7 +86,7 @@ def descend(
             ended = flat or len(path) > max_steps or (len(path) > 1 and late())
             if not ended:
                 begin()
-                # If the fall to first order is below what rounding hides, a search would be in vain.
+                # If the predicted decrease is below the rounding error, a search cannot succeed.
                 promised = -torch.dot(search.gradient, search.direction()).item()
                 ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
             if ended:

@@ -216,8 +216,7 @@ def _tune(
         resume=checkpoint is not None,
         **options,
     )
-    advice = ". Scale the inputs, narrow the ranges of `hyper`, or use another method."
-    refuse_end(solution, "tuning", advice)
+    refuse_end(solution, "tuning", ". Scale the inputs, narrow the ranges of `hyper`, or use another method.")
     return solution.history["upper"], solution
 
 

@@ -46,8 +46,8 @@ LOSSES: dict[str, Loss] = {"ridge": "squared", "logistic": "logistic"}
 GRID, NETWORK_GRID = 11, 5
 NO_BETTER = (
     "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
-    "single penalty beyond chance. The single penalty is given here; --caution 1 or 0 gives one penalty for each "
-    "feature all the same."
+    "single penalty beyond chance. This is the single penalty; --caution 1 or 0 still gives one penalty for each "
+    "feature."
 )
 
 

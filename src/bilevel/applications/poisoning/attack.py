@@ -233,6 +233,7 @@ def default_method(within: Within, linear: bool) -> Penalty:
     return Penalty(
         mode="stochastic",
         warm_up=0.0,
+        cotangent="same",
         upper_optimizer=partial(torch.optim.Adam, lr=within.room * RATE),
         lower_optimizer=partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None,
         lower_batches="shared",

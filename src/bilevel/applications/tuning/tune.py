@@ -115,7 +115,8 @@ def tune(
         valid_loss: The same for the loss on `valid`. None (default): the usual loss.
         mode: "convex", without minibatches, or "minibatch". None (default): "convex" for a single linear layer on data
             of moderate size.
-        method: The method of the bilevel run, only in the mode "minibatch". None (default): `Penalty()`.
+        method: The method of the bilevel run, only in the mode "minibatch". None (default):
+            `Penalty(cotangent="same")`.
         steps: The number of tuning steps. None (default): 1,000, or 60 in the mode "convex".
         final_steps: The number of steps of the final training, only in the mode "minibatch". None (default): `steps`.
         batch: The number of examples in a batch, only in the mode "minibatch". Default: 100.
@@ -206,7 +207,7 @@ def _tune(
         return curve, None
     solution = solve(
         objective.problem(),
-        method or Penalty(),
+        method or Penalty(cotangent="same"),
         u,
         copy.deepcopy(model),
         (loader(kept, batch), loader(columns, batch)),

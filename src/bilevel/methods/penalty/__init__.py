@@ -15,6 +15,7 @@ from bilevel.methods.penalty.constrained_minibatch import ConstrainedMinibatchRu
 from bilevel.methods.penalty.deterministic import DeterministicRun
 from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
 from bilevel.methods.penalty.options import EPISODES, IN_TURN, PenaltyOptions, PenaltyWeight
+from bilevel.methods.penalty.tracked import TrackedRun
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,8 +24,9 @@ class Penalty(PenaltyOptions):
 
     Without options, it takes its scales from the problem. Without data it runs in `"deterministic"` mode: v stays at
     the minimum of g and L-BFGS moves u, or, if g_vv is singular, L-BFGS moves u and v together. With data it runs in
-    `"stochastic"` mode: T steps on v, then one step on u and v. The mode fills in the options that are None, and
-    refuses options that it does not use.
+    `"stochastic"` mode. There v descends g only, as in plain training, the multipliers of grad_v g = 0 are tracked, and
+    u follows the hypergradient, without bias and without a horizon (`cotangent="tracked"`). The mode fills in the
+    options that are None, and refuses options that it does not use.
 
     Options of both modes:
         mode: "deterministic" or "stochastic". Default: "stochastic" with data, "deterministic" without.
@@ -37,27 +39,29 @@ class Penalty(PenaltyOptions):
         gamma_h: First penalty weight of every upper-level constraint. Default: from the sizes of f and of the
             constraints.
 
-    Options of the stochastic mode, lower level:
-        lower_steps: Steps on v before each step on u (T in the paper). Default: 0 if `joint`, otherwise 5.
+    Options of the stochastic mode:
+        cotangent: What multiplies the curvature g_uv. "tracked": the multipliers, which take a step in each step of u.
+            "same": grad_v g of the same batch times gamma, with v on f + lam g; biased by the variance of grad_v g.
+            "running": a running mean of grad_v g, with less bias. Default: "tracked"; "same" if an option of the
+            penalty weights is given, or with constraints, `project_lower`, `start_lower` or trials.
+        lower_steps: More steps on v before each step on u (T in the paper). Default: 0 if `joint`, otherwise 5.
         joint: Whether the step on u also moves v. Its gradient in v costs nothing more. Default: True; False with
             `start_lower`.
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
-            reduces f + lam g by 6% to first order, with a rate between 1e-4 and 3e-2.
+            reduces g (or f + lam g) by 6% to first order, with a rate between 1e-4 and 3e-2.
+        upper_optimizer: Factory for u. Default: Adam, with a rate at which the minimum of g moves by 1.5% a step; if
+            the cotangent is not tracked, with a rate that lets each coordinate move by 5.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
+        warm_up: Share of `max_steps` in which u stays. Default: until gradients of successive batches no longer
+            agree; 0.1 if the cotangent is not tracked, 0 with `start_lower`.
+        decay: "root": learning rates fall like the root of the number of steps. "linear": they fall to zero over
+            `max_steps`. "constant": they stay. Default: "root"; "linear" if the cotangent is not tracked.
+
+    Options of the penalty weights, if the cotangent is not tracked:
         lam: First weight of g in the steps on v, which keeps v at a minimum of g. Default: from the sizes of f and g. A
             list has one number for each trial.
-        warm_up: Share of `max_steps` in which only v moves, along f + lam g and without constraints. Default: 0.1; 0
-            with `start_lower`.
-
-    Options of the stochastic mode, upper level:
-        upper_optimizer: Factory for u. Default: Adam, with a rate that lets each coordinate move by 5.
-        decay: "linear" (default): both learning rates fall to zero over `max_steps`. "constant": they stay.
         rate_power: Divides the learning rates by (gamma / its first value) to this power. Default: 1 for SGD, else 0.
-        cotangent: Which grad_v g multiplies the curvature: "same" (default): of the same batch; "running": a running
-            mean, with less bias from small batches.
-
-    Options of the stochastic mode, schedule:
         advances: How often the schedule advances after the warm-up, at least. Default: 20. 0: only by `epsilon`.
         advance_every: Upper steps between two advances. It overrides `advances`. Default: none.
         epsilon: First tolerance: the schedule also advances if the penalised gradient is smaller. Default: no
@@ -144,6 +148,8 @@ class Penalty(PenaltyOptions):
             run = ConstrainedLagrangianRun(self, context)
             run.begin()
             return run
+        if self.tracks(problem):
+            return TrackedRun(self.for_tracking(), context)
         own = EPISODES if problem.start_lower is not None else IN_TURN if self.joint is False else {}
         filled = self.for_batches(own)
         if self.curvature == "gram":

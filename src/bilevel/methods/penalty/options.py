@@ -12,11 +12,21 @@ from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.errors import OptionError
 from bilevel.methods.options import MethodOptions
 from bilevel.optim.variable_optimizer import OptimizerFactory
+from bilevel.problem import Problem
 
 Mode = Literal["deterministic", "stochastic"]
 # A number, or one for each of the problem's trials.
 PenaltyWeight = float | Sequence[float]
 
+# With tracked multipliers.
+TRACKED: dict[str, Any] = {
+    "cotangent": "tracked",
+    "lower_steps": 0,
+    "joint": True,
+    "decay": "root",
+    "lower_batches": "fresh",
+}
+# With the penalty weights gamma and lam.
 STOCHASTIC: dict[str, Any] = {
     "lower_steps": 0,
     "joint": True,
@@ -31,6 +41,11 @@ STOCHASTIC: dict[str, Any] = {
     "decay": "linear",
     "lower_batches": "fresh",
     "cotangent": "same",
+}
+# The options that tracked multipliers do not use.
+WEIGHTS = {
+    *(set(STOCHASTIC) - set(TRACKED) - {"warm_up"}),
+    *("gamma", "gamma_h", "lam", "epsilon", "advance_every", "rate_power"),
 }
 # If the step on u does not move v, other steps must.
 IN_TURN: dict[str, Any] = {"lower_steps": 5}
@@ -67,21 +82,21 @@ class PenaltyOptions(MethodOptions):
     advances: int | None = None
     advance_every: int | None = None
     warm_up: float | None = None
-    decay: Literal["linear", "constant"] | None = None
+    decay: Literal["root", "linear", "constant"] | None = None
     rate_power: float | None = None
     upper_optimizer: OptimizerFactory | None = None
     lower_optimizer: OptimizerFactory | None = None
     lower_batches: Literal["fresh", "shared"] | None = None
-    cotangent: Literal["same", "running"] | None = None
+    cotangent: Literal["tracked", "same", "running"] | None = None
     _average_residual: bool | None = None
     # Whether nu moves by the mean of grad_v g since the last advance, and not by the last one, as in `algorithm_2`.
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("deterministic", "stochastic"), optional=True)
         one_of("curvature", self.curvature, ("auto", "exact", "gram", "difference"))
-        one_of("decay", self.decay, ("linear", "constant"), optional=True)
+        one_of("decay", self.decay, ("root", "linear", "constant"), optional=True)
         one_of("lower_batches", self.lower_batches, ("fresh", "shared"), optional=True)
-        one_of("cotangent", self.cotangent, ("same", "running"), optional=True)
+        one_of("cotangent", self.cotangent, ("tracked", "same", "running"), optional=True)
         in_range("advance_every", self.advance_every, least=1, whole=True)
         in_range("lower_steps", self.lower_steps, least=0, whole=True)
         if self.lower_steps == 0 and self.joint is False:
@@ -102,10 +117,37 @@ class PenaltyOptions(MethodOptions):
         for name in ("upper_optimizer", "lower_optimizer"):
             factory(name, getattr(self, name))
 
+    def tracks(self, problem: Problem) -> bool:
+        """Return whether the multipliers are tracked: by request, or if neither problem nor options need the weights.
+
+        Raise an error if they are requested and cannot be.
+        """
+        if self.cotangent is not None and self.cotangent != "tracked":
+            return False
+        needs = [
+            name
+            for name in ("equalities", "inequalities", "project_lower", "start_lower", "trials")
+            if getattr(problem, name)
+        ]
+        needs += ["lower constraints"] * problem.constrained_below + ["curvature='gram'"] * (self.curvature == "gram")
+        needs += sorted(name.lstrip("_") for name in WEIGHTS if getattr(self, name) is not None)
+        if self.cotangent == "tracked" and needs:
+            raise OptionError(f"cotangent='tracked' cannot be used with {needs[0]}. Use cotangent='running' or 'same'.")
+        return not needs
+
     def for_batches(self, own: Mapping[str, Any] = MappingProxyType({})) -> Self:
         """Return these options with None replaced by `own`, or by the defaults of the stochastic mode."""
+        if self.decay == "root":
+            raise OptionError("decay='root' needs cotangent='tracked'. Use 'linear' or 'constant'.")
         defaults = {**STOCHASTIC, **own}
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, mode="stochastic", **missing)
+
+    def for_tracking(self) -> Self:
+        """Return these options with None replaced by the defaults of tracked multipliers."""
+        missing = {name: value for name, value in TRACKED.items() if getattr(self, name) is None}
+        if self.joint is False and self.lower_steps is None:
+            missing["lower_steps"] = IN_TURN["lower_steps"]
         return replace(self, mode="stochastic", **missing)
 
     def refuse_without_batches(self) -> None:

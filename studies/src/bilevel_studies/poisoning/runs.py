@@ -202,6 +202,7 @@ def method(settings: Settings) -> Method | None:
     return Penalty(
         mode="stochastic",
         warm_up=0.0,
+        cotangent="same",
         upper_optimizer=partial(torch.optim.Adam, lr=settings.get("rate", 0.03)),
         lower_optimizer=partial(torch.optim.Adam, lr=0.01),
         **options,

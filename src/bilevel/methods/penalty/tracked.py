@@ -1,0 +1,255 @@
+"""The penalty method with tracked multipliers: v, nu and u take one step each on the same pair of batches.
+
+With s = grad_v g and F = f + <nu, s>, a step moves
+
+    v    along   grad_v g                        as plain training does: v never sees f
+    nu   along   grad_v F = f_v + g_vv nu        which is zero at nu = -q, g_vv q = f_v
+    u    along   grad_u F = f_u + g_uv nu        which is the hypergradient at this nu and at the minimum v of g
+
+The multipliers come from earlier batches. So the mean of g_uv nu over a batch is unbiased, unlike the derivative of
+|s|^2, which has the variance of s in it. This is SOBA (Dagréou et al., "A framework for bilevel optimization that
+enables stochastic and global variance reduction algorithms", NeurIPS 2022), reached from the penalty: the limit in
+which the multipliers do all the work of gamma.
+
+No formula needs the number of steps. Until v has been trained roughly, u stays: gradients of successive batches agree
+as long as v has a way to go. Then the rate of u is set once, such that v* moves by about `PACE` of its size in a step,
+and all rates fall like the root of the number of steps. If the response grows later, a step of u is shortened so that
+the change of f that it promises is at most `TRUST` of f; the next batch measures it, so the noise of a batch does not
+count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel._util.nested import Pair
+from bilevel._util.random_state import keeping
+from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.methods.base import RunContext
+from bilevel.methods.minibatch_run import Draw, MinibatchRun
+from bilevel.methods.penalty.options import PenaltyOptions
+from bilevel.optim.linear_solvers import conjugate_gradients
+from bilevel.optim.variable_optimizer import VariableOptimizer, adam
+
+# A step of u moves v* by about this share of v.
+PACE = 0.015
+# A step of u changes f by at most about this share.
+TRUST = 0.01
+# The largest step of a coordinate of u, and the largest move of one that is visited rarely.
+LARGEST, REACH = 0.1, 5.0
+# A step of nu, relative to the size of its entries.
+SHARE = 0.03
+# Rates have fallen by the root of 2 after so many steps of u.
+HALF = 500
+# The first look at whether v is trained; the next ones are at twice as many steps each.
+FIRST_LOOK = 50
+# v is trained roughly if successive gradients agree to less than this, or have fallen to this share.
+AGREEMENT, FALLEN = 0.3, 0.1
+BETAS, TINY = (0.9, 0.999), 1e-12
+
+
+class Multipliers:
+    """nu and its Adam, whose rate is relative to the size of nu."""
+
+    def __init__(self, like: Sequence[Tensor], size: float) -> None:
+        def zeros() -> list[Tensor]:
+            return [torch.zeros_like(leaf, requires_grad=False) for leaf in like]
+
+        self.nu, self.mean, self.square = zeros(), zeros(), zeros()
+        self.count = torch.zeros((), dtype=torch.float64, device=like[0].device)
+        # The least size of an entry that sets the rate: nu starts at zero.
+        self.least = torch.full((), size, dtype=like[0].dtype, device=like[0].device)
+
+    @torch.no_grad()
+    def step(self, slope: list[Tensor], size: Tensor, left: Tensor) -> None:
+        """Move nu against `slope`. `size` is the root mean square of its entries, and `left` multiplies the rate."""
+        self.count += 1
+        torch._foreach_lerp_(self.mean, slope, 1 - BETAS[0])
+        torch._foreach_lerp_(self.square, torch._foreach_mul(slope, slope), 1 - BETAS[1])
+        one, two = (1 - torch.as_tensor(beta) ** self.count for beta in BETAS)
+        rate = SHARE * left * torch.maximum(size, self.least) * two.sqrt() / one
+        for nu, mean, square in zip(self.nu, self.mean, self.square, strict=True):
+            nu.sub_(rate.to(nu.dtype) * mean / (square.sqrt() + TINY))
+
+    def tensors(self) -> dict[str, Any]:
+        return {"nu": self.nu, "mean": self.mean, "square": self.square, "count": self.count}
+
+
+class TrackedRun(MinibatchRun):
+    """A run of the penalty method with tracked multipliers. Each of the T + 1 gradients evaluates f and g once."""
+
+    like_v = (*MinibatchRun.like_v, "earlier", *(f"multipliers/{name}" for name in ("nu", "mean", "square")))
+
+    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
+        self.options = options
+        super().__init__(
+            context,
+            lower_steps=options.lower_steps or 0,
+            curvature=options.curvature,
+            shared=options.lower_batches == "shared",
+            falling=options.decay == "linear",
+        )
+        # The share of the budget in which only v moves, if the user sets one; else the step of the next look.
+        self.fixed = options.warm_up is not None
+        self.warm_up = round((options.warm_up or 0.0) * context.max_steps) if self.fixed else FIRST_LOOK
+        measured = self._measured()
+        size = measured.gamma * measured.sizes[1] / math.sqrt(self.v.size)
+        self.multipliers = Multipliers(self.v.leaves, size)
+        zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
+        self._prices = Prices(gamma=zero, nu=self.multipliers.nu)
+        self.coverage = measured.coverage
+        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(None))
+        factory = options.upper_optimizer or adam(self.u, LARGEST)
+        self.upper = VariableOptimizer(self.u, factory, "upper_optimizer")
+        device = self.v.device
+        # s of the last batch, and running means of <s, s of the last batch> and |s|^2, with the largest of the latter.
+        self.earlier = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.v.leaves]
+        self.agreement = torch.zeros(3, dtype=torch.float64, device=device)
+        # The last move of u (without Rows), and running means of |f| and of the change of f by a move at full rate.
+        self.moved = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
+        self.expected = torch.zeros(2, dtype=torch.float64, device=device)
+        # The step at which u began to move.
+        self.began = 0
+        self._ready()
+
+    # -- when u moves, and how fast --------------------------------------------------------------------------------
+
+    def _begin(self, k: int) -> tuple[Any, Tensor]:
+        if not self.moving and k >= self.warm_up:
+            if self.fixed or self._trained():
+                self.began = k
+            else:
+                self.warm_up *= 2
+        draws, left = super()._begin(k)
+        if self.options.decay == "root" and self.moving:
+            left = left / math.sqrt(1 + (k - self.began) / HALF)
+        return draws, left
+
+    def _trained(self) -> bool:
+        """Return whether v is trained roughly. This reads values on the host, at a few steps of a run."""
+        agreed, square, largest = self.agreement.tolist()
+        return bool(agreed <= max(AGREEMENT * square, FALLEN**2 * largest))
+
+    def _warmed(self, k: int) -> None:
+        if self.options.upper_optimizer is None:
+            self._set_upper_rate()
+
+    def _set_upper_rate(self) -> None:
+        """Set the default rates of u. This reads values on the host, once in a run."""
+        d, leaves = self.derivatives, self.v.leaves
+        counts = d.lower_evaluations, d.upper_evaluations
+        with keeping([*self.v.buffers(), *self.u.buffers()]):
+            pairs = d.prepare(self._sample(), graph=True)
+            pulls, coverage = zip(*(self._pull(pair) for pair in pairs), strict=True)
+            pull = d.mean_over_ranks([torch.stack(parts).mean(0) for parts in zip(*pulls, strict=True)])
+
+            def product(x: list[Tensor]) -> list[Tensor]:
+                return d.hessian_product(pairs, x, with_u=False)
+
+            moved, _ = conjugate_gradients(product, pull, d.dot, steps=10, accuracy=0.1)
+        d.lower_evaluations, d.upper_evaluations = counts
+        response = (d.norm(moved) / d.norm([leaf.detach() for leaf in leaves])).item()
+        rate = min(PACE / response, LARGEST) if response > 0 and math.isfinite(response) else LARGEST
+        dense = max(sum(coverage) / len(coverage), 1e-12)
+        # Adam enlarges a gradient that is mostly zero by about 1 / sqrt(coverage); RowAdam does not.
+        visit = min(rate / dense, REACH) * math.sqrt(dense)
+        self._write_upper_rate([visit, min(rate / self.coverage, REACH)])
+
+    def _write_upper_rate(self, rates: Sequence[float]) -> None:
+        self.upper.rates = [(rate, rates[0]) for rate, _ in self.upper.rates]
+        self.upper.row_rate = rates[1]
+
+    def _pull(self, pair: Pair) -> tuple[list[Tensor], float]:
+        """Return g_vu d for the direction d of entries 1 or -1 that u would take, and the share of these entries."""
+        d, leaves = self.derivatives, self.v.leaves
+        with d.differentiating_u(True) as inputs:
+            g, f = d.lower(pair[1]), d.upper(pair[0])
+            s = d.gradient(g, leaves, keep_graph=True)
+            wrt = inputs()
+            x = [torch.zeros_like(part, requires_grad=True) for part in s]
+            through = d.gradient(s, wrt, cotangent=x, keep_graph=True)
+            found = d.gradient([f, *s], wrt, cotangent=[None, *self.multipliers.nu], retain=True)
+            signs = [part.sign() for part in found]
+            pull = d.gradient(through, x, cotangent=signs)
+        static = signs[: len(self.u.leaves)]
+        entries = sum(part.numel() for part in static)
+        share = sum(part.abs().sum().item() for part in static) / entries if entries else 1.0
+        return pull, share
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _move(self, draw: Draw, left: Tensor, moving: bool, *, with_v: bool = True, with_u: bool) -> Gradients:
+        """Move v, nu and, with `with_u`, u; return the derivative of F."""
+        d, held = self.derivatives, self.multipliers
+        gradients = d.penalised(draw, self._prices, with_u=with_u)
+        size = d.norm(held.nu) / math.sqrt(self.v.size)
+        if not moving and with_u:
+            self._note(gradients.slope)
+        if with_v:
+            self.lower.step(gradients.slope, (), left)
+            held.step(gradients.v, size, left)
+        if with_u:
+            gradients.rows = d.all_rows(gradients.rows)
+            if moving:
+                self._move_upper(gradients, left)
+        return gradients
+
+    @torch.no_grad()
+    def _move_upper(self, gradients: Gradients, left: Tensor) -> None:
+        """Move u; with the default optimizer, by a step that promises no large change of f."""
+        if self.options.upper_optimizer is None and self.u.leaves:
+            d, expected = self.derivatives, self.expected
+            now = torch.stack([gradients.f.abs(), d.dot(gradients.u, self.moved)]).to(expected)
+            expected.lerp_(now, 0.1)
+            change = expected[1].abs() * left
+            left = left * (TRUST * expected[0] / change.clamp(min=1e-300)).clamp(max=1.0).to(left.dtype)
+        torch._foreach_copy_(self.moved, self.u.leaves)
+        self.upper.step(gradients.u, gradients.rows, left)
+        torch._foreach_sub_(self.moved, self.u.leaves)
+        torch._foreach_div_(self.moved, -left)
+
+    @torch.no_grad()
+    def _note(self, slope: list[Tensor]) -> None:
+        """Note how far the gradients of successive batches agree."""
+        d = self.derivatives
+        now = torch.stack([d.dot(slope, self.earlier), d.square(slope)]).detach().to(self.agreement)
+        self.agreement[:2].lerp_(now, 0.1)
+        self.agreement[2:].copy_(torch.maximum(self.agreement[2:], self.agreement[1:2]))
+        torch._foreach_copy_(self.earlier, slope)
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        self._move(draw, left, moving, with_u=False)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        d = self.derivatives
+        found = self._move(draw, left, moving, with_v=self.options.joint is not False, with_u=True)
+        return self._record(found.f, found.g, found, d.norm(found.v), d.norm(found.residual), left, moving)
+
+    # -- what solve asks -----------------------------------------------------------------------------------------------
+
+    def prices(self) -> Prices:
+        return self._prices
+
+    def _tensors(self) -> dict[str, Any]:
+        return {
+            "multipliers": self.multipliers.tensors(),
+            "earlier": self.earlier,
+            "agreement": self.agreement,
+            "moved": self.moved,
+            "expected": self.expected,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [self.upper.rate, self.upper.row_rate]
+        return super().state_dict() | {"warm_up": [self.warm_up, self.began], "upper_rates": rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.warm_up, self.began = state["warm_up"]
+        if self.options.upper_optimizer is None:
+            self._write_upper_rate(state["upper_rates"])

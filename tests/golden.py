@@ -318,11 +318,14 @@ BOTH: dict[str, Any] = {"lower_optimizer": RATE, "upper_optimizer": RATE}
 PRESET: dict[str, Any] = {"lower_steps": 2, "gamma": 1.0, "epsilon": 0.5, "upper_rate": 0.05, "lower_rate": 0.05}
 METHODS: dict[str, Any] = {
     "deterministic": Penalty(),
-    "stochastic": Penalty(mode="stochastic"),
+    "stochastic": Penalty(mode="stochastic", cotangent="same"),
+    "tracked": Penalty(mode="stochastic", warm_up=0.1),
     "stochastic in turn": Penalty(
         mode="stochastic", joint=False, lower_steps=2, lower_batches="shared", cotangent="running", **BOTH
     ),
-    "stochastic with differences": Penalty(mode="stochastic", lower_steps=1, curvature="difference", decay="constant"),
+    "stochastic with differences": Penalty(
+        mode="stochastic", lower_steps=1, curvature="difference", decay="constant", cotangent="same"
+    ),
     "algorithm 1": Penalty.algorithm_1(curvature="exact", **PRESET),
     "algorithm 2": Penalty.algorithm_2(lam=0.5, curvature="exact", **PRESET),
     "alternating": Alternating(lower_steps=2),
@@ -367,6 +370,19 @@ SETTINGS: dict[str, Sequence[Callable[[], Setting]]] = {
         noisy_network,
         starts,
     ),
+    "tracked": (
+        no_data,
+        batches,
+        accumulate,
+        upper_projection,
+        prepare,
+        network,
+        stream,
+        rows,
+        rows_in_a_box,
+        noisy_network,
+        starts,
+    ),
     "stochastic in turn": (batches, constraints_and_batches, lower_constraints_and_batches, rows, noisy_network),
     "stochastic with differences": (batches, prepare, rows_in_a_box),
     "algorithm 1": (*EVERY, constraints_and_batches, projections_and_batches, rows, starts_in_a_box),
@@ -384,7 +400,8 @@ SETTINGS: dict[str, Sequence[Callable[[], Setting]]] = {
 }
 ON_RANKS: dict[str, Sequence[Callable[[], Setting]]] = {
     "stochastic": (batches, rows, constraints_and_batches, lower_constraints_and_batches, noisy_network),
-    **dict.fromkeys([name for name in METHODS if name not in ("deterministic", "stochastic")], (batches,)),
+    "tracked": (batches, rows, noisy_network),
+    **dict.fromkeys([name for name in METHODS if name not in ("deterministic", "stochastic", "tracked")], (batches,)),
 }
 
 

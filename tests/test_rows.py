@@ -288,7 +288,7 @@ def test_rows_in_a_dict_move_as_alone(curvature):
         extra = torch.zeros((), dtype=torch.float64, requires_grad=True)
         solve(
             renamed if wrapped else problem,
-            Penalty(curvature=curvature),
+            Penalty(curvature=curvature, warm_up=0.0),
             {"a": extra, "w": u} if wrapped else u,
             v,
             data,

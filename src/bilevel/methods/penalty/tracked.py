@@ -36,8 +36,9 @@ from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.optim.linear_solvers import conjugate_gradients
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 
-# A step of u moves v* by about this share of v.
-PACE = 0.015
+# A step of u moves v* by about this share of v. A coordinate that only a share c of the batches reads moves by
+# c^-(1 + RARE) of it at a visit: the moves of different steps are of different coordinates, and partly cancel.
+PACE, RARE = 0.005, 0.25
 # A step of u changes f by at most about this share.
 TRUST = 0.01
 # The largest step of a coordinate of u, and the largest move of one that is visited rarely.
@@ -47,7 +48,7 @@ SHARE = 0.03
 # Rates have fallen by the root of 2 after so many steps of u.
 HALF = 500
 # The first look at whether v is trained; the next ones are at twice as many steps each.
-FIRST_LOOK = 50
+FIRST_LOOK = 10
 # v is trained roughly if successive gradients agree to less than this, or have fallen to this share.
 AGREEMENT, FALLEN = 0.3, 0.1
 BETAS, TINY = (0.9, 0.999), 1e-12
@@ -94,16 +95,18 @@ class TrackedRun(MinibatchRun):
             shared=options.lower_batches == "shared",
             falling=options.decay == "linear",
         )
-        # The share of the budget in which only v moves, if the user sets one; else the step of the next look.
+        # The number of steps before u can move: the user's, or at the next look at whether v is trained.
         self.fixed = options.warm_up is not None
-        self.warm_up = round((options.warm_up or 0.0) * context.max_steps) if self.fixed else FIRST_LOOK
+        self.look_at = round((options.warm_up or 0.0) * context.max_steps) if self.fixed else FIRST_LOOK
+        self.warm_up = context.max_steps + 1
+        self.taken = 0
         measured = self._measured()
         size = measured.gamma * measured.sizes[1] / math.sqrt(self.v.size)
         self.multipliers = Multipliers(self.v.leaves, size)
         zero = torch.zeros((), dtype=self.v.dtype, device=self.v.device)
         self._prices = Prices(gamma=zero, nu=self.multipliers.nu)
         self.coverage = measured.coverage
-        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(None))
+        self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(measured.lam))
         factory = options.upper_optimizer or adam(self.u, LARGEST)
         self.upper = VariableOptimizer(self.u, factory, "upper_optimizer")
         device = self.v.device
@@ -116,31 +119,35 @@ class TrackedRun(MinibatchRun):
         # The step at which u began to move.
         self.began = 0
         self._ready()
+        self.ended()
 
     # -- when u moves, and how fast --------------------------------------------------------------------------------
 
+    def ended(self) -> None:
+        """Let u move if it is time. This is not in a step, because it reads values on the host."""
+        if self.moving or self.taken < self.look_at:
+            return
+        if not self.fixed and not self._trained():
+            self.look_at *= 2
+            return
+        self.moving, self.began = True, self.taken
+        if self.options.upper_optimizer is None:
+            self._set_upper_rate()
+
     def _begin(self, k: int) -> tuple[Any, Tensor]:
-        if not self.moving and k >= self.warm_up:
-            if self.fixed or self._trained():
-                self.began = k
-            else:
-                self.warm_up *= 2
+        self.taken = k + 1
         draws, left = super()._begin(k)
         if self.options.decay == "root" and self.moving:
             left = left / math.sqrt(1 + (k - self.began) / HALF)
         return draws, left
 
     def _trained(self) -> bool:
-        """Return whether v is trained roughly. This reads values on the host, at a few steps of a run."""
+        """Return whether v is trained roughly."""
         agreed, square, largest = self.agreement.tolist()
         return bool(agreed <= max(AGREEMENT * square, FALLEN**2 * largest))
 
-    def _warmed(self, k: int) -> None:
-        if self.options.upper_optimizer is None:
-            self._set_upper_rate()
-
     def _set_upper_rate(self) -> None:
-        """Set the default rates of u. This reads values on the host, once in a run."""
+        """Set the default rates of u."""
         d, leaves = self.derivatives, self.v.leaves
         counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
@@ -155,10 +162,10 @@ class TrackedRun(MinibatchRun):
         d.lower_evaluations, d.upper_evaluations = counts
         response = (d.norm(moved) / d.norm([leaf.detach() for leaf in leaves])).item()
         rate = min(PACE / response, LARGEST) if response > 0 and math.isfinite(response) else LARGEST
-        dense = max(sum(coverage) / len(coverage), 1e-12)
+        read = max(sum(coverage) / len(coverage), 1e-12)
+        visit, row = (min(rate / share ** (1 + RARE), REACH) for share in (read, self.coverage))
         # Adam enlarges a gradient that is mostly zero by about 1 / sqrt(coverage); RowAdam does not.
-        visit = min(rate / dense, REACH) * math.sqrt(dense)
-        self._write_upper_rate([visit, min(rate / self.coverage, REACH)])
+        self._write_upper_rate([visit * math.sqrt(read), row])
 
     def _write_upper_rate(self, rates: Sequence[float]) -> None:
         self.upper.rates = [(rate, rates[0]) for rate, _ in self.upper.rates]
@@ -183,26 +190,36 @@ class TrackedRun(MinibatchRun):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _move(self, draw: Draw, left: Tensor, moving: bool, *, with_v: bool = True, with_u: bool) -> Gradients:
-        """Move v, nu and, with `with_u`, u; return the derivative of F."""
-        d, held = self.derivatives, self.multipliers
-        gradients = d.penalised(draw, self._prices, with_u=with_u)
-        size = d.norm(held.nu) / math.sqrt(self.v.size)
-        if not moving and with_u:
-            self._note(gradients.slope)
-        if with_v:
-            self.lower.step(gradients.slope, (), left)
-            held.step(gradients.v, size, left)
-        if with_u:
-            gradients.rows = d.all_rows(gradients.rows)
-            if moving:
-                self._move_upper(gradients, left)
-        return gradients
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        self._move_lower(self.derivatives.penalised(draw, self._prices, with_u=False), left)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        """Move v and nu (unless `joint` is False) and, if `moving`, u; return the record of the step."""
+        d = self.derivatives
+        found = d.penalised(draw, self._prices, with_u=True)
+        if self.options.joint:
+            self._move_lower(found, left)
+        found.rows = d.all_rows(found.rows)
+        if moving:
+            self._move_upper(found, left)
+        else:
+            self._note(found.slope)
+        return self._record(found.f, found.g, found, d.norm(found.v), d.norm(found.residual), left, moving)
+
+    def _move_lower(self, found: Gradients, left: Tensor) -> None:
+        """Move v against s, and nu against grad_v F."""
+        held = self.multipliers
+        size = self.derivatives.norm(held.nu) / math.sqrt(self.v.size)
+        self.lower.step(found.slope, (), left)
+        held.step(found.v, size, left)
 
     @torch.no_grad()
     def _move_upper(self, gradients: Gradients, left: Tensor) -> None:
         """Move u; with the default optimizer, by a step that promises no large change of f."""
-        if self.options.upper_optimizer is None and self.u.leaves:
+        if not self.moved:
+            self.upper.step(gradients.u, gradients.rows, left)
+            return
+        if self.options.upper_optimizer is None:
             d, expected = self.derivatives, self.expected
             now = torch.stack([gradients.f.abs(), d.dot(gradients.u, self.moved)]).to(expected)
             expected.lerp_(now, 0.1)
@@ -222,14 +239,6 @@ class TrackedRun(MinibatchRun):
         self.agreement[2:].copy_(torch.maximum(self.agreement[2:], self.agreement[1:2]))
         torch._foreach_copy_(self.earlier, slope)
 
-    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
-        self._move(draw, left, moving, with_u=False)
-
-    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
-        d = self.derivatives
-        found = self._move(draw, left, moving, with_v=self.options.joint is not False, with_u=True)
-        return self._record(found.f, found.g, found, d.norm(found.v), d.norm(found.residual), left, moving)
-
     # -- what solve asks -----------------------------------------------------------------------------------------------
 
     def prices(self) -> Prices:
@@ -246,10 +255,10 @@ class TrackedRun(MinibatchRun):
 
     def state_dict(self) -> dict[str, Any]:
         rates = [self.upper.rate, self.upper.row_rate]
-        return super().state_dict() | {"warm_up": [self.warm_up, self.began], "upper_rates": rates}
+        return super().state_dict() | {"counts": [self.look_at, self.began, self.taken], "upper_rates": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.warm_up, self.began = state["warm_up"]
+        self.look_at, self.began, self.taken = state["counts"]
         if self.options.upper_optimizer is None:
             self._write_upper_rate(state["upper_rates"])

@@ -92,7 +92,7 @@ class TrackedRun(MinibatchRun):
             lower_steps=options.lower_steps or 0,
             curvature=options.curvature,
             shared=options.lower_batches == "shared",
-            falling=options.decay == "linear",
+            decay="linear" if options.decay == "linear" else "constant",  # "root" begins when u begins to move
         )
         # The share of the budget in which only v moves, if the user sets one; else the step of the next look.
         self.fixed = options.warm_up is not None

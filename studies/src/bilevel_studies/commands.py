@@ -308,7 +308,7 @@ def fairness(
 
 @app.command()
 def field(
-    problems: Annotated[Words, typer.Option(help="cleaning 0.5, cleaning 0.7, cleaning 0.9, ijcnn1, quadratics.")] = None,
+    problems: Annotated[Words, typer.Option(help="cleaning 0.5, 0.7 or 0.9, ijcnn1, quadratics, with commas.")] = None,
     methods: Annotated[Words, typer.Option(help="penalty, soba, srba, amigo, stocbio, f2sa, with commas.")] = None,
     seeds: Seeds = 3,
     seconds: Annotated[float, typer.Option(min=0.1, help="CPU seconds of a run.")] = 20.0,

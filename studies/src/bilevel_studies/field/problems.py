@@ -26,6 +26,8 @@ from bilevel.data import load
 BATCH = 64
 # u of data cleaning and of the quadratics at the start.
 START = -2.0
+# The largest entry of grad_v g at v* of data cleaning.
+TOLERANCE = 1e-5
 Batches = DataLoader[Any]
 Columns = Sequence[Tensor]
 
@@ -75,9 +77,7 @@ class FieldProblem(ABC):
     def on_all_data(self) -> Problem:
         """Return the problem without batches, in double precision."""
         above, below = self.doubled()
-        return Problem(
-            lambda u, v, _: self.f(u, v, above), lambda u, v, _: self.g(u, v, below), project_upper=self.box
-        )
+        return Problem(lambda u, v, _: self.f(u, v, above), lambda u, v, _: self.g(u, v, below), project_upper=self.box)
 
     @cache  # noqa: B019
     def doubled(self) -> tuple[Columns, Columns]:
@@ -134,7 +134,12 @@ class Cleaning(FieldProblem):
     def lower_solution(self, u: Tensor, v: Tensor) -> Tensor:
         leaf = v.detach().clone().requires_grad_()
         optimizer = torch.optim.LBFGS(
-            [leaf], max_iter=200, history_size=20, tolerance_grad=1e-5, tolerance_change=0, line_search_fn="strong_wolfe"
+            [leaf],
+            max_iter=200,
+            history_size=20,
+            tolerance_grad=TOLERANCE,
+            tolerance_change=0,
+            line_search_fn="strong_wolfe",
         )
 
         def closure() -> Tensor:
@@ -221,7 +226,9 @@ class Quadratics(FieldProblem):
         self.response, self.offset = response, offset
         self.linear = response.T @ (f_vv @ offset + f_v.mean(0)) + f_uv @ offset + f_u.mean(0)
         self.constant = offset @ f_vv @ offset / 2 + f_v.mean(0) @ offset
-        self.lower_rows, self.upper_rows = ([torch.from_numpy(part).float() for part in rows] for rows in (below, above))
+        self.lower_rows, self.upper_rows = (
+            [torch.from_numpy(part).float() for part in rows] for rows in (below, above)
+        )
 
     def f(self, u: Tensor, v: Tensor, rows: Columns) -> Tensor:
         a, b, c, d, e, h = rows

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bilevel import SOBA, SRBA, F2SA, ApproxGrad, BilevelWarning, Callback, Penalty, Run, Solution, solve
+from bilevel import F2SA, SOBA, SRBA, ApproxGrad, BilevelWarning, Callback, Penalty, Run, Solution, solve
 from bilevel.methods.base import Method
 from bilevel_studies.field.problems import FieldProblem, Quadratics, problem
-from bilevel_studies.field.study import BEST
+from bilevel_studies.field.study import BEST, CHOICE
 from bilevel_studies.study import Found, Settings
 
 # F is measured first after so many CPU seconds, and then each time that they have grown by this factor.
@@ -50,10 +50,10 @@ def method(settings: Settings) -> Method:
 
 
 class Clock(Callback):
-    """Measures F at growing CPU times, which do not include the measurements, and ends the run after `seconds`."""
+    """Measures F at growing CPU times from `first`, without the time of the measurements, and stops after `seconds`."""
 
-    def __init__(self, field: FieldProblem, u: Tensor, v: Tensor, seconds: float) -> None:
-        self.field, self.u, self.seconds, self.next = field, u, seconds, FIRST
+    def __init__(self, field: FieldProblem, u: Tensor, v: Tensor, seconds: float, first: float) -> None:
+        self.field, self.u, self.seconds, self.next = field, u, seconds, first
         self.start_value, self.v = field.value(u.detach(), v.detach())
         self.found: dict[str, list[float]] = {"seconds": [], "values": [], "steps": []}
         self.began = time.process_time()
@@ -96,7 +96,8 @@ def run(settings: Settings) -> Found | None:
 
     solved(2, *start(field, settings["seed"]))  # what a process loads in its first run
     u, v = start(field, settings["seed"])
-    clock = Clock(field, u, v, settings["seconds"])
+    seconds = settings["seconds"]
+    clock = Clock(field, u, v, seconds, first=seconds if settings["part"] == CHOICE else FIRST)
     solution = solved(NEVER, u, v, [clock])
     if solution.interrupted:
         return None

@@ -93,8 +93,8 @@ class Solver(BaseSolver):
     """The penalty method with tracked multipliers, without options."""
 
     name = "bilevel-penalty"
-    requirements = ["jax", "pip::torch", "pip::bilevel"]
-    parameters = {"batch_size": [64], "eval_freq": [128], "random_state": [1]}
+    requirements = ["jax", "pip::torch", "pip::bilevel"]  # noqa: RUF012
+    parameters = {"batch_size": [64], "eval_freq": [128], "random_state": [1]}  # noqa: RUF012
     stopping_criterion = SufficientProgressCriterion(patience=100, strategy="callback")
 
     def set_objective(self, f_inner, f_outer, n_inner_samples, n_outer_samples, inner_var0, outer_var0):

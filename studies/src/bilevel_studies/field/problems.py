@@ -38,7 +38,7 @@ class FieldProblem(ABC):
     # All examples of f and of g.
     upper_rows: Columns
     lower_rows: Columns
-    # Where u may be if all data are used at once.
+    # The set of u if all data are used at once.
     box: Box | None = None
 
     @abstractmethod
@@ -259,8 +259,8 @@ class Quadratics(FieldProblem):
 def quadratics(draw: np.random.Generator, count: int, size: int, least: float = 0.1, cross: float = 0.1) -> list[Any]:
     """Return the rows a, b, c, d, e, h of random quadratics.
 
-    The mean Hessians have eigenvalues from `least` to 1, that of u also a zero; the mixed derivatives have the singular
-    value `cross`.
+    The mean Hessians have eigenvalues from `least` to 1; in u, one is zero. The mixed derivatives have singular values
+    from `least` to `cross`.
     """
 
     def root(spectrum: np.ndarray) -> np.ndarray:

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from bilevel.measures.problem_check import Check, check
     from bilevel.methods.alternating import Alternating
     from bilevel.methods.approx_grad import ApproxGrad
+    from bilevel.methods.f2sa import F2SA
     from bilevel.methods.forward_mode import ForwardMode
     from bilevel.methods.penalty import Penalty
     from bilevel.methods.reverse_mode import ReverseMode
+    from bilevel.methods.sama import SAMA
+    from bilevel.methods.soba import SOBA
+    from bilevel.methods.srba import SRBA
     from bilevel.methods.value_function import ValueFunction
     from bilevel.methods.value_gap import ValueGap
     from bilevel.problem import Ball, Box, Problem, Rows, Simplex
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "F2SA",
+    "SAMA",
+    "SOBA",
+    "SRBA",
     "Alternating",
     "ApproxGrad",
     "Ball",
@@ -86,9 +94,13 @@ _MODULES = {
     "measures.problem_check": ["Check", "check"],
     "methods.alternating": ["Alternating"],
     "methods.approx_grad": ["ApproxGrad"],
+    "methods.f2sa": ["F2SA"],
     "methods.forward_mode": ["ForwardMode"],
     "methods.penalty": ["Penalty"],
     "methods.reverse_mode": ["ReverseMode"],
+    "methods.sama": ["SAMA"],
+    "methods.soba": ["SOBA"],
+    "methods.srba": ["SRBA"],
     "methods.value_function": ["ValueFunction"],
     "methods.value_gap": ["ValueGap"],
     "problem": ["Ball", "Box", "Problem", "Rows", "Simplex"],

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -117,27 +118,36 @@ class Source:
                 raise DataError(self._empty)
             self.position, self._batches = [epoch + 1, 0], None
 
-    def peek(self, most: int) -> tuple[list[Any], bool]:
-        """Return the first batches of pass 0, at most `most`, and whether these are all; the position stays."""
+    def __len__(self) -> int:
+        """Return the number of batches of a pass; TypeError if the user's iterable does not know it."""
+        return len(self.items)  # type: ignore[arg-type]
+
+    def first_pass(self) -> Iterator[Any]:
+        """Yield the batches of pass 0. Close the iterator: the position and the user's generators stay as they are."""
         held = [(generator, generator.get_state()) for generator in self._own_generators()]
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers() if hasattr(sampler, "epoch")]
-        batches: list[Any] = []
         try:
             found, generators = self._open(0)
-            with generators:
-                for batch in found:
-                    if len(batches) == most:
-                        return batches, False
-                    batches.append(batch)
+            batch = None
+            while batch is not END:
+                with generators:
+                    batch = next(found, END)
+                if batch is not END:
+                    yield batch
         finally:
             for generator, state in held:
                 generator.set_state(state)
             _set_epochs(epochs)
             if getattr(self.items, "persistent_workers", False):
                 self.seek(self.position)  # such a loader has one iterator only, and it was just restarted
+
+    def peek(self, most: int) -> tuple[list[Any], bool]:
+        """Return the first batches of pass 0, at most `most`, and whether these are all; the position stays."""
+        with closing(self.first_pass()) as found:
+            batches = list(islice(found, most + 1))
         if not batches:
             raise DataError(self._empty)
-        return batches, True
+        return batches[:most], len(batches) <= most
 
     def seek(self, position: list[int]) -> None:
         """Set the position. The next draw starts its pass."""
@@ -200,6 +210,10 @@ class Sources:
         """Return pairs of the first batches, at most `most`; the source with fewer batches repeats them."""
         upper, lower, _ = self.sample(most)
         return [(upper[i % len(upper)], lower[i % len(lower)]) for i in range(max(len(upper), len(lower)))]
+
+    def first_passes(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        """Return the batches of a whole pass over each source; without data, one batch that is None."""
+        return ([None], [None]) if self.pair is None else (self.pair[0].first_pass(), self.pair[1].first_pass())
 
     def state_dict(self) -> list[list[int]]:
         return [] if self.pair is None else [source.position for source in self.pair]

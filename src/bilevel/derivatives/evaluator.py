@@ -179,18 +179,20 @@ class Evaluator:
             v = [x + broadcast_trials(lam, s) * s for x, s in zip(v, slope, strict=True)]
         return Gradients(f=total[1], g=total[0], slope=slope, residual=self.residual(slope), constraints=h, v=v)
 
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
-        """Return f, grad_u f and, with `with_v`, grad_v f over the batches. g and the constraints are not evaluated."""
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, lower: bool = False) -> Gradients:
+        """Return f, grad_u f and, with `with_v`, grad_v f over the batches; with `lower`, the same of g, not of f."""
         share, count = 1.0 / len(batches), len(self.v.leaves) if with_v else 0
 
-        def part(batch: Any) -> Gradients:
+        def part(pair: Pair) -> Gradients:
             with self.differentiating_u(True) as inputs:
-                f = self.upper(batch) * share
+                value = (self.lower(pair[1]) if lower else self.upper(pair[0])) * share
                 leaves = [*self.v.leaves[:count], *inputs()]
-                slopes = self.gradient(f, leaves, retain=self.problem.prepare is not None)
-                return self.to_gradients(f, torch.zeros_like(f), [], [], slopes, 1.0, count)
+                slopes = self.gradient(value, leaves, retain=self.problem.prepare is not None)
+                other = torch.zeros_like(value)
+                f, g = (other, value) if lower else (value, other)
+                return self.to_gradients(f, g, [], [], slopes, 1.0, count)
 
-        return reduce(added, (part(batch) for batch, _ in batches))
+        return reduce(added, map(part, batches))
 
     def residual(self, slope: Sequence[Tensor]) -> list[Tensor]:
         """Return r, given s."""

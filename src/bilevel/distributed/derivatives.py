@@ -145,8 +145,8 @@ class RankDerivatives(PenalisedObjective):
         slope = like_v[:count]
         return replace(found, f=f, g=g, slope=slope, residual=self.residual(slope), v=like_v[count:], constraints=h)
 
-    def direct(self, batches: Sequence[Pair], *, with_v: bool = True) -> Gradients:
-        return self.mean_gradients_over_ranks(super().direct(batches, with_v=with_v))
+    def direct(self, batches: Sequence[Pair], *, with_v: bool = True, lower: bool = False) -> Gradients:
+        return self.mean_gradients_over_ranks(super().direct(batches, with_v=with_v, lower=lower))
 
     def penalised(
         self,

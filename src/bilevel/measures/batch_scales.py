@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
+from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 
 # |f_v| times this is the first gamma |g_vv s|.
@@ -23,6 +24,7 @@ GAMMA_SHARE = 1.0
 LOWER_RATES = (1e-4, 3e-2)
 # At the default lower rate, a first step of Adam removes at most this share of f + lam g, to first order.
 LOWER_SHARE = 0.06
+POWER_ITERATIONS = 10
 # Above `DEEP_RATE`, a step of Adam moves the product of the layers of v by at most `DEEP_SHARE`.
 DEEP_RATE, DEEP_SHARE = 1e-3, 0.5
 
@@ -128,6 +130,23 @@ def _largest_rate(d: PenalisedObjective) -> float:
     if size == 0.0:
         return LOWER_RATES[1]
     return min(max(DEEP_RATE, DEEP_SHARE * size / len(layers)), LOWER_RATES[1])
+
+
+def largest_curvature(d: PenalisedObjective, pairs: Sequence[Pair], generator: torch.Generator) -> Tensor:
+    """Return the largest |g_vv| on any of these batches, after `prepare`, for each trial; 1 if it is zero."""
+    start, trials = [], d.problem.trials
+    for leaf in d.v.leaves:  # every trial starts from the same direction
+        one = leaf.shape if trials is None else leaf.shape[1:]
+        direction = torch.randn(one, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        start.append(direction.expand(leaf.shape))
+    found = []
+    for pair in pairs:
+        x, size = start, d.norm(start)
+        for _ in range(POWER_ITERATIONS):
+            x = d.hessian_product([pair], [t / broadcast_trials(size, t) for t in x], with_u=False)
+            size = torch.where((bend := d.norm(x)) > 0, bend, torch.ones_like(bend))
+        found.append(size)
+    return torch.stack(found).amax(0)
 
 
 def gamma_now(d: PenalisedObjective, pairs: Sequence[Pair]) -> Tensor:

@@ -5,7 +5,13 @@
 Domke, *Generic methods for optimization-based modeling*, AISTATS 2012; Pedregosa, *Hyperparameter optimization with
 approximate gradient*, ICML 2016. Each upper step starts from the last q, so that a few products are enough if u moves
 slowly. The solvers are in `bilevel.optim.linear_solvers`. All products of an upper step use one batch and, apart from
-the exceptions below, one graph of g.
+the exceptions below, one graph of g. Only linear_solver="sgd" takes each of its steps on a fresh pair of batches:
+
+    q <- q - eta (g_vv q - f_v)
+
+With `warm_start` this is AmIGO (Arbel and Mairal, *Amortized implicit differentiation for stochastic bilevel
+optimization*, ICLR 2022). Without, q is the Neumann series of StocBiO (Ji, Yang and Liang, *Bilevel optimization:
+convergence analysis and enhanced design*, ICML 2021).
 """
 
 from __future__ import annotations
@@ -21,13 +27,14 @@ from bilevel._util.checks import check_counts, in_range, one_of, true_or_false
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel._util.tensor_lists import difference, gradient
-from bilevel.derivatives.prices import Gradients, Prices, added
+from bilevel.derivatives.prices import Gradients, added
 from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
+from bilevel.methods.adjoint_run import AdjointRun
 from bilevel.methods.base import MethodState, RunContext
-from bilevel.methods.minibatch_run import Draw, MinibatchRun
+from bilevel.methods.minibatch_run import Draw
 from bilevel.methods.options import OptimizerOptions, no_projection
-from bilevel.optim.linear_solvers import ConjugateGradients, LeastSquares, LinearSolver, Neumann, Product
+from bilevel.optim.linear_solvers import ConjugateGradients, GradientSteps, LeastSquares, LinearSolver, Neumann, Product
 from bilevel.problem import together
 
 # The default learning rate of Adam on q, relative to the size of an entry of q.
@@ -49,21 +56,25 @@ class ApproxGrad(OptimizerOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
             reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least the rate of u.
         linear_solver: "cg" (default): conjugate gradients. "adam": Adam on |g_vv q - f_v|^2 / 2, as in the paper, with
-            two products a step. "neumann": the Neumann series. "adam" needs an invertible g_vv, the others a positive
-            definite one.
+            two products a step. "neumann": the Neumann series. "sgd": gradient steps on <q, g_vv q> / 2 - <f_v, q>,
+            each on a fresh pair of batches. "adam" needs an invertible g_vv, the others a positive definite one.
         linear_steps: Steps of the linear solver in each upper step. Default: `lower_steps`.
-        linear_rate: Learning rate of the solver "adam". Default: a tenth of the size of an entry of q at the start.
+        linear_rate: Learning rate of the solver "adam" (default: a tenth of the size of an entry of q at the start) or
+            "sgd" (default: 1 over the largest curvature of g on the first batches).
         damping: Number added to the diagonal of g_vv. Use it if g_vv is singular. Default: 0.
         warm_start: Whether q is kept from one upper step to the next. Default: True. With `start_lower` q starts from
             zero in every step.
         curvature: How to take products with g_vv. "exact": by a second backward pass. "difference": by differences of
             gradients. "auto" (default): exact, by differences if an operator has no double backward.
 
+    `ApproxGrad(linear_solver="sgd", lower_steps=10)` is AmIGO, and StocBiO with `warm_start=False`; both papers take
+    plain gradient steps (torch.optim.SGD) on u and v, with decay="constant".
+
     >>> ApproxGrad(linear_solver="neumann", linear_steps=10)
     ApproxGrad(linear_solver='neumann', linear_steps=10)
     """
 
-    linear_solver: Literal["cg", "adam", "neumann"] = "cg"
+    linear_solver: Literal["cg", "adam", "neumann", "sgd"] = "cg"
     linear_steps: int | None = None
     linear_rate: float | None = None
     damping: float = 0.0
@@ -72,25 +83,25 @@ class ApproxGrad(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann"))
+        one_of("linear_solver", self.linear_solver, ("cg", "adam", "neumann", "sgd"))
         check_counts(linear_steps=self.linear_steps)
         in_range("linear_rate", self.linear_rate, above=0)
         true_or_false("warm_start", self.warm_start)
         in_range("damping", self.damping, least=0)
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))
-        if self.linear_rate is not None and self.linear_solver != "adam":
+        if self.linear_rate is not None and self.linear_solver not in ("adam", "sgd"):
             raise OptionError(
-                f"linear_rate is only used with linear_solver='adam'; got {self.linear_rate!r} with "
-                f"linear_solver={self.linear_solver!r}. Leave it out, or pass linear_solver='adam'."
+                f"linear_rate is only used with linear_solver='adam' and 'sgd'; got {self.linear_rate!r} with "
+                f"linear_solver={self.linear_solver!r}. Leave it out, or pass one of these."
             )
 
     def init(self, context: RunContext) -> MethodState:
         """Start a run; `solve` calls this."""
         no_projection("ApproxGrad", context.problem)
-        return _Run(self, context)
+        return (_FreshRun if self.linear_solver == "sgd" else _Run)(self, context)
 
 
-class _Run(MinibatchRun):
+class _Run(AdjointRun):
     """A run of `ApproxGrad`.
 
     Each upper step evaluates g T + 1 times, as all products share the graph of the last evaluation, and f once. Without
@@ -99,13 +110,14 @@ class _Run(MinibatchRun):
     (one less without `warm_start`), 2 linear_steps + 1 with `adam`, and none in the warm-up.
     """
 
-    like_v = (*MinibatchRun.like_v, "linear")
+    like_v = (*AdjointRun.like_v, "linear")
 
     def __init__(self, options: ApproxGrad, context: RunContext) -> None:
         super().__init__(context, curvature=options.curvature, **options.steps(context.problem))
         measured = self._measured()
         self.damping = options.damping
         self.linear: LinearSolver = self._linear(options, measured)
+        self.q = self.linear.q
         self.lower = self._lower_descent(options.lower_optimizer, self._lower_rate(measured))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self._ready()
@@ -142,9 +154,7 @@ class _Run(MinibatchRun):
             u=d.backward_through_prepare(difference(direct.u, curved.u)),
             rows=together(direct.rows, [[(i, -x) for i, x in pairs] for pairs in curved.rows]),
         )
-        total.rows = d.all_rows(total.rows)
-        self.upper.step(total.u, total.rows, left)
-        return self._record(total.f, total.g, total, d.norm(total.v), d.norm(total.slope), left, moving)
+        return self._move_u(total, left)
 
     def _curved(self, batches: list[Pair], f_v: list[Tensor], left: Tensor) -> Gradients:
         """Solve for q; return g and grad_v g, with g_vv q and g_uv q in place of the derivatives of F."""
@@ -194,9 +204,41 @@ class _Run(MinibatchRun):
 
     # -- what solve asks -----------------------------------------------------------------------------------------
 
-    def prices(self) -> Prices:
-        """Return `Prices` with nu = -q: the derivative of f + <nu, grad_v g> in v is the residual of the system."""
-        return self._adjoint_prices(self.linear.q)
-
     def _tensors(self) -> dict[str, Any]:
         return {"linear": self.linear.state}
+
+
+class _FreshRun(_Run):
+    """A run of `ApproxGrad` with the solver "sgd", which takes N = `linear_steps` steps between those on v and on u.
+
+    Each upper step evaluates g T + N + 1 times and f N + 1 times; in the warm-up T + 1 times and once. With
+    `accumulate=k`, g is evaluated k (T + N + 2) times and f k (N + 1) times.
+    """
+
+    def __init__(self, options: ApproxGrad, context: RunContext) -> None:
+        self.adjoint_steps, self.warm_start = options.linear_steps or options.lower_steps, options.warm_start
+        super().__init__(options, context)
+
+    def _linear(self, options: ApproxGrad, measured: BatchScales) -> LinearSolver:
+        rate = self._shortest() if options.linear_rate is None else options.linear_rate
+        return GradientSteps(self.v.leaves, 1, self.derivatives.dot, warm_start=True, rate=rate)
+
+    def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        super()._lower_step(draw, left, moving)
+        if not self.warm_start:
+            self.linear.restart()
+
+    def _adjoint_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
+        d = self.derivatives
+
+        def product(p: list[Tensor]) -> list[Tensor]:
+            with torch.enable_grad():
+                return d.hessian_product(draw, p, with_u=False)
+
+        if moving:
+            self._solved(product, d.direct(draw).v, left)
+
+    def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
+        if not moving:
+            return super()._upper_step(draw, left, moving)
+        return self._move_u(self.derivatives.penalised(draw, self.prices(), with_u=True), left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.distributed.derivatives import make_derivatives
 from bilevel.engines._torch_private import pytree
 from bilevel.engines.engine import Engines
-from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales, measure
 from bilevel.measures.certificate import SMALL
 from bilevel.measures.lower_minimum import lower_point
 from bilevel.methods.base import RunContext, copy_state
+from bilevel.methods.options import DECAYS, check_batch_run
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem import Variable
 from bilevel.results import Status
@@ -44,6 +45,7 @@ class _Parts(NamedTuple):
 
     start: Callable[..., None]
     lower: Callable[..., None]
+    adjoint: Callable[..., None]
     upper: Callable[..., Tensor]
 
 
@@ -57,6 +59,8 @@ class MinibatchRun(ABC):
     # The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
     # `bilevel.distributed.sharded_state`).
     like_v: tuple[str, ...] = ("lower",)
+    # The number of steps on the adjoint between the lower steps and the upper step.
+    adjoint_steps = 0
     # How many batches the scales are measured on.
     scale_batches = 5
     lower: VariableOptimizer
@@ -71,33 +75,18 @@ class MinibatchRun(ABC):
         curvature: Curvature = "auto",
         shared: bool = False,
         warm_up: float = 0.0,
-        falling: bool = True,
+        decay: str = "linear",
     ) -> None:
         """Arguments:
 
         lower_steps: Lower steps in an upper iteration (T in the paper).
         shared: Whether all steps of an upper iteration use one draw.
         warm_up: Share of the upper iterations in which only v moves.
-        falling: Whether the learning rates fall linearly to zero.
+        decay: How the learning rates fall: a key of `DECAYS`.
         """
         self.context = context
         self.problem, self.u, self.v = context.problem, context.u, context.v
-        if self.problem.constrained_below:
-            raise OptionError(
-                "lower_equalities and lower_inequalities need Penalty(), which penalises the lower KKT "
-                "conditions. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
-            )
-        if self.problem.prepare is not None and self.u.rows:
-            raise OptionError(
-                "u cannot hold Rows if the problem has prepare. Use a tensor with one row for each example."
-            )
-        if warm_up and self.problem.start_lower is not None:
-            raise OptionError(f"warm_up must be 0 with start_lower, which resets v in every step; got {warm_up}.")
-        if context.accumulate > 1 and self.problem.start_lower is not None:
-            raise OptionError(
-                f"accumulate must be 1 with start_lower, which receives one episode; got {context.accumulate}. Put "
-                "several tasks into one batch."
-            )
+        check_batch_run(context, warm_up)
         self.derivatives = make_derivatives(
             context.problem,
             context.u,
@@ -108,7 +97,7 @@ class MinibatchRun(ABC):
             accumulate=context.accumulate,
         )
         self.tolerance = context.tolerance
-        self.lower_steps, self.falling = lower_steps, falling
+        self.lower_steps, self.decay = lower_steps, decay
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
         self.warm_up = round(warm_up * context.max_steps)
         self.last: list[Pair] | None = None
@@ -157,12 +146,12 @@ class MinibatchRun(ABC):
 
     def _ready(self) -> None:
         """Count the draws of an upper iteration and make the engines. A subclass calls this last in its `__init__`."""
-        self.draws = self.context.accumulate * (1 if self.shared else self.lower_steps + 1)
-        each = self.lower_steps + 1
+        each = self.lower_steps + self.adjoint_steps + 1
+        self.draws = self.context.accumulate * (1 if self.shared else each)
         self.engines = Engines(self.context.engine, self, gradients=self.context.max_steps * each, each=each)
         inner, outer = self.engines.inner.wrap, self.engines.outer.wrap
         upper = self._upper_step if self.problem.prepare is None else self._episode
-        self._parts = _Parts(inner(self._start_episode), inner(self._lower_step), inner(upper))
+        self._parts = _Parts(*map(inner, (self._start_episode, self._lower_step, self._adjoint_step, upper)))
         self._outer_parts = _Parts(*map(outer, self._parts))
         self._whole: Callable[..., Tensor] = outer(self._iteration)
 
@@ -185,7 +174,7 @@ class MinibatchRun(ABC):
         if not self.moving and k >= self.warm_up:
             self.moving = True
             self._warmed(k)
-        share = 1.0 - k / self.context.max_steps if self.falling else 1.0
+        share = DECAYS[self.decay](k, self.context.max_steps)
         return self._draws(k), torch.full((), share, dtype=self.v.dtype, device=self.v.device)
 
     def _warmed(self, k: int) -> None:  # noqa: B027
@@ -200,8 +189,9 @@ class MinibatchRun(ABC):
         if self.shared:
             yield self._draw()
             return
-        turn = int(k * GOLDEN % 1.0 * (self.lower_steps + 1))
-        for i in range(self.lower_steps + 1):
+        count = self.lower_steps + self.adjoint_steps + 1
+        turn = int(k * GOLDEN % 1.0 * count)
+        for i in range(count):
             draw = self._draw()
             if i == turn:
                 last = draw
@@ -231,8 +221,8 @@ class MinibatchRun(ABC):
         if self.problem.prepare is None:
             if self.problem.start_lower is not None:
                 yield partial(parts.start, draw)
-            for _ in range(self.lower_steps):
-                yield partial(parts.lower, draw, self._lower_left(left), moving)
+            for part in [parts.lower] * self.lower_steps + [parts.adjoint] * self.adjoint_steps:
+                yield partial(part, draw, self._lower_left(left), moving)
                 draw = next(source, draw)
         yield partial(parts.upper, draw, left, moving)
 
@@ -241,8 +231,8 @@ class MinibatchRun(ABC):
         batches = self.derivatives.prepare(draw, graph=moving)
         still = detached(batches)
         self._start_episode(still)
-        for _ in range(self.lower_steps):
-            self._lower_step(still, self._lower_left(left), moving)
+        for step in [self._lower_step] * self.lower_steps + [self._adjoint_step] * self.adjoint_steps:
+            step(still, self._lower_left(left), moving)
         return self._upper_step(batches, left, moving)
 
     def _lower_left(self, left: Tensor) -> Tensor:
@@ -269,6 +259,9 @@ class MinibatchRun(ABC):
         _, slope = self.derivatives.slope(draw)
         self.lower.step(slope, (), left)
 
+    def _adjoint_step(self, draw: Draw, left: Tensor, moving: bool) -> None:  # noqa: B027
+        """Move the adjoint."""
+
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         """Move u if `moving`, by default along f_u with v held fixed; return the record."""
         d = self.derivatives
@@ -294,6 +287,14 @@ class MinibatchRun(ABC):
         if moved.u:
             squares.append(dot(moved.u, moved.u, trials=self.problem.trials is not None))
         return torch.stack(squares).sum(0).detach().sqrt() if squares else torch.zeros_like(moved.f)
+
+    @contextmanager
+    def _at(self, v: Sequence[Tensor], u: Sequence[Tensor] = (), *, buffers: bool = False) -> Iterator[None]:
+        """Give v, and u if passed, these values inside. With `buffers`, changes of the buffers last."""
+        moved = [*self.v.leaves, *self.u.leaves[: len(u)]]
+        with keeping(moved if buffers else [*moved, *self.v.buffers(), *self.u.buffers()]):
+            copy_state(moved, [*v, *u])
+            yield
 
     def _draw(self) -> Draw:
         sources, count = self.context.sources, self.context.accumulate

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
 from bilevel._util.checks import brief, check_counts, factory, in_range, one_of
 from bilevel.errors import OptionError
+from bilevel.methods.base import RunContext
 from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.problem import Problem
+
+# The factor on the learning rates of upper iteration k of n.
+DECAYS: dict[str, Callable[[int, int], float]] = {
+    "constant": lambda k, n: 1.0,
+    "linear": lambda k, n: 1.0 - k / n,
+    "root": lambda k, n: (k + 1) ** -0.5,
+}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,17 +56,13 @@ class StepOptions(MethodOptions):
 
     def steps(self, problem: Problem) -> dict[str, Any]:
         """Return the arguments of `MinibatchRun` that these options set. Refuse constraints on u and v."""
-        if problem.equalities or problem.inequalities:
-            raise OptionError(
-                f"{type(self).__name__} has no multipliers for equalities and inequalities. Use Penalty, or "
-                "project_upper if u lives in a set with a known projection."
-            )
+        no_constraints(type(self).__name__, problem)
         warm_up = (0.0 if problem.start_lower is not None else 0.1) if self.warm_up is None else self.warm_up
         return {
             "lower_steps": self.lower_steps,
             "shared": self.lower_batches == "shared",
             "warm_up": warm_up,
-            "falling": self.decay == "linear",
+            "decay": self.decay,
         }
 
 
@@ -70,6 +75,34 @@ class OptimizerOptions(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         factory("lower_optimizer", self.lower_optimizer)
+
+
+def check_batch_run(context: RunContext, warm_up: float) -> None:
+    """Refuse what no run of lower and upper steps on batches can do."""
+    problem = context.problem
+    if problem.constrained_below:
+        raise OptionError(
+            "lower_equalities and lower_inequalities need Penalty(), which penalises the lower KKT "
+            "conditions. Use it, or project_lower if v lives in a set with a known projection (Box, Ball, Simplex)."
+        )
+    if problem.prepare is not None and context.u.rows:
+        raise OptionError("u cannot hold Rows if the problem has prepare. Use a tensor with one row for each example.")
+    if warm_up and problem.start_lower is not None:
+        raise OptionError(f"warm_up must be 0 with start_lower, which resets v in every step; got {warm_up}.")
+    if context.accumulate > 1 and problem.start_lower is not None:
+        raise OptionError(
+            f"accumulate must be 1 with start_lower, which receives one episode; got {context.accumulate}. Put "
+            "several tasks into one batch."
+        )
+
+
+def no_constraints(method: str, problem: Problem) -> None:
+    """Refuse constraints of the upper level."""
+    if problem.equalities or problem.inequalities:
+        raise OptionError(
+            f"{method} has no multipliers for equalities and inequalities. Use Penalty, or project_upper if u lives in "
+            "a set with a known projection."
+        )
 
 
 def no_projection(method: str, problem: Problem) -> None:

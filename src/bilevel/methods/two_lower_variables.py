@@ -16,18 +16,13 @@ To evaluate at w, the tensors of v hold the values of w for a moment. BatchNorm'
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
-from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import broadcast_trials
-from bilevel.derivatives.prices import Gradients, Prices, added
+from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
@@ -85,13 +80,6 @@ class TwoLowerVariablesRun(MinibatchRun):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _at_w(self) -> Iterator[None]:
-        """Give v the values of w inside."""
-        with keeping([*self.v.leaves, *self.v.buffers(), *self.u.buffers()]):
-            copy_state(self.v.leaves, self.w)
-            yield
-
     def _warmed(self, k: int) -> None:
         copy_state(self.w, self.v.leaves)
 
@@ -105,7 +93,7 @@ class TwoLowerVariablesRun(MinibatchRun):
         if not moving:
             self.lower.step(slope, (), left)
             return
-        with self._at_w():
+        with self._at(self.w):
             found = d.first_order(draw, None)
         residual, scale = d.residual(slope), self._scale()
         pull = self._pull(found.v, found.slope, residual, self._priced(self._gap(found.g, g, residual)))
@@ -121,9 +109,9 @@ class TwoLowerVariablesRun(MinibatchRun):
         if not moving:
             return super()._upper_step(draw, left, moving)
         batches = d.detach_prepared(draw)
-        below = self._lower_slopes(batches)
-        with self._at_w():
-            above = self._lower_slopes(batches)
+        below = d.direct(batches, lower=True)
+        with self._at(self.w):
+            above = d.direct(batches, lower=True)
             direct = d.direct(batches)
         residual = d.residual(below.v)
         p = self._priced(self._gap(above.g, below.g, residual))
@@ -153,17 +141,6 @@ class TwoLowerVariablesRun(MinibatchRun):
             for w, leaf in zip(self.w, self.v.leaves, strict=True):
                 w.copy_(leaf + factor * (w - leaf))
         return record
-
-    def _lower_slopes(self, batches: list[Pair]) -> Gradients:
-        """Return g, grad_v g and grad_u g, averaged over the batches, at the present v."""
-        d, count, share = self.derivatives, len(self.v.leaves), 1.0 / len(batches)
-        parts = []
-        for _, batch in batches:
-            with d.differentiating_u(True) as inputs:
-                g = d.lower(batch) * share
-                found = d.gradient(g, [*self.v.leaves, *inputs()], retain=self.problem.prepare is not None)
-                parts.append(d.to_gradients(torch.zeros_like(g), g, [], [], found, 1.0, count))
-        return d.mean_gradients_over_ranks(reduce(added, parts))
 
     def _gap(self, above: Tensor, below: Tensor, residual: list[Tensor]) -> Tensor:
         """Return g(u, w) - g(u, v) - <s, w - v>."""

@@ -23,13 +23,13 @@ from bilevel._util.random_state import keeping, random_state
 from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients
+from bilevel.measures.batch_scales import largest_curvature
 from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
 from bilevel.methods.options import StepOptions, no_projection
 from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.problem import Variable
 
-POWER_ITERATIONS = 10
 # `run(step, *arguments)` runs a step by the engines if they can.
 Run = Callable[..., Any]
 
@@ -119,23 +119,11 @@ class Unrolled(MinibatchRun):
 
     def _lengths(self, pairs: Sequence[Pair], rate: float | None) -> Tensor:
         """Return rho, one number for each trial: as given, or 1 / the largest |g_vv| on these batches."""
-        d, trials = self.derivatives, self.problem.trials
+        trials = self.problem.trials
         shape = () if trials is None else (trials,)
         if rate is not None:
             return torch.full(shape, rate, dtype=self.v.dtype, device=self.v.device)
-        start = []
-        for leaf in self.v.leaves:  # every trial starts from the same direction
-            one = leaf.shape if trials is None else leaf.shape[1:]
-            direction = torch.randn(one, generator=self.context.generator, dtype=leaf.dtype).to(leaf.device)
-            start.append(direction.expand(leaf.shape))
-        found = []
-        for pair in pairs:
-            x, size = start, d.norm(start)
-            for _ in range(POWER_ITERATIONS):
-                x = d.hessian_product([pair], [t / broadcast_trials(size, t) for t in x], with_u=False)
-                size = torch.where((bend := d.norm(x)) > 0, bend, torch.ones_like(bend))
-            found.append(size)
-        return (1 / torch.stack(found).amax(0)).to(self.v.dtype)
+        return (1 / largest_curvature(self.derivatives, pairs, self.context.generator)).to(self.v.dtype)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -235,6 +235,20 @@ class Neumann(LinearSolver):
         ]
 
 
+class GradientSteps(LinearSolver):
+    """Gradient steps on <q, A q> / 2 - <b, q>: q <- q + rate (b - A q)."""
+
+    def __init__(self, like: Sequence[Tensor], steps: int, dot: Dot, *, warm_start: bool, rate: float) -> None:
+        super().__init__(like, steps, dot, warm_start=warm_start)
+        self.rate = rate
+
+    def _solved(self, product: Product, b: list[Tensor], left: Tensor) -> list[Tensor]:
+        q = list(self.q)
+        for _ in range(self.steps):
+            q = _add(q, left * self.rate, _add(b, -1.0, product(q)))
+        return q
+
+
 class LeastSquares(LinearSolver):
     """Adam on |A q - b|^2 / 2, whose gradient is A (A q - b): two products a step."""
 

@@ -307,6 +307,37 @@ def fairness(
 
 
 @app.command()
+def field(
+    problems: Annotated[Words, typer.Option(help="cleaning 0.5, 0.7 or 0.9, ijcnn1, quadratics, with commas.")] = None,
+    methods: Annotated[Words, typer.Option(help="penalty, soba, srba, amigo, stocbio, f2sa, with commas.")] = None,
+    seeds: Seeds = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="CPU seconds of a run.")] = 20.0,
+    minutes: Minutes = None,
+    out: Out = Path("runs/field"),
+    results: Results = None,
+    page: Annotated[Path | None, typer.Option(help="Folder in which to write the page: docs/results.")] = None,
+    no_run: NoRun = False,
+    json: Json = False,
+) -> None:
+    """The problems of benchopt's benchmark_bilevel: Penalty() next to SOBA, SRBA, AmIGO, StocBiO and F2SA.
+
+    One run at a time, each on one thread: CPU seconds of runs that share a machine cannot be compared.
+    """
+    from bilevel_studies.field import runs, study, tables
+    from bilevel_studies.render import write
+
+    some = words("--problems", problems, tuple(study.PROBLEMS)), words("--methods", methods, tuple(study.METHODS))
+    run = Study("field", out, tables.report, results, no_run, json, minutes)
+    run.run(
+        study.cells(*some, seeds, seconds),
+        runs.run,
+        lambda kept: study.cells(*some, seeds, seconds, study.best_factors(kept)),
+    )
+    if page is not None:
+        write("field", run.store.all(), page)
+
+
+@app.command()
 def fewshot(
     context: typer.Context,
     parts: Annotated[

@@ -123,7 +123,14 @@ def how_few(kept: Sequence[Kept], path: Path) -> None:
 
 
 @matplotlib.rc_context(STYLE)
-def curves(panels: Mapping[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]], path: Path, x: str) -> None:
+def curves(
+    panels: Mapping[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]],
+    path: Path,
+    x: str,
+    y: str = "accuracy, percent",
+    *,
+    log: bool = False,
+) -> None:
     """Draw lines of (label, x, y), a panel for each title; the same label has the same color everywhere."""
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
@@ -136,7 +143,9 @@ def curves(panels: Mapping[str, Sequence[tuple[str, Sequence[float], Sequence[fl
             axes.plot(at, value, lw=1.2, color=COLORS[labels.index(label)], label=None if label in seen else label)
             seen.add(label)
         axes.set(xlabel=x, title=title)
+        if log:
+            axes.set(xscale="log", yscale="log")
     for axes in cells[len(panels) :]:
         axes.set_axis_off()
-    cells[0].set_ylabel("accuracy, percent")
+    cells[0].set_ylabel(y)
     save_figure(figure, path, legend_of=max(cells, key=lambda axes: len(axes.get_legend_handles_labels()[1])))

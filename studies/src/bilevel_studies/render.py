@@ -18,7 +18,7 @@ from bilevel_studies.study import RESULTS, Kept, read
 
 PAGES = RESULTS.parents[1] / "docs" / "results"
 # The module of each page; its function `page` returns the names that the template uses.
-STUDIES = {"poisoning": "bilevel_studies.poisoning.tables"}
+STUDIES = {"poisoning": "bilevel_studies.poisoning.tables", "field": "bilevel_studies.field.tables"}
 
 
 def render(name: str, kept: Sequence[Kept]) -> str:

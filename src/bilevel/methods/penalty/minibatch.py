@@ -45,7 +45,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             curvature=options.curvature,
             shared=options.lower_batches == "shared",
             warm_up=options.warm_up or 0.0,
-            falling=options.decay == "linear",
+            decay=options.decay or "linear",
         )
         given = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
         if context.problem.start_lower is not None and all(option is not None for option in given):

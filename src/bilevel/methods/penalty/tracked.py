@@ -93,7 +93,7 @@ class TrackedRun(MinibatchRun):
             lower_steps=options.lower_steps or 0,
             curvature=options.curvature,
             shared=options.lower_batches == "shared",
-            falling=options.decay == "linear",
+            decay="linear" if options.decay == "linear" else "constant",  # "root" begins when u begins to move
         )
         # The number of steps before u can move: the user's, or at the next look at whether v is trained.
         self.fixed = options.warm_up is not None

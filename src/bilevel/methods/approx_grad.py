@@ -91,7 +91,7 @@ class ApproxGrad(OptimizerOptions):
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))
         if self.linear_rate is not None and self.linear_solver not in ("adam", "sgd"):
             raise OptionError(
-                f"linear_rate is only used with linear_solver='adam' and 'sgd'; got {self.linear_rate!r} with "
+                f"linear_rate is only used with linear_solver='adam' or 'sgd'; got {self.linear_rate!r} with "
                 f"linear_solver={self.linear_solver!r}. Leave it out, or pass linear_solver='adam'."
             )
 

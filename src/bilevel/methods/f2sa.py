@@ -40,8 +40,8 @@ WEIGHT_POWER = 1 / 7
 class F2SA(SingleLoopOptions):
     """F2SA with a central difference: two lower variables descend g + h f and g - h f. First order only.
 
-    It costs 2 (T + 1) evaluations of f and of g for each step on u, four times as many as `Alternating` of f and g
-    together, and no second derivatives.
+    It costs 2 (T + 1) evaluations of f and of g for each step on u, about four times as many as `Alternating`, and
+    no second derivatives.
 
     Options:
         lower_steps: Steps on v+ and v- before each step on u (T in the paper). Default: 10.

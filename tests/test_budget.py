@@ -20,7 +20,7 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 STATEMENTS = {
     "top": 267,  # 263 before four methods of the field were exported
     "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
-    "applications": 2899,
+    "applications": 2900,
     "batches": 359,  # 348 before a source could be read as a whole, which SRBA does
     "cli": 1396,  # 1,395 before methods that denoise does not offer were named
     "data": 1235,
@@ -28,13 +28,13 @@ STATEMENTS = {
     "distributed": 486,
     "engines": 371,
     "measures": 783,  # 766 before the largest curvature on batches moved here from the methods
-    "methods": 3289,  # 2,947 before SOBA, SRBA, F2SA, SAMA, AmIGO and StocBiO
+    "methods": 3491,  # 2,117 before exact multipliers; 2,933 before SOBA, SRBA, F2SA, SAMA and tracked multipliers
     "optim": 650,  # 640 before gradient steps on the adjoint
     "problem": 274,
     "report": 358,
     "running": 1277,
     "sklearn": 278,
-    "studies": 4842,
+    "studies": 5318,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

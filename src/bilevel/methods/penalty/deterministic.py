@@ -2,9 +2,9 @@
 
 1. Exact multipliers run if g_vv exists and is positive definite at the start.
 2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
-   does not curve up in some direction, at the start or later. It also takes over if exact multipliers get stuck
-   although their model of f promises a decrease. In float32, rounding is the likely cause of both: the run then ends,
-   unless g certainly curves down.
+   does not curve up in some direction at the start. It also takes over if exact multipliers get stuck where g
+   certainly curves down. A trial point at which g_vv is singular to rounding, or its systems take too many products, is
+   only rejected: u can run to infinity, and nothing is gained there.
 3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
    from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
 
@@ -96,14 +96,13 @@ class DeterministicRun:
         if isinstance(run, AugmentedLagrangianRun):
             if run.status is not None:
                 self._confirm()
-        elif run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
-            flat, run.failed, run.status = run.failed, False, Status.STALLED
-            precise = run.coarse == "float64" or run.exact.negative
-            if not self.confirming and precise:
+        elif run.failed:
+            run.failed, run.status = False, Status.STALLED
+            if not self.confirming and run.exact.negative:
                 # If g was found to be lower elsewhere, f at this end means nothing.
                 self.previous = None if run.minimiser is False else Ended(run, run.search.value, flatten(run.leaves))
                 self._switch_to(self._augmented_lagrangian(run.derivatives))
-            elif self.confirming and flat and self.previous and not self.previous.better_than(run.search.value):
+            elif self.confirming and self.previous and not self.previous.better_than(run.search.value):
                 self._restore_previous()
         return self.current.status
 
@@ -162,6 +161,18 @@ class DeterministicRun:
 
     def scales(self) -> tuple[float, float, float, float]:
         return self.current.scales()
+
+    @property
+    def doubt(self) -> str:
+        """Why the end is not trusted; empty if it is."""
+        return getattr(self.current, "doubt", "")
+
+    @property
+    def message(self) -> str:
+        """What the status does not say about the end."""
+        doubt = getattr(self.current, "message", "")
+        coarse = self.current.coarse != "float64" and self.current.status is Status.STALLED
+        return f"{doubt} Try float64.".strip() if coarse else doubt
 
     @property
     def unit_step(self) -> float:

@@ -123,6 +123,8 @@ def solve_flat(
     eps = torch.finfo(b.dtype).eps
     if size == 0.0:
         return x, top
+    if not math.isfinite(size):  # squares overflow
+        raise FlatError
     if start is not None:
         rest = b - product(start)
         if torch.dot(rest, rest).item() < size**2:

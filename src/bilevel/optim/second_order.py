@@ -56,13 +56,17 @@ def explore(
         reach: The length along a direction over which the function is probably nonlinear.
         error: The error of a slope.
         random: The vector r.
-        count: The most evaluations. No more than the dimension of the face are made.
+        count: The most evaluations. No more than the dimension of the face and one are made.
     """
     face, found = search.face, Exploration()
-    count = min(count, int((face.along(torch.ones_like(random)) != 0).sum()))
-    waiting = [face.direction, face.inverse(face.along(random))]
+    r = face.along(random)
+    count = min(count, 1 + int((face.along(torch.ones_like(random)) != 0).sum()))
+    # r itself shows how the function varies; the other directions are conjugate.
+    waiting = [r, face.direction, face.inverse(r)]
     known: list[tuple[Tensor, Tensor, float]] = []
-    while waiting and count > 0:
+    for k in range(count):
+        if not waiting:
+            break
         p = waiting.pop(0)
         size = p.norm().item()
         for other, bend, curvature in known:
@@ -75,19 +79,19 @@ def explore(
         moves = (search.trial(sign * DIFFERENCE * length * p) - search.x for sign in (1, -1))
         move = max(moves, key=lambda move: abs(torch.dot(p, move).item()))
         step = torch.dot(p, move).item()
-        count -= 1
         if step == 0 or (new := slope(search.x + move)) is None:
             continue
         bend = face.along(new - search.gradient) / step
         curvature = torch.dot(p, bend).item()
-        if not abs(curvature) > CERTAIN * abs(torch.dot(p, error).item() / step):
+        if not abs(curvature) > CERTAIN * (p * error).norm().item() / abs(step):
             continue
         if curvature < 0:
             found.down = p if torch.dot(p, search.gradient).item() <= 0 else -p
             break
-        known.append((p, bend, curvature))
-        waiting.append(face.inverse(bend))
         found.pairs.append((step * p, step * bend))
-        found.decrease += torch.dot(face.slope, p).item() ** 2 / curvature
         found.variation = max(found.variation, curvature * length**2 / 2)
+        if k > 0:
+            known.append((p, bend, curvature))
+            waiting.append(face.inverse(bend))
+            found.decrease += torch.dot(face.slope, p).item() ** 2 / curvature
     return found

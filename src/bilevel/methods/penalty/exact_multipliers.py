@@ -124,8 +124,8 @@ class ExactMultipliers:
             self.negative = self.negative or error.negative
         finally:
             self.newton.accuracy = accuracy
-        finite = found is not None and math.isfinite(found.f + found.grad_v + found.top)
-        if found is None or not (finite and bool(torch.isfinite(found.grad_u).all())):
+        # A curvature whose square overflows is as bad as an infinite one.
+        if found is None or not math.isfinite(found.f + found.grad_v + found.top * found.top + found.grad_u.norm().item()):
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
         return found.phi, found.grad_u, found

@@ -60,7 +60,7 @@ EXPLORING = 1e-9
 # phi is unbounded if it falls by this many times its value at the start.
 UNBOUNDED = 1e30
 # The attributes that a checkpoint keeps.
-NUMBERS = ("remaining", "best", "change", "first", "restarted_at", "accuracy_factor", "explored", "cap", "unseen")
+NUMBERS = ("remaining", "best", "change", "first", "restarted_at", "accuracy_factor", "explored", "variation", "unseen")
 COUNTERS = ("stalls", "restarts", "taken", "reached", "explorations")
 
 
@@ -119,7 +119,7 @@ class ExactMultipliersRun(RunWithoutData):
     def _start(self) -> None:
         """Start a search at the present u and v."""
         self.remaining, self.best, self.stalls, self.change, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
-        self.taken, self.reached, self.explored, self.cap, self.unseen = 0, 0, math.inf, math.inf, 0.0
+        self.taken, self.reached, self.explored, self.variation, self.unseen = 0, 0, math.inf, 0.0, 0.0
         self._set_accuracy(0.0)
         self.exact.restart()
         self.exact.largest_correction = None
@@ -190,6 +190,8 @@ class ExactMultipliersRun(RunWithoutData):
             self.mark = self.search.value, self.search.x
         if self.search.value < self.first - UNBOUNDED * (1 + abs(self.first)):
             self.status, self.doubt = Status.DIVERGED, "f seems to be unbounded below: add bounds on u (project_upper)."
+        elif self.search.x.norm().item() > UNBOUNDED * (1 + self.origin.norm().item()):
+            self.status, self.doubt = Status.DIVERGED, "u runs to infinity: add bounds on u (project_upper)."
         elif not moved and self.exact.negative:
             self.failed = True
         elif self.remaining <= self.goal or self._long_enough() or not moved or self.stalls >= STALLS:
@@ -233,8 +235,9 @@ class ExactMultipliersRun(RunWithoutData):
 
         At least its rise at the first trial point, if the run starts at a minimum, and what rounding leaves unknown.
         """
-        floor: float = torch.finfo(self.v.dtype).eps ** (2 / 3) * abs(self.search.value)
-        return min(max(self.first - self.search.value, self.search.rise), self.cap) + max(floor, 1e-300)
+        floor = torch.finfo(self.v.dtype).eps ** (2 / 3) * max(abs(self.search.value), self.variation)
+        most = VARIATIONS * self.variation if self.variation > 0 else math.inf
+        return min(max(self.first - self.search.value, self.search.rise), most) + max(floor, 1e-300)
 
     def _remaining(self) -> float:
         """Return the root of the share of the gain that a step of L-BFGS promises."""
@@ -252,7 +255,8 @@ class ExactMultipliersRun(RunWithoutData):
         self.exact.forget()
         v = flatten(self.v.leaves)
         noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)
-        write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
+        # Relative to each number: they can have different units.
+        write(v * (1 + torch.finfo(v.dtype).eps ** 0.5 * noise), self.v.leaves)
         value, slope, point = self.exact(self.search.x)
         if point is None:
             self.failed = True
@@ -324,14 +328,15 @@ class ExactMultipliersRun(RunWithoutData):
         lower = found.down is not None and self._go_down(found.down)
         self.exact.largest_correction = self._largest_correction
         self.write_point()
-        self.cap = VARIATIONS * found.variation if found.variation > 0 else self.cap
+        self.variation = found.variation
         self.remaining, self.unseen = self._remaining(), math.sqrt(found.decrease / (2 * self.gain))
         if not lower and max(self.remaining, self.unseen) <= tolerance:
             return False
         for pair in found.pairs:
             search.learn(*pair)
+        self.remaining = self._remaining()
         self.best, self.stalls, self.reached = math.inf, 0, 0
-        self._set_accuracy(1.0)
+        self._set_accuracy(self.remaining)
         return lower or not stuck or self.unseen > tolerance
 
     def _slope_at(self, x: Tensor) -> Tensor | None:
@@ -394,7 +399,7 @@ class ExactMultipliersRun(RunWithoutData):
             return float(self.options.gamma)  # type: ignore[arg-type]
         point = self.search.extra
         size = (1 + point.v.norm().item()) * point.top
-        return max(point.w.norm().item() / size, 1e-12) if size > 0 else 1.0
+        return max(point.w.norm().item() / size, torch.finfo(self.v.dtype).tiny) if size > 0 else 1.0
 
     def prices(self) -> Prices:
         point, gamma = self.search.extra, self._gamma()

@@ -99,14 +99,17 @@ class LowerNewton:
             if k == 0:
                 self.first = moved
             expected = moved.next()
-            # If numbers of v have very different curvatures, a short step can still matter to g, by |s|^2 / |g_vv|.
-            lower = slope.flat.norm().item() / max(self.systems.top, self.systems.largest, TINY) * slope.flat.norm().item()
-            seen = VISIBLE * (abs(slope.value) + max(first - slope.value, 0.0))
-            if expected.length <= max(enough, self.accuracy * self.distance) and (self.d.v.projected or lower <= seen):
+            near = expected.length <= max(enough, self.accuracy * self.distance)
+            if near and (self.d.v.projected or self._fall(slope) <= VISIBLE * (abs(slope.value) + first - slope.value)):
                 break
         if self.origin is None:
             self.origin, self.distance = flatten(self.d.v.leaves), 0.0
         return slope
+
+    def _fall(self, slope: Slope) -> float:
+        """Return |s|^2 / |g_vv|, which g can fall by: to a number of v with a large curvature, a short step matters."""
+        size = slope.flat.norm().item()
+        return size / max(self.systems.top, self.systems.largest, TINY) * size
 
     def slope(self) -> Slope:
         """Evaluate g and s at the present u and v."""

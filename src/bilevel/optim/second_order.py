@@ -1,8 +1,8 @@
 """Tests the end of an L-BFGS search by the second derivative A, in directions that its model may not know.
 
-The directions p are conjugate, <p_i, A p_j> = 0. They span a Krylov space of H A that H e and H r begin, for the slope e
-and a random r; H is the inverse curvature of L-BFGS. A p is a difference of slopes. On a face of the set, only moves
-along it count.
+The model knows pairs (s, A s). A direction p that is orthogonal to all A s is conjugate to all s, so it shows what the
+search has not seen. Such parts of the slope e and of a random r take turns; A p is a difference of slopes, and joins the
+pairs. On a face of the set, only moves along it count.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from bilevel.optim.projected_lbfgs import ProjectedLBFGS
 DIFFERENCE = 1e-2
 # A curvature counts if it is above this many times what the error of the slopes explains.
 CERTAIN = 10.0
-# A direction is new if more than this share of it is left after the others were removed.
+# A direction is new if more than this share of it is orthogonal to what is known.
 NEW = 1e-6
+TINY = 1e-300
 
 
 @dataclass
@@ -56,23 +57,20 @@ def explore(
         reach: The length along a direction over which the function is probably nonlinear.
         error: The error of a slope.
         random: The vector r.
-        count: The most evaluations. No more than the dimension of the face and one are made.
+        count: The most evaluations.
     """
     face, found = search.face, Exploration()
-    r = face.along(random)
-    count = min(count, 1 + int((face.along(torch.ones_like(random)) != 0).sum()))
-    # r itself shows how the function varies; the other directions are conjugate.
-    waiting = [r, face.direction, face.inverse(r)]
-    known: list[tuple[Tensor, Tensor, float]] = []
-    for k in range(count):
-        if not waiting:
-            break
-        p = waiting.pop(0)
-        size = p.norm().item()
-        for other, bend, curvature in known:
-            p = p - torch.dot(p, bend) / curvature * other
-        if not p.norm().item() > NEW * size:
+    r, known = face.along(random), _span(face.bends)
+    # r shows how the function varies, and the step of the model whether the model is right.
+    waiting, idle = [r, face.direction], 0
+    while count > 0 and idle < 2:
+        first = bool(waiting)
+        whole = waiting.pop(0) if first else r if idle or len(found.pairs) % 2 else face.slope
+        p = whole if first else whole - known.T @ (known @ whole)
+        if not p.norm().item() > NEW * whole.norm().item():
+            idle += not first
             continue
+        count, idle = count - 1, 0
         p = p / p.norm()
         length = reach(p)
         # At a bound, one of the two signs can leave the set.
@@ -83,15 +81,26 @@ def explore(
             continue
         bend = face.along(new - search.gradient) / step
         curvature = torch.dot(p, bend).item()
-        if not abs(curvature) > CERTAIN * (p * error).norm().item() / abs(step):
+        unsure, fall = CERTAIN * (p * error).norm().item(), torch.dot(face.slope, p).item()
+        if not abs(curvature) > unsure / abs(step):
+            if abs(fall) > unsure:
+                found.decrease += fall**2 / (unsure / abs(step))
+            known = _span(torch.cat([known, p[None]]))
             continue
         if curvature < 0:
             found.down = p if torch.dot(p, search.gradient).item() <= 0 else -p
             break
         found.pairs.append((step * p, step * bend))
         found.variation = max(found.variation, curvature * length**2 / 2)
-        if k > 0:
-            known.append((p, bend, curvature))
-            waiting.append(face.inverse(bend))
-            found.decrease += torch.dot(face.slope, p).item() ** 2 / curvature
+        known = _span(torch.cat([known, bend[None]]))
+        if whole is not r or not first:
+            found.decrease += fall**2 / curvature
     return found
+
+
+def _span(rows: Tensor) -> Tensor:
+    """Return an orthonormal basis, as rows, of the span of vectors, up to rounding."""
+    if not len(rows):
+        return rows
+    _, sizes, basis = torch.linalg.svd(rows / rows.norm(dim=1, keepdim=True).clamp(min=TINY), full_matrices=False)
+    return basis[sizes > NEW * sizes[0]]

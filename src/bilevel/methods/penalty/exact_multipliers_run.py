@@ -348,7 +348,7 @@ class ExactMultipliersRun(RunWithoutData):
         most = FIRST * (1 + self.search.x.norm().item())
         reach = self._reach(direction)
         # A v of rounding errors says nothing.
-        return min(most, reach) if reach > torch.finfo(self.v.dtype).eps ** 0.5 * most else most
+        return min(most, reach) if reach > 1e3 * torch.finfo(self.v.dtype).eps * most else most
 
     def _go_down(self, direction: Tensor) -> bool:
         """Move along a direction in which phi curves down, if phi falls, and start the search again there."""

@@ -179,7 +179,7 @@ class Loop:
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
         if certificate.passes(tolerance):
-            if not doubt and certificate.trusted:
+            if not doubt and (certificate.trusted or self.state.mode != "deterministic"):
                 return Status.CONVERGED
             return status if status is Status.MAX_STEPS else Status.STALLED
         if certificate.worst <= tolerance and certificate.lower_minimiser is False:

@@ -135,6 +135,7 @@ class ExactMultipliers:
         self.evaluations += 1
         d, count = self.d, len(self.d.v.leaves)
         f = d.upper(slope.batch[0])
+        self.f = f.item()
         found = d.gradient(f, [*d.v.leaves, *d.u.leaves], retain=True)
         f_v, f_u = flatten(found[:count]), flatten(found[count:])
         derivative, product = self.systems.tangent(slope.flat), self.systems.product(slope)
@@ -147,7 +148,6 @@ class ExactMultipliers:
         else:
             w = bent - q - f_v  # so that grad_v F, which is f_v + w - D w + g_vv D w then, is zero if D w = -q
             left = derivative(w) + q
-        self.f = f.item()
         return Point(
             f=self.f,
             g=slope.value,

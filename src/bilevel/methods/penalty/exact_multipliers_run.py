@@ -198,6 +198,8 @@ class ExactMultipliersRun(RunWithoutData):
             self._check_end(stuck=not moved or self.stalls >= STALLS, near=moved or self.exact.finite)
         else:
             self._set_accuracy(self.remaining)
+        if self.failed and not self.exact.finite:  # not even at u: the loop reports it
+            return self._record(self.exact.f, self.exact.newton.value)
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _long_enough(self) -> bool:

@@ -61,7 +61,9 @@ class Status(enum.Enum):
     STALLED = "No further progress from here: see the certificate for how near it came."
     MAX_STEPS = "The budget of steps is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
-    DIVERGED = "Diverged: a value is not finite, or f falls without bound. The last finite state that was kept is restored."
+    DIVERGED = (
+        "Diverged: a value is not finite, or f falls without bound. The last finite state that was kept is restored."
+    )
 
     def __str__(self) -> str:
         return self.value

@@ -60,6 +60,7 @@ class DeterministicRun:
         self.confirming = False
         self.current: AnyRun
         self.derivatives: PenalisedObjective
+        self.first_v = flatten(context.v.leaves)
         self.tolerance: float | None
         self._switch_to(self._first())
         self.current.warn_of_precision()
@@ -88,6 +89,7 @@ class DeterministicRun:
 
     def _switch_to(self, run: AnyRun) -> None:
         self.current, self.derivatives, self.tolerance = run, run.derivatives, run.tolerance
+        run.first_v = self.first_v
         self.step = run.step  # directly: users see fewer calls in a debugger
 
     def ended(self) -> Status | None:
@@ -183,9 +185,14 @@ class DeterministicRun:
         if self.previous is not None:
             run, f, point = self.previous
             previous = {"previous": {"run": run.state_dict() | {"solver": run.solver}, "f": f, "point": point}}
-        return self.current.state_dict() | {"solver": self.solver, "confirming": self.confirming} | previous
+        return (
+            self.current.state_dict()
+            | {"solver": self.solver, "confirming": self.confirming, "first_v": self.first_v}
+            | previous
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first_v = state.get("first_v", self.first_v).to(self.context.u.device)
         self._switch_to(self._loaded(state))
         self.previous, self.confirming = None, bool(state.get("confirming"))
         if "previous" in state:

@@ -125,7 +125,9 @@ class ExactMultipliers:
         finally:
             self.newton.accuracy = accuracy
         # A curvature whose square overflows is as bad as an infinite one.
-        if found is None or not math.isfinite(found.f + found.grad_v + found.top * found.top + found.grad_u.norm().item()):
+        if found is None or not math.isfinite(
+            found.f + found.grad_v + found.top * found.top + found.grad_u.norm().item()
+        ):
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
         return found.phi, found.grad_u, found

@@ -4,7 +4,7 @@
     remaining = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the
     fall of phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run
     that starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
-    ends when remaining <= goal, or after half as many steps again as it took to the tolerance, or when rounding hides
+    ends when remaining <= goal, or after a quarter as many steps again as it took to the tolerance, or when rounding hides
     any progress
 
 At the end:
@@ -12,7 +12,7 @@ At the end:
     v and q are solved again from other starts; the change of phi' is its error, which counts as remaining
     the second derivative is explored in a few directions (`optim.second_order`). If phi curves down, or if a Newton step
     promises more than L-BFGS, the run continues from what was learned. The gain counts as at most `VARIATIONS` times
-    the variation of phi near u: the fall from a start that was far off is no unit
+    the variation of phi near u, or a tenth of |phi|: the fall from a start that was far off is no unit
     v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
 
 A step is one L-BFGS iteration. It reads values on the host.
@@ -56,7 +56,7 @@ VARIATIONS = 1e4
 # An exploration takes at most a tenth of the evaluations so far, between these two numbers. A run has at most so many.
 EXPLORED, EXPLORATIONS = (4, 10), 10
 # The accuracy of v and q in an exploration.
-EXPLORING = 1e-9
+EXPLORING = 1e-7
 # phi is unbounded if it falls by this many times its value at the start.
 UNBOUNDED = 1e30
 # The attributes that a checkpoint keeps.
@@ -203,8 +203,8 @@ class ExactMultipliersRun(RunWithoutData):
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _long_enough(self) -> bool:
-        """Return whether the run has taken half as many steps again as it took to the tolerance."""
-        return 0 < self.reached <= (self.taken - STALLS) / 1.5
+        """Return whether the run has taken a quarter as many steps again as it took to the tolerance."""
+        return 0 < self.reached <= (self.taken - STALLS) / 1.25
 
     def _more_accurate(self) -> bool:
         """Solve v and q again, more accurately from now on; return False if that was done before."""
@@ -238,7 +238,7 @@ class ExactMultipliersRun(RunWithoutData):
         At least its rise at the first trial point, if the run starts at a minimum, and what rounding leaves unknown.
         """
         floor = torch.finfo(self.v.dtype).eps ** (2 / 3) * max(abs(self.search.value), self.variation)
-        most = VARIATIONS * self.variation if self.variation > 0 else math.inf
+        most = max(VARIATIONS * self.variation, FIRST * abs(self.search.value)) if self.variation > 0 else math.inf
         return min(max(self.first - self.search.value, self.search.rise), most) + max(floor, 1e-300)
 
     def _remaining(self) -> float:
@@ -291,7 +291,7 @@ class ExactMultipliersRun(RunWithoutData):
             self._solved_again()
         if self.failed or (self._explore(stuck) and not last):
             return
-        better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
+        better = lower_point(self.derivatives, self.context.generator, 1e-6, descend=self._minimise, first=self.first_v)
         self.write_point()
         self.minimiser = better is None
         if better is not None and self.restarts < RESTARTS and not last:

@@ -1,7 +1,7 @@
 """Tests the end of an L-BFGS search by the second derivative A, in directions that its model may not know.
 
 The model knows pairs (s, A s). A direction p that is orthogonal to all A s is conjugate to all s, so it shows what the
-search has not seen. Such parts of the slope e and of a random r take turns; A p is a difference of slopes, and joins the
+search has not seen. Such parts of the slope e and of a random r take turns. A p is a difference of slopes; it joins the
 pairs. On a face of the set, only moves along it count.
 """
 

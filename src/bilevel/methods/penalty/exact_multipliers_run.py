@@ -4,13 +4,12 @@
     remaining = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the
     fall of phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run
     that starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
-    ends when remaining <= goal, or after a quarter as many steps again as it took to the tolerance, or when rounding hides
-    any progress
+    ends when remaining <= goal, or a quarter as many steps after it met the tolerance, or when rounding hides progress
 
 At the end:
 
     v and q are solved again from other starts; the change of phi' is its error, which counts as remaining
-    the second derivative is explored in a few directions (`optim.second_order`). If phi curves down, or if a Newton step
+    the second derivative is explored in a few directions (`optim.second_order`). If phi curves down, or a Newton step
     promises more than L-BFGS, the run continues from what was learned. The gain counts as at most `VARIATIONS` times
     the variation of phi near u, or a tenth of |phi|: the fall from a start that was far off is no unit
     v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
@@ -385,6 +384,8 @@ class ExactMultipliersRun(RunWithoutData):
     def message(self) -> str:
         """What the status does not say about the end."""
         origin, (_, x) = self.origin, self.mark
+        if self.search.gradient.norm().item() == 0 and self.explorations and self.variation == 0:
+            return "f does not change with u, here or nearby."
         if (self.search.x - x).norm().item() <= (x - origin).norm().item() or self.status is Status.DIVERGED:
             return self.doubt
         far = "u moved far in directions in which f hardly changes: add bounds on u (project_upper)."

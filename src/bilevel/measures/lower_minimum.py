@@ -67,7 +67,7 @@ def lower_point(
 
     One minimisation starts from `first`, the v that the run began with, if it is given. `descend` minimises g from the
     present v and returns its value; default: `minimise`. A decrease counts only if rounding, or an inexact minimum,
-    cannot explain it. `curvature` is |g_vv|, which shows the rounding errors; with 0 they are measured.
+    cannot explain it. `curvature` is |g_vv|; with 0, a move of v by a tenth shows how much g varies.
     """
     descend = descend or partial(minimise, d, tolerance)
     held = flatten(d.v.leaves)
@@ -76,12 +76,11 @@ def lower_point(
     best, lowest = None, g
     size, eps = 1 + held.norm().item(), torch.finfo(held.dtype).eps
     noise = max(1e-9, 100 * eps, tolerance)
-    if curvature > 0:
-        rounding = noise * 1e-6 * curvature * size**2
-    else:
+    scale = 1e-6 * curvature * size**2
+    if curvature == 0:  # numbers of v can have different units
         signs = torch.randn(held.shape, generator=generator, dtype=held.dtype).sign().to(held)
-        rounding = 100 * abs(lower_value(d, held * (1 + 4 * eps * signs))[0] - g)
-    margin = noise * abs(g) + rounding + 1e-2 * size * norm(d.residual(slope)).item()
+        scale = abs(lower_value(d, held * (1 + 0.1 * signs))[0] - g)
+    margin = noise * (abs(g) + scale) + 1e-2 * size * norm(d.residual(slope)).item()
 
     def try_from(v: Tensor) -> None:
         nonlocal best, lowest

@@ -84,7 +84,7 @@ def explore(
         unsure, fall = CERTAIN * (p * error).norm().item(), torch.dot(face.slope, p).item()
         if not abs(curvature) > unsure / abs(step):
             if abs(fall) > unsure:
-                found.decrease += fall**2 / (unsure / abs(step))
+                found.decrease += fall * fall / max(unsure / abs(step), TINY)
             known = _span(torch.cat([known, p[None]]))
             continue
         if curvature < 0:
@@ -94,7 +94,7 @@ def explore(
         found.variation = max(found.variation, curvature * length**2 / 2)
         known = _span(torch.cat([known, bend[None]]))
         if whole is not r or not first:
-            found.decrease += fall**2 / curvature
+            found.decrease += fall * fall / curvature
     return found
 
 

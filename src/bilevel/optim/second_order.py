@@ -103,4 +103,5 @@ def _span(rows: Tensor) -> Tensor:
     if not len(rows):
         return rows
     _, sizes, basis = torch.linalg.svd(rows / rows.norm(dim=1, keepdim=True).clamp(min=TINY), full_matrices=False)
-    return basis[sizes > NEW * sizes[0]]
+    kept: Tensor = basis[sizes > NEW * sizes[0]]
+    return kept

@@ -108,7 +108,7 @@ class LowerNewton:
 
     def _fall(self, slope: Slope) -> float:
         """Return |s|^2 / |g_vv|, which g can fall by: to a number of v with a large curvature, a short step matters."""
-        size = slope.flat.norm().item()
+        size: float = slope.flat.norm().item()
         return size / max(self.systems.top, self.systems.largest, TINY) * size
 
     def slope(self) -> Slope:

@@ -345,7 +345,7 @@ def test_a_lower_problem_with_kinks_ends_with_a_status():
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-6])
 def test_badly_conditioned_systems_do_not_hide_what_is_left(eps):
-    """Hilbert matrix: L-BFGS sees curvatures of 1e15 first, and its model of the rest is wrong. f was 5.5 and CONVERGED."""
+    """Hilbert matrix: L-BFGS sees curvatures of 1e15 first, which say nothing of the rest. f was 5.5 and CONVERGED."""
     a = 1 / (torch.arange(8.0, dtype=FLOAT64)[:, None] + torch.arange(8.0) + 1) + 2 * eps * torch.eye(8)
     values, vectors = torch.linalg.eigh(a)
     one = vectors.sum(0)

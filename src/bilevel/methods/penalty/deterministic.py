@@ -3,8 +3,8 @@
 1. Exact multipliers run if g_vv exists and is positive definite at the start.
 2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
    does not curve up in some direction at the start. It also takes over if exact multipliers get stuck where g
-   certainly curves down. A trial point at which g_vv is singular to rounding, or its systems take too many products, is
-   only rejected: u can run to infinity, and nothing is gained there.
+   certainly curves down, or at a kink of v* on the set of v. A trial point at which g_vv is singular to rounding, or
+   at which its systems take too many products, is only rejected: u can run to infinity, and nothing is gained there.
 3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
    from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
 
@@ -98,15 +98,21 @@ class DeterministicRun:
         if isinstance(run, AugmentedLagrangianRun):
             if run.status is not None:
                 self._confirm()
-        elif run.failed:
-            run.failed, run.status = False, Status.STALLED
-            if not self.confirming and run.exact.negative:
+        elif run.failed or self._at_kink(run):
+            kink, run.failed, run.status = not run.failed, False, Status.STALLED
+            if not self.confirming and (kink or run.exact.negative):
                 # If g was found to be lower elsewhere, f at this end means nothing.
                 self.previous = None if run.minimiser is False else Ended(run, run.search.value, flatten(run.leaves))
                 self._switch_to(self._augmented_lagrangian(run.derivatives))
-            elif self.confirming and self.previous and not self.previous.better_than(run.search.value):
+            elif self.confirming and not kink and self.previous and not self.previous.better_than(run.search.value):
                 self._restore_previous()
         return self.current.status
+
+    @staticmethod
+    def _at_kink(run: ExactMultipliersRun) -> bool:
+        """Return whether the run is stuck at a point where another face of the set of v begins."""
+        stuck = run.status is Status.STALLED and run.search.promise > run.search.noise
+        return stuck and run.v.projected and run.coarse == "float64"
 
     def _confirm(self) -> None:
         """Continue with exact multipliers from the end of the augmented Lagrangian, if g_vv is positive definite there.

@@ -4,7 +4,7 @@
     remaining = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the
     fall of phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run
     that starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
-    ends when remaining <= goal, or a quarter as many steps after it met the tolerance, or when rounding hides progress
+    ends when remaining <= goal, after as many steps again as it took to the tolerance, or when rounding hides progress
 
 At the end:
 
@@ -100,8 +100,8 @@ class ExactMultipliersRun(ExactMultipliersSearch):
         return self._record(self.search.extra.f, self.search.extra.g)
 
     def _long_enough(self) -> bool:
-        """Return whether the run has taken a quarter as many steps again as it took to the tolerance."""
-        return 0 < self.reached <= (self.taken - STALLS) / 1.25
+        """Return whether the run has taken as many steps again as it took to the tolerance."""
+        return 0 < self.reached <= (self.taken - STALLS) / 2
 
     def _more_accurate(self) -> bool:
         """Solve v and q again, more accurately from now on; return False if that was done before."""

@@ -28,8 +28,8 @@ STATEMENTS = {
     "distributed": 486,
     "engines": 372,
     "measures": 775,  # 725 before reasons for unknown hypergradients, units of constraints, and g from the first v
-    "methods": 3057,  # 2,117 before exact multipliers; 2,947 before they explored the end
-    "optim": 724,  # 411 before exact multipliers; 640 before `second_order`
+    "methods": 3061,  # 2,117 before exact multipliers; 2,947 before they explored the end
+    "optim": 725,  # 411 before exact multipliers; 640 before `second_order`
     "problem": 274,
     "report": 359,
     "running": 1285,  # 1,281 before methods could doubt their end

@@ -58,10 +58,12 @@ class Status(enum.Enum):
     CONVERGED = "Converged: the certificate is within the tolerance."
     STATIONARY = "Stationary, but v does not minimise the lower objective: try other starting points."
     INFEASIBLE = "Stationary, but a constraint is violated: perhaps no point near here is feasible."
-    STALLED = "No further progress from here: the certificate says how close the run came; in float32, try float64."
+    STALLED = "No further progress from here: the certificate says how close the run came."
     MAX_STEPS = "The step budget is spent: see the certificate."
     STOPPED = "Stopped before the end: the state is kept, and the checkpoint, if requested, is written."
-    DIVERGED = "Diverged: a value is not finite. The last finite state is restored; lower the learning rates."
+    DIVERGED = (
+        "Diverged: a value is not finite, or f falls without bound. The last finite state that was kept is restored."
+    )
 
     def __str__(self) -> str:
         return self.value
@@ -74,11 +76,13 @@ NEXT = {
     Status.CONVERGED: "use u and v, which were updated in place.",
     Status.STATIONARY: "pass starts=4, or start v near a minimum of g.",
     Status.INFEASIBLE: "check the constraints, or pass starts=4 to look for a feasible point.",
-    Status.STALLED: "see .certificate; bounds on u (project_upper), starts=4, or float64 instead of float32 can help.",
+    Status.STALLED: "see .certificate; bounds on u (project_upper), starts=4, or more precision can help.",
     Status.MAX_STEPS: "see .certificate and .history; raise max_steps if f or the residual still falls.",
     Status.STOPPED: "call solve again with checkpoint= and resume=True to continue, if a checkpoint was written.",
-    Status.DIVERGED: "lower the learning rates, and look at .history before the last step.",
+    Status.DIVERGED: "look at .history before the last step; with data, lower the learning rates; without, bound u.",
 }
+# The same for a run that ended before u began to move.
+STILL = "u has not moved, because v was still being trained: raise max_steps, or pass warm_up=0 to the method."
 
 
 class History:
@@ -250,6 +254,13 @@ class Certificate:
         below = max(self.lower_violation, self.complementarity) / self.lower_unit
         return max(self.violation / self.violation_scale, below)
 
+    @property
+    def trusted(self) -> bool:
+        """Whether the hypergradient is right: its error is small, or at least unknown at a v that minimises g."""
+        if self.hypergradient_error is None:
+            return not self.hypergradient_unknown or self.lower_minimiser is True
+        return self.hypergradient_error <= LARGE
+
     def passes(self, tolerance: float) -> bool:
         return self.worst <= tolerance and self.lower_minimiser is not False
 
@@ -378,4 +389,5 @@ class Solution(Generic[U, V]):
             lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}")
         if self.candidates:
             lines.append(f"  starts: {self._ends()}")
-        return "\n".join([*lines, f"  Next: {NEXT[self.status]}"])
+        held = self.mode == "stochastic" and len(self.history) > 0 and max(self.history["upper_rate"]) == 0
+        return "\n".join([*lines, f"  Next: {STILL if held else NEXT[self.status]}"])

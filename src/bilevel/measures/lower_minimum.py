@@ -59,30 +59,43 @@ def lower_point(
     d: PenalisedObjective,
     generator: torch.Generator,
     tolerance: float,
-    curvature: float,
+    curvature: float = 0.0,
     descend: Callable[[], float] | None = None,
+    first: Tensor | None = None,
 ) -> Tensor | None:
     """Move v away and minimise g again; return a v with a smaller g than at the present point, or None.
 
-    `curvature` is |g_vv|. `descend` minimises g from the present v and returns its value; default: `minimise`. A
-    decrease counts only if rounding, or an inexact minimum, cannot explain it.
+    One minimisation starts from `first`, the v that the run began with, if it is given. `descend` minimises g from the
+    present v and returns its value; default: `minimise`. A decrease counts only if rounding, or an inexact minimum,
+    cannot explain it. `curvature` is |g_vv|; with 0, a move of v by a tenth shows how much g varies.
     """
     descend = descend or partial(minimise, d, tolerance)
     held = flatten(d.v.leaves)
     at, slope = d.slope(d.prepare([(None, None)], graph=False))
     g = at.sum().item()
     best, lowest = None, g
-    size = 1 + held.norm().item()
-    noise = max(1e-9, 100 * torch.finfo(held.dtype).eps, tolerance)
-    margin = noise * (abs(g) + 1e-6 * curvature * size**2) + 1e-2 * size * norm(d.residual(slope)).item()
+    size, eps = 1 + held.norm().item(), torch.finfo(held.dtype).eps
+    noise = max(1e-9, 100 * eps, tolerance)
+    scale = 1e-6 * curvature * size**2
+    if curvature == 0:  # numbers of v can have different units
+        signs = torch.randn(held.shape, generator=generator, dtype=held.dtype).sign().to(held)
+        scale = abs(lower_value(d, held * (1 + 0.1 * signs))[0] - g)
+    margin = noise * (abs(g) + scale) + 1e-2 * size * norm(d.residual(slope)).item()
+
+    def try_from(v: Tensor) -> None:
+        nonlocal best, lowest
+        write(v, d.v.leaves)
+        value = descend()
+        if value < lowest - margin:
+            best, lowest = flatten(d.v.leaves), value
+
+    if first is not None:
+        try_from(first)
     for reach in PROBES:
         direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
         direction *= reach * size / direction.norm()
         for sign in (1, -1):
-            write(held + sign * direction, d.v.leaves)
-            value = descend()
-            if value < lowest - margin:
-                best, lowest = flatten(d.v.leaves), value
+            try_from(held + sign * direction)
         if best is not None:
             break
     write(held, d.v.leaves)

@@ -123,6 +123,8 @@ def solve_flat(
     eps = torch.finfo(b.dtype).eps
     if size == 0.0:
         return x, top
+    if not math.isfinite(size):  # squares overflow
+        raise FlatError
     if start is not None:
         rest = b - product(start)
         if torch.dot(rest, rest).item() < size**2:
@@ -141,9 +143,11 @@ def solve_flat(
         if patience < math.inf and not slope / STRETCH < bend < slope * STRETCH:
             raise StaleError
         if not bend > (flat * slope if precondition else FLAT * eps * top * length):
-            if convex or left <= FLAT * eps * max(size, scale):  # the residual is rounding
+            # The residual is rounding, which a projection magnifies.
+            negative, whole = bend < -NEGATIVE * eps * top * length, max(size, scale)
+            if convex or left <= FLAT * eps * whole or (left <= eps**0.5 * whole and not negative):
                 return x, top
-            raise FlatError(negative=bend < -NEGATIVE * eps * top * length)
+            raise FlatError(negative=negative)
         top = max(top, bend / max(length, TINIEST))
         x, r = torch.add(x, p, alpha=slope / bend), torch.add(r, bent, alpha=-slope / bend)
         z = r if precondition is None else precondition(r)

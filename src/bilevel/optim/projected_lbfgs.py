@@ -40,6 +40,31 @@ RowMap = Callable[[Tensor], Tensor]
 Tangent = Callable[[Tensor], RowMap]
 
 
+def row_derivative(moved: list[Tensor], points: list[Tensor]) -> RowMap:
+    """Return the map that multiplies each row of a matrix by the derivative of a projection, which is symmetric."""
+    sizes = [point.numel() for point in points]
+
+    def pull(cotangents: list[Tensor], *, batched: bool) -> list[Tensor]:
+        found = torch.autograd.grad(moved, points, cotangents, retain_graph=True, is_grads_batched=batched)
+        return [x.flatten(1 if batched else 0) for x in found]
+
+    def one(row: Tensor) -> Tensor:
+        parts = zip(torch.split(row, sizes), points, strict=True)
+        return torch.cat(pull([p.reshape(x.shape) for p, x in parts], batched=False))
+
+    def rows(matrix: Tensor) -> Tensor:
+        parts = zip(torch.split(matrix, sizes, 1), points, strict=True)
+        try:
+            return torch.cat(pull([p.reshape(-1, *x.shape) for p, x in parts], batched=True), 1)
+        except RuntimeError:  # an operator that cannot be batched
+            return torch.stack([one(row) for row in matrix])
+
+    like = torch.cat([point.detach().reshape(-1) for point in points])
+    probe, diagonal = torch.arange(1, len(like) + 1).to(like), one(torch.ones_like(like))
+    # If each coordinate is projected for itself, as by a box, the derivative is diagonal.
+    return (lambda matrix: matrix * diagonal) if torch.equal(one(probe), probe * diagonal) else rows
+
+
 class _Face:
     """The function along one face: its slope D e, its inverse curvature D H D, and the step -D H D e.
 
@@ -51,7 +76,7 @@ class _Face:
 
     def __init__(self, derivative: RowMap | None, gradient: Tensor, moves: Tensor, bends: Tensor, rate: float) -> None:
         self.derivative, self.rate = derivative, rate
-        self.slope = gradient if derivative is None else derivative(gradient[None])[0]
+        self.slope = self.along(gradient)
         if derivative is not None and len(moves):
             both = derivative(torch.cat([moves, bends]))
             moves, bends = both[: len(moves)], both[len(moves) :]
@@ -64,6 +89,10 @@ class _Face:
             self.inner = torch.diag(products[curved]) + self.rate * (self.bends @ self.bends.T)
         self.direction = -self.inverse(self.slope)
 
+    def along(self, x: Tensor) -> Tensor:
+        """Return D x."""
+        return x if self.derivative is None else self.derivative(x[None])[0]
+
     def inverse(self, slope: Tensor) -> Tensor:
         """Return D H e for a slope e along the face."""
         found = self.rate * slope
@@ -72,7 +101,7 @@ class _Face:
             rest = self.inner @ b - self.rate * (self.bends @ slope)[:, None]
             a = torch.linalg.solve_triangular(self.upper.T, rest, upper=False)
             found = found + (self.moves.T @ a - self.rate * (self.bends.T @ b))[:, 0]
-        return found if self.derivative is None else self.derivative(found[None])[0]
+        return self.along(found)
 
     def decrement(self, slope: Tensor) -> float:
         """Return sqrt(<e, H e>) for a slope e along the face."""
@@ -174,7 +203,7 @@ class ProjectedLBFGS:
     def promise(self) -> float:
         """Twice the decrease that the model promises along the face, and outside it. Infinity without a model."""
         if self._promise is None:
-            outside, steepest = self.gradient - self.face.slope, self._trial(-self.rate * self.gradient)
+            outside, steepest = self.gradient - self.face.slope, self.trial(-self.rate * self.gradient)
             square = self.face.decrement(self.face.slope) ** 2
             self._promise = square + max(0.0, torch.dot(outside, self.x - steepest).item())
             if self._promise > 0 and not len(self.moves):
@@ -186,7 +215,8 @@ class ProjectedLBFGS:
         """-D H D e - t (e - D e): the move of the next trial point, before it is projected."""
         return self.face.direction - self.rate * (self.gradient - self.face.slope)
 
-    def _trial(self, d: Tensor) -> Tensor:
+    def trial(self, d: Tensor) -> Tensor:
+        """Return P(x + d)."""
         return self.x + d if self.project is None else self.project(self.x + d)
 
     def iterate(self, function: Function) -> bool:
@@ -201,7 +231,7 @@ class ProjectedLBFGS:
             best: tuple[Tensor, float, Tensor, Any] | None = None
             line = _Line()
             while line.trials < TRIALS:
-                x = self._trial(line.a * d)
+                x = self.trial(line.a * d)
                 move = x - self.x
                 before = torch.dot(self.gradient, move).item()
                 if not before < 0:  # at the bounds, the point is not along d any more
@@ -221,7 +251,7 @@ class ProjectedLBFGS:
                 self._accept(*best)
                 return True
         if first is not None:
-            self._learn(*first)
+            self.learn(*first)
         return False
 
     def _better(self, value: float, before: float, after: float) -> bool:
@@ -233,11 +263,11 @@ class ProjectedLBFGS:
 
     def _accept(self, x: Tensor, value: float, gradient: Tensor, extra: Any) -> None:
         move = x - self.x
-        self._learn(move, gradient - self.gradient)
+        self.learn(move, gradient - self.gradient)
         self.length = move.norm().item()
         self.x, self.value, self.gradient, self.extra = x, value, gradient, extra
 
-    def _learn(self, move: Tensor, bend: Tensor) -> None:
+    def learn(self, move: Tensor, bend: Tensor) -> None:
         """Add a pair to the model if the function curves up along it."""
         product, square = torch.dot(move, bend).item(), torch.dot(bend, bend).item()
         if product > torch.finfo(move.dtype).eps * move.norm().item() * square**0.5:

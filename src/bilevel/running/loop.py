@@ -136,10 +136,12 @@ class Loop:
             certificate, multipliers = certify(
                 self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
             )
+        reason = getattr(self.state, "message", "")
+        status = self._judged(status, certificate, getattr(self.state, "doubt", ""))
         return Solution(
             u=self.setting.u.value,
             v=self.setting.v.value,
-            status=self._judged(status, certificate),
+            status=status,
             steps=self.step,
             mode=self.state.mode,
             engine=self.state.engine,
@@ -147,7 +149,7 @@ class Loop:
             certificate=certificate,
             multipliers=multipliers,
             adjoint=[-n for n in multipliers["nu"]],
-            message=self.message,
+            message=self.message or reason,
             waiting=min(1.0, self.setting.sources.waited / self.seconds) if self.seconds else 0.0,
             interrupted=self.interrupted,
             ranks=1 if self.ranks is None else self.ranks.size,
@@ -155,8 +157,8 @@ class Loop:
             state=state,
         )
 
-    def _judged(self, status: Status, certificate: Certificate) -> Status:
-        """Return the status that the certificate supports."""
+    def _judged(self, status: Status, certificate: Certificate, doubt: str) -> Status:
+        """Return the status that the certificate supports; `doubt` is why the method does not trust its end."""
         tolerance = self.state.tolerance
         if status in (Status.STALLED, Status.CONVERGED):  # a line search turns back from numbers that are not finite
             measured = {
@@ -175,7 +177,9 @@ class Loop:
         if tolerance is None or status not in (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED):
             return status
         if certificate.passes(tolerance):
-            return Status.CONVERGED
+            if not doubt and (certificate.trusted or self.state.mode != "deterministic"):
+                return Status.CONVERGED
+            return status if status is Status.MAX_STEPS else Status.STALLED
         if certificate.worst <= tolerance and certificate.lower_minimiser is False:
             return Status.STATIONARY
         if certificate.relative_stationarity <= tolerance < certificate.infeasibility:
@@ -237,11 +241,11 @@ class Loop:
         }
 
     def _diverged(self, message: str) -> Status:
-        """Restore the last finite state."""
-        self.message = message
+        """Restore the last state that was kept."""
         self._write(self.good)
         self.state.load_state_dict(self.good["method"])
         self.step = self.good["step"]
+        self.message = f"{message} u and v are those of step {self.step}."
         self.history.truncate(self.step)
         return Status.DIVERGED
 

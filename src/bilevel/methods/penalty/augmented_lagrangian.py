@@ -179,10 +179,11 @@ class AugmentedLagrangianRun(RunWithoutData):
         sizes = self._violations()
         residual = norm(self.at().residual).item()
         measure = self._measure_of(residual, sizes)
-        if measure <= self.goal and self.price.mu:
-            # The slopes of the constraints can have fallen since the start.
-            now = self._sizes().jacobians
-            self.sizes = replace(self.sizes, jacobians=[*map(min, self.sizes.jacobians, now)])
+        if measure <= self.goal:
+            # g_vv and the slopes of the constraints can have fallen since the start.
+            now = self._sizes()
+            slopes = [*map(min, self.sizes.jacobians, now.jacobians)]
+            self.sizes = replace(self.sizes, g=min(self.sizes.g, now.g), jacobians=slopes)
             measure = self._measure_of(residual, sizes)
         if measure < 0.9 * self.lowest:
             self.lowest, self.stalls = measure, 0
@@ -274,7 +275,7 @@ class AugmentedLagrangianRun(RunWithoutData):
 
     def _lower_point(self) -> Tensor | None:
         """Return a v with a smaller g, or None if there is none nearby."""
-        return lower_point(self.derivatives, self.context.generator, self.goal, self.sizes.g)
+        return lower_point(self.derivatives, self.context.generator, self.goal, first=self.first_v)
 
     def _restart(self, better: Tensor) -> None:
         write(better, self.v.leaves)

@@ -2,9 +2,9 @@
 
 1. Exact multipliers run if g_vv exists and is positive definite at the start.
 2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
-   does not curve up in some direction, at the start or later. It also takes over if exact multipliers get stuck
-   although their model of f promises a decrease. In float32, rounding is the likely cause of both: the run then ends,
-   unless g certainly curves down.
+   does not curve up in some direction at the start. It also takes over if exact multipliers get stuck where g
+   certainly curves down, or at a kink of v* on the set of v. A trial point at which g_vv is singular to rounding, or
+   at which its systems take too many products, is only rejected: u can run to infinity, and nothing is gained there.
 3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
    from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
 
@@ -60,6 +60,7 @@ class DeterministicRun:
         self.confirming = False
         self.current: AnyRun
         self.derivatives: PenalisedObjective
+        self.first_v = flatten(context.v.leaves)
         self.tolerance: float | None
         self._switch_to(self._first())
         self.current.warn_of_precision()
@@ -88,6 +89,7 @@ class DeterministicRun:
 
     def _switch_to(self, run: AnyRun) -> None:
         self.current, self.derivatives, self.tolerance = run, run.derivatives, run.tolerance
+        run.first_v = self.first_v
         self.step = run.step  # directly: users see fewer calls in a debugger
 
     def ended(self) -> Status | None:
@@ -96,16 +98,21 @@ class DeterministicRun:
         if isinstance(run, AugmentedLagrangianRun):
             if run.status is not None:
                 self._confirm()
-        elif run.failed or (run.status is Status.STALLED and run.search.promise > run.search.noise):
-            flat, run.failed, run.status = run.failed, False, Status.STALLED
-            precise = run.coarse == "float64" or run.exact.negative
-            if not self.confirming and precise:
+        elif run.failed or self._at_kink(run):
+            kink, run.failed, run.status = not run.failed, False, Status.STALLED
+            if not self.confirming and (kink or run.exact.negative):
                 # If g was found to be lower elsewhere, f at this end means nothing.
                 self.previous = None if run.minimiser is False else Ended(run, run.search.value, flatten(run.leaves))
                 self._switch_to(self._augmented_lagrangian(run.derivatives))
-            elif self.confirming and flat and self.previous and not self.previous.better_than(run.search.value):
+            elif self.confirming and not kink and self.previous and not self.previous.better_than(run.search.value):
                 self._restore_previous()
         return self.current.status
+
+    @staticmethod
+    def _at_kink(run: ExactMultipliersRun) -> bool:
+        """Return whether the run is stuck at a point where another face of the set of v begins."""
+        stuck = run.status is Status.STALLED and run.search.promise > run.search.noise
+        return stuck and run.v.projected and run.coarse == "float64"
 
     def _confirm(self) -> None:
         """Continue with exact multipliers from the end of the augmented Lagrangian, if g_vv is positive definite there.
@@ -164,6 +171,18 @@ class DeterministicRun:
         return self.current.scales()
 
     @property
+    def doubt(self) -> str:
+        """Why the end is not trusted; empty if it is."""
+        return getattr(self.current, "doubt", "")
+
+    @property
+    def message(self) -> str:
+        """What the status does not say about the end."""
+        doubt = getattr(self.current, "message", "")
+        coarse = self.current.coarse != "float64" and self.current.status is Status.STALLED
+        return f"{doubt} Try float64.".strip() if coarse else doubt
+
+    @property
     def unit_step(self) -> float:
         return self.current.unit_step
 
@@ -172,9 +191,14 @@ class DeterministicRun:
         if self.previous is not None:
             run, f, point = self.previous
             previous = {"previous": {"run": run.state_dict() | {"solver": run.solver}, "f": f, "point": point}}
-        return self.current.state_dict() | {"solver": self.solver, "confirming": self.confirming} | previous
+        return (
+            self.current.state_dict()
+            | {"solver": self.solver, "confirming": self.confirming, "first_v": self.first_v}
+            | previous
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first_v = state.get("first_v", self.first_v).to(self.context.u.device)
         self._switch_to(self._loaded(state))
         self.previous, self.confirming = None, bool(state.get("confirming"))
         if "previous" in state:

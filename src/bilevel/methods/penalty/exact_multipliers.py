@@ -33,7 +33,7 @@ from bilevel.optim.linear_solvers import FlatError
 AGAIN, CORRECTION = 4, 1e-2
 # The attributes that a checkpoint keeps, and the attributes of the systems.
 STATE = ("x", "base", "size_f_v", "adjoint_accuracy")
-OF_SYSTEMS = ("inverse", "null_directions", "products_since_inverse", "top")
+OF_SYSTEMS = ("inverse", "null_directions", "products_since_inverse", "top", "largest")
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Point:
     w: Tensor
     grad_u: Tensor
     v: Tensor
-    # |grad_v F|, and the largest curvature of g that the conjugate gradients met.
+    # |grad_v F|, and the largest known curvature of g.
     grad_v: float
     top: float
 
@@ -81,8 +81,8 @@ class ExactMultipliers:
         self.size_f_v = 0.0
         # The v that evaluations start from; None: the present one.
         self.base: Tensor | None = None
-        # Whether the last evaluation met a g_vv that is not positive definite, or certainly has a negative curvature.
-        self.flat = self.negative = False
+        # Whether an evaluation met a g that certainly curves down.
+        self.negative = False
         # f of the last evaluation; 0 if it did not come to f.
         self.f = 0.0
 
@@ -110,7 +110,7 @@ class ExactMultipliers:
         if self.base is not None:
             write(self.base, self.d.v.leaves)
         held = flatten(self.d.v.leaves)
-        self.flat, self.negative, found, self.f, self.systems.top = False, False, None, 0.0, 0.0
+        found, self.f, self.systems.top = None, 0.0, 0.0
         accuracy = self.newton.accuracy
         try:
             for _ in range(AGAIN):
@@ -121,10 +121,13 @@ class ExactMultipliers:
                     break
                 self.newton.accuracy *= 0.01
         except FlatError as error:
-            self.flat, self.negative = True, error.negative
+            self.negative = self.negative or error.negative
         finally:
             self.newton.accuracy = accuracy
-        if found is None or not (math.isfinite(found.f) and bool(torch.isfinite(found.grad_u).all())):
+        # A curvature whose square overflows is as bad as an infinite one.
+        if found is None or not math.isfinite(
+            found.f + found.grad_v + found.top * found.top + found.grad_u.norm().item()
+        ):
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
         return found.phi, found.grad_u, found
@@ -134,6 +137,7 @@ class ExactMultipliers:
         self.evaluations += 1
         d, count = self.d, len(self.d.v.leaves)
         f = d.upper(slope.batch[0])
+        self.f = f.item()
         found = d.gradient(f, [*d.v.leaves, *d.u.leaves], retain=True)
         f_v, f_u = flatten(found[:count]), flatten(found[count:])
         derivative, product = self.systems.tangent(slope.flat), self.systems.product(slope)
@@ -146,7 +150,6 @@ class ExactMultipliers:
         else:
             w = bent - q - f_v  # so that grad_v F, which is f_v + w - D w + g_vv D w then, is zero if D w = -q
             left = derivative(w) + q
-        self.f = f.item()
         return Point(
             f=self.f,
             g=slope.value,
@@ -155,7 +158,7 @@ class ExactMultipliers:
             grad_u=f_u - through,
             v=flatten(d.v.leaves),
             grad_v=left.norm().item(),
-            top=self.systems.top,
+            top=max(self.systems.top, self.systems.largest),
         )
 
     def response(self, direction: Tensor) -> Tensor:
@@ -177,5 +180,5 @@ class ExactMultipliers:
         for name in STATE:
             setattr(self, name, state[name])
         for name in OF_SYSTEMS:
-            setattr(self.systems, name, state[name])
+            setattr(self.systems, name, state.get(name, 0.0))
         self.newton.load_state_dict(state["newton"])

@@ -4,9 +4,15 @@
     remaining = sqrt(<e, H e> / (2 gain)): e is phi' along the set of u, H the inverse curvature of L-BFGS, gain the
     fall of phi since the start. Its square is the share of the gain that is still missing: u can have any unit. A run
     that starts at a minimum has no fall; there the gain is the rise of phi at the first trial point.
-    ends when remaining <= goal, or when rounding hides any progress
-    at the end: v and q are solved again from other starts; the change of phi' is its error, which counts as remaining
-    then v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
+    ends when remaining <= goal, after as many steps again as it took to the tolerance, or when rounding hides progress
+
+At the end:
+
+    v and q are solved again from other starts; the change of phi' is its error, which counts as remaining
+    the second derivative is explored in a few directions (`optim.second_order`). If phi curves down, or a Newton step
+    promises more than L-BFGS, the run continues from what was learned. The gain counts as at most `VARIATIONS` times
+    the variation of phi near u, or a tenth of |phi|: the fall from a start that was far off is no unit
+    v is moved away and g is minimised again; if g falls, v did not minimise g, and the run continues from there
 
 A step is one L-BFGS iteration. It reads values on the host.
 """
@@ -14,7 +20,6 @@ A step is one L-BFGS iteration. It reads values on the host.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -24,70 +29,33 @@ from torch import Tensor
 from bilevel._util.nested import each_tensor
 from bilevel.derivatives.prices import Prices
 from bilevel.measures.lower_minimum import flatten, lower_point, write
-from bilevel.methods.base import RunContext
-from bilevel.methods.penalty.exact_multipliers import ExactMultipliers, Point
-from bilevel.methods.penalty.options import PenaltyOptions
-from bilevel.methods.penalty.run_without_data import RunWithoutData
+from bilevel.methods.penalty.exact_multipliers import Point
+from bilevel.methods.penalty.exact_multipliers_search import LOWER, ExactMultipliersSearch
 from bilevel.optim.linear_solvers import FlatError
-from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, RowMap, Tangent
+from bilevel.optim.projected_lbfgs import ProjectedLBFGS
+from bilevel.optim.second_order import explore
 from bilevel.results import Status
 
-# The run continues to this share of its tolerance, so that the answer is better than its certificate promises.
-GOAL = 1e-4
-# The errors of v and of q, relative to what remains to gain.
-LOWER, ADJOINT = 1e-4, 1e-2
-# <q, s> at a trial point, relative to the geometric mean of the expected change of phi and the gain.
-CORRECTION = 0.1
 # The run ends after so many steps that rounding hides and that do not lower `remaining`.
 STALLS = 5
-# A first step moves v*(u), and phi, by at most this share.
-FIRST = 0.1
+# How often a run starts again at a lower point of g.
 RESTARTS = 5
+# An exploration takes at most a tenth of the evaluations so far, between these two numbers. A run has at most so many.
+EXPLORED, EXPLORATIONS = (4, 10), 10
+# The accuracy of v and q in an exploration.
+EXPLORING = 1e-7
+# phi is unbounded if it falls by this many times its value at the start.
+UNBOUNDED = 1e30
+# The attributes that a checkpoint keeps.
+NUMBERS = ("remaining", "best", "change", "first", "restarted_at", "accuracy_factor", "explored", "variation", "unseen")
+COUNTERS = ("stalls", "restarts", "taken", "reached", "explorations")
 
 
-def row_derivative(moved: list[Tensor], points: list[Tensor]) -> RowMap:
-    """Return the map that multiplies each row of a matrix by the derivative of a projection, which is symmetric."""
-    sizes = [point.numel() for point in points]
-
-    def pull(cotangents: list[Tensor], *, batched: bool) -> list[Tensor]:
-        found = torch.autograd.grad(moved, points, cotangents, retain_graph=True, is_grads_batched=batched)
-        return [x.flatten(1 if batched else 0) for x in found]
-
-    def one(row: Tensor) -> Tensor:
-        parts = zip(torch.split(row, sizes), points, strict=True)
-        return torch.cat(pull([p.reshape(x.shape) for p, x in parts], batched=False))
-
-    def rows(matrix: Tensor) -> Tensor:
-        parts = zip(torch.split(matrix, sizes, 1), points, strict=True)
-        try:
-            return torch.cat(pull([p.reshape(-1, *x.shape) for p, x in parts], batched=True), 1)
-        except RuntimeError:  # an operator that cannot be batched
-            return torch.stack([one(row) for row in matrix])
-
-    like = torch.cat([point.detach().reshape(-1) for point in points])
-    probe, diagonal = torch.arange(1, len(like) + 1).to(like), one(torch.ones_like(like))
-    # If each coordinate is projected for itself, as by a box, the derivative is diagonal.
-    return (lambda matrix: matrix * diagonal) if torch.equal(one(probe), probe * diagonal) else rows
-
-
-class ExactMultipliersRun(RunWithoutData):
+class ExactMultipliersRun(ExactMultipliersSearch):
     """A run of the deterministic mode while g_vv is positive definite.
 
     An evaluation of phi evaluates f once, and g once and once more for each Newton step on v.
     """
-
-    solver = "exact multipliers"
-    digits, places = 1e-6, 1e4
-
-    def __init__(self, options: PenaltyOptions, context: RunContext) -> None:
-        super().__init__(options, context)
-        self.goal = GOAL * (self.tolerance or 0.0)
-        self.exact = ExactMultipliers(self.derivatives)
-        self.tightest = 20 * torch.finfo(self.v.dtype).eps
-        # A factor on the errors of v and q; a search that fails lowers it.
-        self.accuracy_factor = 1.0
-        # Whether the augmented Lagrangian has to take over.
-        self.failed = False
 
     def begin(self, *, anew: bool = True) -> None:
         """Start at the present u, and at the present v or, if `anew`, at the start that the problem gives."""
@@ -97,106 +65,43 @@ class ExactMultipliersRun(RunWithoutData):
         self.v.project()
         self._start()
 
-    # -- the set of u ----------------------------------------------------------------------------------------------
-
-    def _set(self) -> tuple[Project | None, Tangent | None]:
-        """Return the projection of the flat u, and its derivative at a point."""
-        if not self.u.projected:
-            return None, None
-
-        def project(x: Tensor) -> Tensor:
-            return flatten(self.u.project_leaves(self._parts(x)))
-
-        def tangent(x: Tensor) -> RowMap:
-            points = [part.detach().requires_grad_() for part in self._parts(x)]
-            with torch.enable_grad():
-                moved = self.u.project_leaves(points)
-            return row_derivative(moved, points)
-
-        return project, tangent
-
-    def _parts(self, x: Tensor) -> list[Tensor]:
-        parts = torch.split(x, [leaf.numel() for leaf in self.u.leaves])
-        return [part.reshape(leaf.shape) for part, leaf in zip(parts, self.u.leaves, strict=True)]
-
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Start a search at the present u and v."""
-        self.remaining, self.best, self.stalls, self.error, self.restarted_at = 1.0, math.inf, 0, 0.0, math.inf
-        self._set_accuracy(0.0)
-        self.exact.restart()
-        self.exact.largest_correction = None
-        self.search = ProjectedLBFGS.start(self.exact, flatten(self.u.leaves), *self._set())
-        self.first = self.search.value
-        self.failed = self.search.extra is None
-        self._set_accuracy(1.0)
-        if not self.failed:
-            self._forget_model()
-            self.exact.largest_correction = self._largest_correction
-
-    def _forget_model(self) -> None:
-        """Start L-BFGS without pairs; the first move follows the slope along the face, which depends on the rate."""
-        self.search.forget(self._first_rate(self.search.gradient))
-        if self.u.projected:
-            self.search.forget(self._first_rate(self.search.face.slope))
-
-    def _first_rate(self, slope: Tensor) -> float | None:
-        """Return the rate at which v*(u) moves by a tenth of its size, and phi by a tenth of its value, at most.
-
-        Neither depends on the unit of u. None if the rate is not known.
-        """
-        size = slope.norm().item()
-        if not size > 0:
-            return None
-        rates = [FIRST * abs(self.search.value) / size**2]
-        self.write_point()
-        with suppress(FlatError):
-            moved = self.exact.response(slope).norm().item()
-            rates += [FIRST * self.search.extra.v.norm().item() / moved] if moved > 0 else []
-        known = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
-        return min(known, default=None)
-
-    def _set_accuracy(self, left: float) -> None:
-        """Set how accurate v and q have to be while `left` is left to gain; 0: as accurate as possible."""
-        share = self.accuracy_factor * min(left, 1.0)
-        self.exact.newton.accuracy = max(LOWER * share, self.tightest)
-        self.exact.adjoint_accuracy = max(ADJOINT * share, self.tightest)
-
-    def _largest_correction(self, u: Tensor) -> float:
-        """Return how large <q, s> can be at a trial point if the change of phi is to be known."""
-        expected = abs(torch.dot(self.search.gradient, u - self.search.x).item())
-        # The error of phi is about the square of <q, s>, relative to the gain.
-        return CORRECTION * math.sqrt(expected * max(self.gain, expected)) if expected > 0 else math.inf
-
     def step(self, k: int) -> Tensor:
-        before, self.exact.base = self.search.value, self.search.extra.v
+        before, self.exact.base, self.exact.negative = self.search.value, self.search.extra.v, False
         moved = (
             self.search.iterate(self.exact)
             or (self._more_accurate() and self.search.iterate(self.exact))
             or (self._may_restart_search() and self.search.iterate(self.exact))
         )
         self.write_point()
+        self.taken += 1
         self.remaining = self._remaining() if moved else self.remaining
         if self.remaining < 0.9 * self.best or abs(self.search.value - before) > self.search.noise:
             self.best, self.stalls = self.remaining, 0
         else:
             self.stalls += 1
-        if not moved and not self.exact.finite:
-            return self._report()
-        if not moved and self.exact.flat:
+        if not self.reached and self.remaining <= (self.tolerance or 0.0):
+            self.reached = self.taken
+        if self.search.value < self.mark[0] - 1e-3 * self.gain:
+            self.mark = self.search.value, self.search.x
+        if self.search.value < self.first - UNBOUNDED * (1 + abs(self.first)):
+            self.status, self.doubt = Status.DIVERGED, "f seems to be unbounded below: add bounds on u (project_upper)."
+        elif self.search.x.norm().item() > UNBOUNDED * (1 + self.origin.norm().item()):
+            self.status, self.doubt = Status.DIVERGED, "u runs to infinity: add bounds on u (project_upper)."
+        elif not moved and self.exact.negative:
             self.failed = True
-        elif self.remaining <= self.goal or not moved or self.stalls >= STALLS:
-            self._check_end(stuck=not moved or self.stalls >= STALLS)
-            if self.status is None and not self.exact.finite:
-                return self._report()
+        elif self.remaining <= self.goal or self._long_enough() or not moved or self.stalls >= STALLS:
+            self._check_end(stuck=not moved or self.stalls >= STALLS, near=moved or self.exact.finite)
         else:
             self._set_accuracy(self.remaining)
+        if self.failed and not self.exact.finite:  # not even at u: the loop reports it
+            return self._record(self.exact.f, self.exact.newton.value)
         return self._record(self.search.extra.f, self.search.extra.g)
 
-    def _report(self) -> Tensor:
-        """Return a record with a number that is not finite, which the loop reports."""
-        return self._record(self.exact.f, self.exact.newton.value)
+    def _long_enough(self) -> bool:
+        """Return whether the run has taken as many steps again as it took to the tolerance."""
+        return 0 < self.reached <= (self.taken - STALLS) / 2
 
     def _more_accurate(self) -> bool:
         """Solve v and q again, more accurately from now on; return False if that was done before."""
@@ -217,25 +122,6 @@ class ExactMultipliersRun(RunWithoutData):
         self._forget_model()
         return True
 
-    def write_point(self) -> None:
-        """Write the point of the search to u and v: the line search can have left another trial there."""
-        write(self.search.x, self.u.leaves)
-        if self.search.extra is not None:
-            write(self.search.extra.v, self.v.leaves)
-
-    @property
-    def gain(self) -> float:
-        """The fall of phi since the start.
-
-        At least its rise at the first trial point, if the run starts at a minimum, and what rounding leaves unknown.
-        """
-        floor: float = torch.finfo(self.v.dtype).eps ** (2 / 3) * abs(self.search.value)
-        return max(self.first - self.search.value, self.search.rise) + max(floor, 1e-300)
-
-    def _remaining(self) -> float:
-        """Return the root of the share of the gain that a step of L-BFGS promises."""
-        return math.sqrt(self.search.promise / (2 * self.gain))
-
     def _solved_again(self) -> bool:
         """Solve v and q at the present u from other starts, as exactly as possible; note how phi' changes.
 
@@ -248,29 +134,44 @@ class ExactMultipliersRun(RunWithoutData):
         self.exact.forget()
         v = flatten(self.v.leaves)
         noise = torch.randn(v.shape, generator=self.context.generator, dtype=v.dtype).to(v)
-        write(v + torch.finfo(v.dtype).eps ** 0.5 * (1 + v.norm()) / noise.norm() * noise, self.v.leaves)
+        # Relative to each number: they can have different units.
+        write(v * (1 + torch.finfo(v.dtype).eps ** 0.5 * noise), self.v.leaves)
         value, slope, point = self.exact(self.search.x)
         if point is None:
-            self.failed = self.exact.flat
+            self.failed = True
+            self.doubt = "At the end, g does not curve up in some direction of v, up to rounding."
             return False
         self.search.replace(value, slope, point)
-        self.error = self.search.face.decrement(slope - before) / math.sqrt(2 * self.gain) if tight else 0.0
+        self.change = self.search.face.decrement(slope - before) if tight else 0.0
+        self.slope_error = slope - before
         self.remaining = self._remaining()
         return not tight
 
-    def _check_end(self, *, stuck: bool) -> None:
-        """End here, unless v and q were inexact; if g has a lower point nearby, continue from there."""
+    @property
+    def error(self) -> float:
+        """The error of phi', in the unit of `remaining`."""
+        return self.change / math.sqrt(2 * self.gain)
+
+    def _check_end(self, *, stuck: bool, near: bool = True, last: bool = False) -> None:
+        """End here, unless v and q were inexact, phi falls along some direction, or g has a lower point nearby.
+
+        Args:
+            stuck: Whether the search found no better point.
+            near: Whether f and g were finite at the last trial point. Default: True.
+            last: Whether the run cannot continue. Default: False.
+        """
+        tolerance = self.tolerance or 0.0
         if self._solved_again():
-            if not stuck and self.remaining > self.goal:
+            if not stuck and not last and self.remaining > self.goal and not self._long_enough():
                 self.stalls = 0
                 return
             self._solved_again()
-        if self.failed or not self.exact.finite:
+        if self.failed or (self._explore(stuck) and not last):
             return
-        better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
+        better = lower_point(self.derivatives, self.context.generator, 1e-6, descend=self._minimise, first=self.first_v)
         self.write_point()
         self.minimiser = better is None
-        if better is not None and self.restarts < RESTARTS:
+        if better is not None and self.restarts < RESTARTS and not last:
             self.restarts += 1
             self.minimiser = None
             write(better, self.v.leaves)
@@ -279,8 +180,59 @@ class ExactMultipliersRun(RunWithoutData):
                 self.minimiser = False
             return
         self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
-        if max(self.remaining, self.error) > (self.tolerance or 0.0):
+        if max(self.remaining, self.error, self.unseen) > tolerance:
             self.status = Status.STALLED
+            self.doubt = self._reason(near)
+
+    def _reason(self, near: bool) -> str:
+        """Return why the run ends before its tolerance."""
+        if not near:
+            return "f or g is not finite right beyond u: bounds on u (project_upper) can keep it away from there."
+        if self.error > (self.tolerance or 0.0):
+            return f"The hypergradient is known only to {self.error:.0e}, relative: g_vv is badly conditioned."
+        return "No lower value was found along the descent directions: is f or g not smooth here?"
+
+    def _explore(self, stuck: bool) -> bool:
+        """Look at the second derivative of phi; return whether the run goes on with what was learned."""
+        tolerance, search = self.tolerance or 0.0, self.search
+        if self.explorations >= EXPLORATIONS or search.value >= self.explored - search.noise:
+            return False
+        self.explorations, self.explored = self.explorations + 1, search.value
+        self._set_accuracy(0.0)
+        self.exact.newton.accuracy = self.exact.adjoint_accuracy = max(EXPLORING, self.tightest)
+        self.exact.largest_correction, self.exact.base = None, search.extra.v
+        count = min(max(self.exact.evaluations // 10, EXPLORED[0]), EXPLORED[1])
+        random = torch.randn(search.x.shape, generator=self.context.generator, dtype=search.x.dtype).to(search.x)
+        found = explore(search, lambda x: self._slope_at(x), self._length, self.slope_error, random, count)
+        lower = found.down is not None and self._go_down(found.down)
+        self.exact.largest_correction = self._largest_correction
+        self.write_point()
+        self.variation = found.variation
+        self.remaining, self.unseen = self._remaining(), math.sqrt(found.decrease / (2 * self.gain))
+        if not lower and max(self.remaining, self.unseen) <= tolerance:
+            return False
+        for pair in found.pairs:
+            search.learn(*pair)
+        self.remaining = self._remaining()
+        self.best, self.stalls, self.reached = math.inf, 0, 0
+        self._set_accuracy(self.remaining)
+        return lower or not stuck or self.unseen > tolerance
+
+    def _slope_at(self, x: Tensor) -> Tensor | None:
+        _, slope, point = self.exact(x)
+        return None if point is None else slope
+
+    def _go_down(self, direction: Tensor) -> bool:
+        """Move along a direction in which phi curves down, if phi falls, and start the search again there."""
+        search, length = self.search, self._length(direction)
+        for move in (sign * length * share * direction for share in (1.0, 0.1) for sign in (1, -1)):
+            value, slope, point = self.exact(search.trial(move))
+            if point is not None and value < search.value - search.noise:
+                search.x = search.trial(move)
+                search.replace(value, slope, point)
+                self._forget_model()
+                return True
+        return False
 
     def _minimise(self) -> float:
         """Minimise g from the present v, with few digits; return its value, infinity if there is no minimum nearby."""
@@ -299,11 +251,20 @@ class ExactMultipliersRun(RunWithoutData):
 
     # -- what solve asks ---------------------------------------------------------------------------------------------
 
+    @property
+    def message(self) -> str:
+        """What the status does not say about the end."""
+        origin, (_, x) = self.origin, self.mark
+        if self.search.gradient.norm().item() == 0 and self.explorations and self.variation == 0:
+            return "f does not change with u, here or nearby."
+        if (self.search.x - x).norm().item() <= (x - origin).norm().item() or self.status is Status.DIVERGED:
+            return self.doubt
+        far = "u moved far in directions in which f hardly changes: add bounds on u (project_upper)."
+        return f"{self.doubt} {far}".strip()
+
     def finish(self) -> bool | None:
-        if self.minimiser is None and self.search.extra is not None:  # the budget ended before the end was checked
-            better = lower_point(self.derivatives, self.context.generator, 1e-6, self.search.extra.top, self._minimise)
-            self.write_point()
-            self.minimiser = better is None
+        if self.minimiser is None:  # the budget ended before the end was checked
+            self._check_end(stuck=False, last=True)
         return self.minimiser
 
     def _gamma(self) -> float:
@@ -312,7 +273,7 @@ class ExactMultipliersRun(RunWithoutData):
             return float(self.options.gamma)  # type: ignore[arg-type]
         point = self.search.extra
         size = (1 + point.v.norm().item()) * point.top
-        return max(point.w.norm().item() / size, 1e-12) if size > 0 else 1.0
+        return max(point.w.norm().item() / size, torch.finfo(self.v.dtype).tiny) if size > 0 else 1.0
 
     def prices(self) -> Prices:
         point, gamma = self.search.extra, self._gamma()
@@ -344,8 +305,10 @@ class ExactMultipliersRun(RunWithoutData):
             "search": self.search.state_dict(),
             "point": asdict(point) if point else {},
             "exact": self.exact.state_dict(),
-            "numbers": [self.remaining, self.best, self.error, self.first, self.restarted_at, self.accuracy_factor],
-            "counters": [self.stalls, self.restarts],
+            "numbers": [getattr(self, name) for name in NUMBERS],
+            "counters": [getattr(self, name) for name in COUNTERS],
+            "mark": [self.origin, *self.mark],
+            "doubt": self.doubt,
             "curvature": d.curvature,
             "evaluations": [d.lower_evaluations, d.upper_evaluations],
             "minimiser": self.minimiser,
@@ -360,8 +323,10 @@ class ExactMultipliersRun(RunWithoutData):
         project, tangent = self._set()
         self.search = ProjectedLBFGS(**state["search"], project=project, tangent=tangent, extra=point)
         self.exact.load_state_dict(state["exact"])
-        self.remaining, self.best, self.error, self.first, self.restarted_at, self.accuracy_factor = state["numbers"]
-        self.stalls, self.restarts = state["counters"]
+        for name, value in zip([*NUMBERS, *COUNTERS], [*state["numbers"], *state["counters"]], strict=True):
+            setattr(self, name, value)
+        self.origin, *mark = state["mark"]
+        self.mark, self.doubt = tuple(mark), state["doubt"]
         d.curvature = state["curvature"]
         d.lower_evaluations, d.upper_evaluations = state["evaluations"]
         self.minimiser, self.failed = state["minimiser"], state["failed"]

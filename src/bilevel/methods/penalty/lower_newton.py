@@ -24,6 +24,8 @@ PATIENCE = 3
 HALVINGS = 30
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
+# The steps go on while g can still fall by this share of itself.
+VISIBLE = 1e-8
 # An earlier inverse of g_vv that leaves more than this share of s is computed again.
 SLOW = 0.3
 TINY = 1e-300
@@ -71,6 +73,7 @@ class LowerNewton:
     def minimise(self) -> Slope:
         """Move v to the minimum of g at the present u; return s there."""
         slope, start = self.slope(), flatten(self.d.v.leaves)
+        first = slope.value
         if self.origin is None:
             self.distance = start.norm().item()
         advance = self._advance_projected if self.d.v.projected else self._advance
@@ -96,11 +99,17 @@ class LowerNewton:
             if k == 0:
                 self.first = moved
             expected = moved.next()
-            if expected.length <= max(enough, self.accuracy * self.distance):
+            near = expected.length <= max(enough, self.accuracy * self.distance)
+            if near and (self.d.v.projected or self._fall(slope) <= VISIBLE * (abs(slope.value) + first - slope.value)):
                 break
         if self.origin is None:
             self.origin, self.distance = flatten(self.d.v.leaves), 0.0
         return slope
+
+    def _fall(self, slope: Slope) -> float:
+        """Return |s|^2 / |g_vv|, which g can fall by: to a number of v with a large curvature, a short step matters."""
+        size: float = slope.flat.norm().item()
+        return size / max(self.systems.top, self.systems.largest, TINY) * size
 
     def slope(self) -> Slope:
         """Evaluate g and s at the present u and v."""

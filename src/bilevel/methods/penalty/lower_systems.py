@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.measures.lower_minimum import flatten
-from bilevel.optim.linear_solvers import NEGATIVE, FlatError, Map, StaleError, solve_flat
+from bilevel.optim.linear_solvers import NEGATIVE, TINIEST, FlatError, Map, StaleError, solve_flat
 
 # Returns, at the present u and v, the product with g_vv and a map near its inverse, which preconditions.
 Curvature = Callable[[], tuple[Map, Map]]
@@ -32,12 +32,10 @@ Curvature = Callable[[], tuple[Map, Map]]
 PRODUCTS = 500
 # A v of at most so many numbers has g_vv factorised.
 DENSE = 1000
-# A factor of g_vv has a diagonal that is larger by this share. A direction is flat if its curvature is below
+# The diagonal of g_vv, scaled to 1, is raised by this for a factor. A direction is flat if its curvature is below
 # `FLAT` times the curvature of the factor.
 RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLAT = 1e-3
-# The diagonal counts as at least this share of |g_vv|.
-LEAST = 1e-6
 # A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
 ZERO, DIRECTIONS = 10, 8
 # How many columns of g_vv are computed at a time.
@@ -60,10 +58,10 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _null_space(matrix: Tensor, factor: Tensor, raised: Tensor) -> Tensor | None:
+def _null_space(matrix: Tensor, factor: Tensor, raised: float) -> Tensor | None:
     """Return directions, as columns, in which A is zero; None if there are none.
 
-    `factor` is the factor of A + D for a small diagonal D. If A x is zero, (A + D)^-1 D x is x, and else it is small.
+    `factor` is the factor of A + t for a small number t. If A x is zero, (A + t)^-1 t x is x, and else it is small.
     """
     left = factor.diagonal() ** 2 / raised
     if not (left < 1e3).any():
@@ -71,7 +69,7 @@ def _null_space(matrix: Tensor, factor: Tensor, raised: Tensor) -> Tensor | None
     found = torch.zeros(len(matrix), min(DIRECTIONS, len(matrix))).to(matrix)
     found[torch.argsort(left)[: found.shape[1]], torch.arange(found.shape[1])] = 1.0
     for _ in range(3):
-        found = torch.linalg.qr(torch.cholesky_solve(raised[:, None] * found, factor)).Q
+        found = torch.linalg.qr(torch.cholesky_solve(raised * found, factor)).Q
     values, turn = torch.linalg.eigh(found.T @ matrix @ found)
     flat = values.abs() <= ZERO * torch.finfo(matrix.dtype).eps * matrix.norm()
     return (found @ turn)[:, flat].contiguous() if flat.any() else None
@@ -104,8 +102,8 @@ class LowerSystems:
         self.products_since_inverse = 0
         # s at the v of the inverse.
         self.factorised: Tensor | None = None
-        # The largest curvature of g that was met at the last u.
-        self.top = 0.0
+        # The largest curvature of g that was met at the last u, and the largest diagonal element of the last g_vv.
+        self.top = self.largest = 0.0
 
     def forget_inverse(self) -> None:
         """Make the next system factorise g_vv again."""
@@ -216,18 +214,27 @@ class LowerSystems:
         self.products_since_inverse, self.inverse, self.null_directions = 0, None, None
         self.factorised = slope.flat
         matrix = self._matrix(slope)
-        size, diagonal = matrix.norm(), matrix.diagonal()
-        raise_by = RAISE[matrix.dtype] * diagonal.clamp(min=LEAST * size)
+        diagonal = matrix.diagonal()
+        self.largest = diagonal.abs().max().item()
+        # The numbers of v can have different units; scaled by 1 / sqrt(diagonal), g_vv does not depend on them.
+        unit = torch.where(diagonal > 0, diagonal, max(self.largest, TINIEST)).rsqrt()
+        if not math.isfinite(self.largest):
+            raise FlatError
+        scaled, raised = unit[:, None] * matrix * unit, RAISE[matrix.dtype]
         with _one_thread():
-            factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(raise_by))
+            factor, failed = torch.linalg.cholesky_ex(scaled + raised * torch.eye(len(unit)).to(scaled))
             if failed.item():
-                if torch.linalg.eigvalsh(matrix)[0] < -NEGATIVE * torch.finfo(matrix.dtype).eps * size:
+                if not torch.linalg.eigvalsh(scaled)[0] >= -NEGATIVE * torch.finfo(matrix.dtype).eps * scaled.norm():
                     raise FlatError(negative=True)
                 return None
-            flat = self.null_directions = _null_space(matrix, factor, raise_by)
-            inverse = torch.cholesky_inverse(factor)
+            flat = _null_space(scaled, factor, raised)
+            inverse = unit[:, None] * torch.cholesky_inverse(factor) * unit
+            if flat is not None:
+                flat = self.null_directions = torch.linalg.qr(unit[:, None] * flat).Q.contiguous()
+                inverse = inverse - flat @ (flat.T @ inverse)
+                inverse = inverse - (inverse @ flat) @ flat.T
             # In the layout that a checkpoint restores: with another one, products differ in their last bits.
-            self.inverse = (inverse if flat is None else inverse - flat @ (flat.T @ inverse)).contiguous()
+            self.inverse = inverse.contiguous()
         return self._map(self.inverse)
 
     @staticmethod

@@ -11,6 +11,7 @@ from bilevel._util.checks import warn_user
 from bilevel._util.nested import Pair
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.errors import OptionError
+from bilevel.measures.lower_minimum import flatten
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.results import Status
@@ -44,6 +45,8 @@ class RunWithoutData:
                 f"u and v must be float32 or float64 in deterministic mode; got {self.coarse}. Use .double()."
             )
         self.tolerance: float | None = context.tolerance or default_tolerance([dtype], self.digits, self.places)
+        # The v that the run begins with: g is minimised from there again at the end.
+        self.first_v = flatten(self.v.leaves)
         self.status: Status | None = None
         self.restarts = 0
         self.minimiser: bool | None = None

@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 358,
     "running": 1277,
     "sklearn": 278,
-    "studies": 4842,
+    "studies": 5318,  # 4,842 before the problems of the field
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

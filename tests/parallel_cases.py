@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
+    SRBA,
     Alternating,
     ApproxGrad,
     Box,
@@ -197,6 +201,17 @@ CASES: dict[str, Case] = {
     "reverse mode, vectors": (ReverseMode(lower_steps=2), shifts, vectors, {}),
     "approx grad, rows": (ApproxGrad(lower_steps=2, damping=0.1), importance, weights, {}),
     "value gap, vectors": (ValueGap(lower_steps=2, **BOTH), shifts, vectors, {}),
+    "soba": (SOBA(), ridge, decays, {"accumulate": 2}),
+    "soba, prepare": (SOBA(), prepared, decays, {}),
+    "soba, rows": (SOBA(), importance, weights, {}),
+    "srba": (SRBA(period=4), ridge, decays, {}),
+    "f2sa": (F2SA(lower_steps=2), ridge, decays, {}),
+    "f2sa, prepare": (F2SA(lower_steps=2), prepared, decays, {}),
+    "f2sa, rows": (F2SA(lower_steps=2), importance, weights, {}),
+    "sama": (SAMA(lower_steps=2), ridge, decays, {}),
+    "sama, vectors": (SAMA(lower_steps=2), shifts, vectors, {}),
+    "approx grad, sgd": (ApproxGrad(linear_solver="sgd", lower_steps=2), ridge, decays, {}),
+    "approx grad, sgd, prepare": (ApproxGrad(linear_solver="sgd", lower_steps=2), prepared, decays, {}),
 }
 
 
@@ -244,6 +259,11 @@ FEW = [
     "penalty, vectors, box",
     "value gap, vectors",
     "reverse mode, vectors",
+    "soba, rows",
+    "srba",
+    "f2sa",
+    "sama",
+    "approx grad, sgd",
 ]
 """One of each method."""
 

@@ -371,7 +371,7 @@ def test_option_out_of_range_is_refused_with_its_name_and_value(name, value):
 
 
 def test_rate_of_another_solver_is_refused():
-    with pytest.raises(OptionError, match="linear_rate is only used with linear_solver='adam'; got"):
+    with pytest.raises(OptionError, match="linear_rate is only used with linear_solver='adam' or 'sgd'; got"):
         ApproxGrad(linear_rate=0.1)
 
 

@@ -18,23 +18,23 @@ LIBRARY, STUDIES = ROOT / "src" / "bilevel", ROOT / "studies" / "src" / "bilevel
 FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
-    "top": 263,  # 229 before the history named algorithms and had types, and starts were compared
+    "top": 267,  # 263 before four methods of the field were exported
     "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
-    "applications": 2899,
-    "batches": 348,  # 340 before the shares of ranks had their own file
-    "cli": 1395,
+    "applications": 2900,
+    "batches": 359,  # 348 before a source could be read as a whole, which SRBA does
+    "cli": 1396,  # 1,395 before methods that denoise does not offer were named
     "data": 1235,
-    "derivatives": 836,
+    "derivatives": 838,  # 836 before `direct` took g, too
     "distributed": 486,
     "engines": 371,
-    "measures": 766,  # 725 before it said why a hypergradient is unknown, and units of constraints
-    "methods": 2947,  # 2,117 before exact multipliers
-    "optim": 640,  # 411 before projected L-BFGS and the quick conjugate gradients of exact multipliers
+    "measures": 783,  # 766 before the largest curvature on batches moved here from the methods
+    "methods": 3491,  # 2,117 before exact multipliers; 2,933 before SOBA, SRBA, F2SA, SAMA and tracked multipliers
+    "optim": 650,  # 640 before gradient steps on the adjoint
     "problem": 274,
     "report": 358,
     "running": 1277,
     "sklearn": 278,
-    "studies": 5318,  # 4,842 before the problems of the field
+    "studies": 5324,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
     Alternating,
     ApproxGrad,
     Callback,
@@ -34,6 +37,9 @@ METHODS = {
     "truncated": ReverseMode(truncate=2, lower_batches="shared"),
     "forward mode": ForwardMode(momentum=0.5),
     "value gap": ValueGap(),
+    "soba": SOBA(),
+    "f2sa": F2SA(),
+    "sama": SAMA(),
     "value function": ValueFunction(),
 }
 each = pytest.mark.parametrize("name", METHODS)

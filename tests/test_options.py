@@ -9,9 +9,21 @@ from functools import partial
 import pytest
 import torch
 
-from bilevel import Alternating, ApproxGrad, ForwardMode, Penalty, ReverseMode, ValueFunction, ValueGap
+from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
+    SRBA,
+    Alternating,
+    ApproxGrad,
+    ForwardMode,
+    Penalty,
+    ReverseMode,
+    ValueFunction,
+    ValueGap,
+)
 
-METHODS = [Alternating, ApproxGrad, ForwardMode, Penalty, ReverseMode, ValueFunction, ValueGap]
+METHODS = [Alternating, ApproxGrad, F2SA, ForwardMode, Penalty, ReverseMode, SAMA, SOBA, SRBA, ValueFunction, ValueGap]
 
 
 def public(kind: type) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
     Alternating,
     ApproxGrad,
     Box,
@@ -257,7 +261,7 @@ def test_rows_work_in_solve_without_more_than_being_declared():
     problem, data = weighted(35, seed=0)
     u = Rows(35, dtype=torch.float64)
     v = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    method = Penalty(lower_optimizer=partial(torch.optim.Adam, lr=0.03))  # so that 150 steps suffice
+    method = Penalty(lower_optimizer=partial(torch.optim.Adam, lr=0.03), cotangent="same")  # so that 150 steps suffice
     solution = solve(problem, method, u, v, data, max_steps=150, seed=0)
     assert solution.u is u
     # As groups: a single right one is dispensable, and a single wrong one may happen to help.
@@ -376,7 +380,9 @@ def test_adam_options_that_rows_cannot_follow_are_refused():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("projection", [None, Box(-0.02, 0.02)], ids=["free", "projected"])
-@pytest.mark.parametrize("kind", [Penalty, Alternating, ApproxGrad, ReverseMode, ValueGap, ValueFunction])
+@pytest.mark.parametrize(
+    "kind", [Penalty, Alternating, ApproxGrad, ReverseMode, ValueGap, ValueFunction, SOBA, F2SA, SAMA]
+)
 def test_rows_move_as_a_tensor_does_and_their_gradient_has_its_norm(kind, projection, accumulate):
     """Every row is read in every step, by f and by g: its gradient comes in parts, of which no part alone is right."""
     target = torch.arange(6, dtype=torch.float64)
@@ -391,7 +397,9 @@ def test_rows_move_as_a_tensor_does_and_their_gradient_has_its_norm(kind, projec
     found = []
     for u in (Rows(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64, requires_grad=True)):
         v = torch.full((1,), 0.5, dtype=torch.float64, requires_grad=True)
-        method = kind(lower_steps=2, warm_up=0.0, upper_optimizer=partial(torch.optim.Adam, lr=0.01))
+        known = {field.name for field in fields(kind)}
+        options = {name: value for name, value in {"lower_steps": 2, "warm_up": 0.0}.items() if name in known}
+        method = kind(**options, upper_optimizer=partial(torch.optim.Adam, lr=0.01))
         solution = solve(
             Problem(upper, lower, project_upper=projection),
             method,

@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel import (
+    F2SA,
+    SAMA,
     Alternating,
     ApproxGrad,
     Callback,
@@ -38,6 +40,8 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 METHODS = {
     "difference": Penalty(curvature="difference", lower_steps=1, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "value gap": ValueGap(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    "f2sa": F2SA(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
+    "sama": SAMA(lower_steps=2, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "defaults": Penalty(curvature="difference"),
     "constraints": Penalty(curvature="difference", warm_up=0.5, lower_optimizer=ADAM, upper_optimizer=ADAM),
     "tolerance": Penalty(

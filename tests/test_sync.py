@@ -21,6 +21,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
+    SRBA,
     Alternating,
     ApproxGrad,
     Ball,
@@ -154,6 +158,12 @@ OTHERS = {
     "forward mode": ForwardMode(lower_steps=2, momentum=0.5, chunk_size=10),
     "value gap": ValueGap(warm_up=0.4),
     "value function": ValueFunction(warm_up=0.4),
+    "soba": SOBA(),
+    "soba, difference": SOBA(curvature="difference"),
+    "srba": SRBA(period=2),
+    "f2sa": F2SA(lower_steps=2),
+    "sama": SAMA(warm_up=0.4),
+    "sgd": ApproxGrad(linear_solver="sgd", lower_steps=2, warm_start=False, warm_up=0.4),
 }
 each = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 other = pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
@@ -161,8 +171,8 @@ tensor_or_rows = pytest.mark.parametrize("rows", [True, False], ids=["rows", "te
 
 
 def run_other(method: Any, device: str, *, rows: bool, accumulate: int = 1) -> None:
-    if rows and isinstance(method, ForwardMode):
-        pytest.skip("ForwardMode takes no Rows")
+    if rows and isinstance(method, (ForwardMode, SRBA)):
+        pytest.skip("takes no Rows")
     problem, u, v, data = classify(device, rows=rows)
     solve(problem, method, u, v, data, max_steps=5, log_every=10**9, seed=0, hypergradient=False, accumulate=accumulate)
 

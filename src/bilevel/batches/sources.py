@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
 from typing import Any
@@ -122,7 +122,7 @@ class Source:
         """Return the number of batches of a pass; TypeError if the user's iterable does not know it."""
         return len(self.items)  # type: ignore[arg-type]
 
-    def first_pass(self) -> Iterator[Any]:
+    def first_pass(self) -> Generator[Any]:
         """Yield the batches of pass 0. Close the iterator: the position and the user's generators stay as they are."""
         held = [(generator, generator.get_state()) for generator in self._own_generators()]
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers() if hasattr(sampler, "epoch")]

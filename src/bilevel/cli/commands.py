@@ -33,7 +33,7 @@ ResumeOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 DENOISE_METHODS = "penalty, algorithm-1, algorithm-2, alternating, reverse-mode, approx-grad, value-function, value-gap"
-COMPARE_METHODS = f"{DENOISE_METHODS}, forward-mode"
+COMPARE_METHODS = f"{DENOISE_METHODS}, forward-mode, soba, srba, f2sa, sama, stocbio, amigo"
 PROBLEMS = "sum, difference, sum-singular, difference-singular"
 BACKBONES = "conv4, resnet"
 FEWSHOT_DATA = "omniglot, cifar-fs, mini-imagenet, or a folder with a folder of images for each class"
@@ -327,8 +327,8 @@ def compare(
         str,
         typer.Option(
             help=f"Separated by commas: {COMPARE_METHODS}. Options follow colons: "
-            "reverse-mode:lower_steps=20:upper_rate=0.01. upper_rate and lower_rate are rates of Adam; for "
-            "reverse-mode and forward-mode, lower_rate is the rate of gradient descent."
+            "reverse-mode:lower_steps=20:upper_rate=0.01. upper_rate and lower_rate are rates of Adam; "
+            "soba, srba and f2sa take plain gradient steps with them, reverse-mode and forward-mode with lower_rate."
         ),
     ] = "penalty,approx-grad,reverse-mode,alternating",
     evaluations: Annotated[

@@ -21,7 +21,6 @@ from bilevel._util.checks import counted, did_you_mean, in_range
 from bilevel.applications.comparison.compare import (
     METHODS,
     PRESETS,
-    UNROLLED,
     Budget,
     Start,
     Subject,
@@ -123,18 +122,18 @@ def _budget(budgets: Mapping[str, float | None]) -> Budget:
 def method_of(text: str) -> Method:
     """Return the method that `name` or `name:option=value:option=value` describes.
 
-    A learning rate becomes an Adam, except in presets and for the lower level of unrolled methods, which take it.
+    A learning rate becomes an Adam, except in methods that have such an option.
     """
     name, *parts = text.split(":")
     known("--methods", name, METHODS)
     options = dict(_option(name, part) for part in parts)
-    for key in RATES & options.keys():
-        in_range(f"--methods: {key} of {name}", options[key], above=0)
-        if name not in PRESETS and (key == "upper_rate" or name not in UNROLLED):
-            options[key.replace("rate", "optimizer")] = partial(torch.optim.Adam, lr=options.pop(key))
     # A preset takes its options, the options of the first preset and the options of `Penalty`.
     sources = (name, PRESETS[0], "penalty") if name in PRESETS else (name,)
     allowed = dict.fromkeys(each for source in sources for each in inspect.signature(METHODS[source]).parameters)
+    for key in RATES & options.keys():
+        in_range(f"--methods: {key} of {name}", options[key], above=0)
+        if key not in allowed:
+            options[key.replace("rate", "optimizer")] = partial(torch.optim.Adam, lr=options.pop(key))
     for key in options:
         if key not in allowed or key == "options":
             near, names = did_you_mean(key, allowed), ", ".join(each for each in allowed if each != "options")

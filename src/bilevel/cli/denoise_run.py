@@ -51,8 +51,10 @@ FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "r
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 # The number of weights up to which one thread is as fast as several.
 SMALL = 500_000
-# Methods by name. Forward mode cannot learn an importance for each row.
-FIT = {name: method for name, method in METHODS.items() if name != "forward-mode"}
+# Methods by name. Forward mode and SRBA cannot learn an importance for each row; the others that are left out need a g
+# that is strongly convex in v, or are there to be compared.
+UNFIT = ("forward-mode", "soba", "srba", "f2sa", "sama", "stocbio", "amigo")
+FIT = {name: method for name, method in METHODS.items() if name not in UNFIT}
 FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
 # The most columns of a row that the page shows.
 SHOWN_FIELDS = 40

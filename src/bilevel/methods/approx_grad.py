@@ -91,8 +91,8 @@ class ApproxGrad(OptimizerOptions):
         one_of("curvature", self.curvature, ("auto", "exact", "difference"))
         if self.linear_rate is not None and self.linear_solver not in ("adam", "sgd"):
             raise OptionError(
-                f"linear_rate is only used with linear_solver='adam' and 'sgd'; got {self.linear_rate!r} with "
-                f"linear_solver={self.linear_solver!r}. Leave it out, or pass one of these."
+                f"linear_rate is only used with linear_solver='adam' or 'sgd'; got {self.linear_rate!r} with "
+                f"linear_solver={self.linear_solver!r}. Leave it out, or pass linear_solver='adam'."
             )
 
     def init(self, context: RunContext) -> MethodState:
@@ -235,8 +235,8 @@ class _FreshRun(_Run):
             with torch.enable_grad():
                 return d.hessian_product(draw, p, with_u=False)
 
-        if moving:
-            self._solved(product, d.direct(draw).v, left)
+        if moving:  # a series that starts again in each upper step needs the whole rate
+            self._solved(product, d.direct(draw).v, left if self.warm_start else torch.ones_like(left))
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
         if not moving:

@@ -33,14 +33,15 @@ from bilevel.problem import together
 T = TypeVar("T")
 # The first h moves v+ from v by this share of 1 + |v|.
 APART = 0.01
+WEIGHT_POWER = 1 / 7
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class F2SA(SingleLoopOptions):
     """F2SA with a central difference: two lower variables descend g + h f and g - h f. First order only.
 
-    It costs 2 (T + 1) evaluations of f and of g for each step on u, four times as many as `Alternating` of f and g
-    together, and no second derivatives.
+    It costs 2 (T + 1) evaluations of f and of g for each step on u, about four times as many as `Alternating`, and
+    no second derivatives.
 
     Options:
         lower_steps: Steps on v+ and v- before each step on u (T in the paper). Default: 10.
@@ -52,7 +53,7 @@ class F2SA(SingleLoopOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for the mean of v+ and v-, and again for
             their difference. Default: torch.optim.SGD with `lower_rate`.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: SGD with `upper_rate` if
-            that is given; otherwise Adam with a first rate of 0.3, or, with another `decay`, one that lets each
+            that is given; otherwise Adam with a first rate of 1, or, with another `decay`, one that lets each
             coordinate move by 5.
         weight: First weight h of f. Default: such that v+ is about 0.01 (1 + |v|) from v.
         weight_power: h is `weight` t^(-weight_power) in step t; 0 keeps it fixed. Default: 1/7.
@@ -63,7 +64,7 @@ class F2SA(SingleLoopOptions):
 
     lower_steps: int = 10
     weight: float | None = None
-    weight_power: float = 1 / 7
+    weight_power: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,10 +89,11 @@ class _Run(SingleLoopRun):
         size = measured.gamma * measured.sizes[1]
         default = APART * (1.0 + self.derivatives.norm(self.v.leaves).amax().item()) / size
         self.first = default if self.options.weight is None else self.options.weight
+        self.power = WEIGHT_POWER if self.options.weight_power is None else self.options.weight_power
         self.h = torch.full((), self.first, dtype=self.v.dtype, device=self.v.device)
 
     def _begin(self, k: int) -> tuple[Iterator[Draw], Tensor]:
-        self.h.fill_(self.first * (k + 1) ** -self.options.weight_power)
+        self.h.fill_(self.first * (k + 1) ** -self.power)
         return super()._begin(k)
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:

@@ -151,7 +151,8 @@ class MinibatchRun(ABC):
         self.engines = Engines(self.context.engine, self, gradients=self.context.max_steps * each, each=each)
         inner, outer = self.engines.inner.wrap, self.engines.outer.wrap
         upper = self._upper_step if self.problem.prepare is None else self._episode
-        self._parts = _Parts(*map(inner, (self._start_episode, self._lower_step, self._adjoint_step, upper)))
+        steps: list[Callable[..., Any]] = [self._start_episode, self._lower_step, self._adjoint_step, upper]
+        self._parts = _Parts(*map(inner, steps))
         self._outer_parts = _Parts(*map(outer, self._parts))
         self._whole: Callable[..., Tensor] = outer(self._iteration)
 

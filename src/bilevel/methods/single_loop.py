@@ -27,7 +27,7 @@ from bilevel.problem import Variable
 
 # Adam's first rate for u with decay="root". A coordinate, or a row at each visit, then moves by at most about this
 # number times 2 sqrt(t) in t steps.
-UPPER_RATE = 0.3
+UPPER_RATE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,7 +65,9 @@ class SingleLoopRun(AdjointRun):
         no_constraints(name, context.problem)
         no_projection(name, context.problem)
         if context.problem.start_lower is not None:
-            raise OptionError(f"{name} cannot use start_lower, as v and q go on from step to step. Use ApproxGrad.")
+            raise OptionError(
+                f"{name} cannot use start_lower, as each of its steps starts from the last v. Use ApproxGrad."
+            )
         super().__init__(context, lower_steps=lower_steps, curvature=curvature, decay=options.decay)
         measured = self._measured()
         q = {key: torch.zeros_like(leaf, requires_grad=True) for key, leaf in self.v.named()}

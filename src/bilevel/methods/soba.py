@@ -35,7 +35,7 @@ class SOBA(SingleLoopOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for q. Default:
             torch.optim.SGD with `lower_rate`.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: SGD with `upper_rate` if
-            that is given; otherwise Adam with a first rate of 0.3, or, with another `decay`, one that lets each
+            that is given; otherwise Adam with a first rate of 1, or, with another `decay`, one that lets each
             coordinate move by 5.
         curvature: How to take products with second derivatives. "exact": by a second backward pass. "difference": by
             differences of gradients, with two more evaluations of g. "auto" (default): exact, by differences if an

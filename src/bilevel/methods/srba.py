@@ -47,7 +47,7 @@ class SRBA(SingleLoopOptions):
             torch.optim.SGD with `lower_rate`.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: SGD with `upper_rate` if
             that is given; otherwise Adam, with a rate that lets each coordinate move by 5, or, with decay="root", with
-            a first rate of 0.3.
+            a first rate of 1.
         period: Number of steps from one pass over all data to the next. Default: the number of batches in both
             sources, so that passes take about a third of the time.
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bilevel import (
+    F2SA,
+    SAMA,
+    SOBA,
+    SRBA,
     Alternating,
     ApproxGrad,
     Callback,
@@ -47,10 +52,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "approx-grad": ApproxGrad,
     "value-function": ValueFunction,
     "value-gap": ValueGap,
+    "soba": SOBA,
+    "srba": SRBA,
+    "f2sa": F2SA,
+    "sama": SAMA,
+    "stocbio": partial(ApproxGrad, linear_solver="sgd", lower_steps=10, warm_start=False),
+    "amigo": partial(ApproxGrad, linear_solver="sgd", lower_steps=10),
 }
 PRESETS = ("algorithm-1", "algorithm-2")
-# The methods whose `lower_rate` is the step length of gradient descent.
-UNROLLED = ("reverse-mode", "forward-mode")
 # The number of points on the curve of a run.
 POINTS = 200
 TRIAL_STEPS = 4

@@ -38,7 +38,7 @@ from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 
 # A step of u moves v* by about this share of v. A coordinate that only a share c of the batches reads moves by
 # c^-(1 + RARE) of it at a visit: the moves of different steps are of different coordinates, and partly cancel.
-PACE, RARE = 0.005, 0.25
+PACE, RARE = 0.0075, 0.25
 # A step of u changes f by at most about this share.
 TRUST = 0.01
 # The largest step of a coordinate of u, and the largest move of one that is visited rarely.

@@ -97,6 +97,10 @@ class Solver(BaseSolver):
     parameters = {"batch_size": [64], "eval_freq": [128], "random_state": [1]}  # noqa: RUF012
     stopping_criterion = SufficientProgressCriterion(patience=100, strategy="callback")
 
+    @staticmethod
+    def get_next(stop_val):
+        return stop_val + 1
+
     def set_objective(self, f_inner, f_outer, n_inner_samples, n_outer_samples, inner_var0, outer_var0):
         torch.set_num_threads(1)
         self.problem = Problem(Objective(f_outer, self.batch_size), Objective(f_inner, self.batch_size))

@@ -12,6 +12,7 @@ import typer
 
 from bilevel import OptionError
 from bilevel._util.checks import one_of
+from bilevel_studies.option_lists import shares, words
 from bilevel_studies.study import Kept, Report, Study, side_by_side
 
 if TYPE_CHECKING:
@@ -381,28 +382,6 @@ def fewshot(
     run = Study("few-shot", out, tables.report, results, no_run, json, minutes, workers)
     function = partial(runs.run, device=where, folder=run.states, deadline=run.deadline)
     run.run(cells, side_by_side(function, workers))
-
-
-def words(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a list with commas, after a check that they are allowed. None stands for all of them."""
-    found = list(allowed) if text is None else [word.strip() for word in text.split(",")]
-    for word in found:
-        one_of(option, word, tuple(allowed))
-    return found
-
-
-def shares(text: str | None) -> list[float] | None:
-    """Return the numbers of `--noise`."""
-    if text is None:
-        return None
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise OptionError(f"--noise must be numbers with commas, such as 0.25,0.5; got {text}.") from None
-    for share in found:
-        if not 0 < share < 1:
-            raise OptionError(f"--noise must be above 0 and below 1; got {share:g}.")
-    return found
 
 
 def device_of(text: str) -> torch.device:

@@ -33,7 +33,7 @@ METHODS = {
     "f2sa": "F2SA",
 }
 SEEDS, SECONDS = 3, 20.0
-CHOICE_SEED, CHOICE_SECONDS = 100, 3.0
+CHOICE_SEED, CHOICE_SECONDS = 100, 2.0
 # Batches of f and of g together.
 BATCHES = {"cleaning": 392, "ijcnn1": 2215, "quadratics": 32}
 # The benchmark's rates of v and of u, that is `step_size` and `step_size / outer_ratio`. It has none for F2SA on ijcnn1
@@ -64,7 +64,7 @@ TUNED: Mapping[str, Mapping[str, tuple[float, float]]] = {
 # Passes over all data in which SRBA takes one step on all of them, twice: `period_frac`.
 PERIODS = {"cleaning": 512.0, "ijcnn1": 0.5, "quadratics": 0.5}
 # The grid: factors on the rates of v and of u.
-FACTORS = ((1.0, 1.0), (1.0, 8.0), (4.0, 32.0), (16.0, 64.0))
+FACTORS = ((1.0, 1.0), (1.0, 8.0), (4.0, 4.0), (4.0, 32.0), (16.0, 16.0), (16.0, 64.0))
 Factors = Mapping[tuple[str, str], tuple[float, float]]
 
 

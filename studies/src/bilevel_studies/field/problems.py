@@ -148,7 +148,7 @@ class Cleaning(FieldProblem):
             g.backward()  # type: ignore[no-untyped-call]
             return g
 
-        optimizer.step(closure)  # type: ignore[arg-type, no-untyped-call]
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         return leaf.detach()
 
 
@@ -265,7 +265,7 @@ def quadratics(draw: np.random.Generator, count: int, size: int, least: float = 
 
     def root(spectrum: np.ndarray) -> np.ndarray:
         basis = np.linalg.svd(draw.normal(size=(size, 1)))[0]
-        return basis @ np.diag(spectrum) @ basis.T
+        return np.asarray(basis @ np.diag(spectrum) @ basis.T)
 
     a = draw.normal(size=(count, size)) @ root(np.logspace(np.log10(least) / 2, 0, size))
     b = draw.normal(size=(count, size)) @ root(np.r_[0, np.logspace(np.log10(least) / 2, 0, size - 1)])
@@ -280,4 +280,4 @@ def problem(name: str) -> FieldProblem:
     """Return a problem by its name in the study."""
     if name.startswith("cleaning"):
         return Cleaning(float(name.removeprefix("cleaning ")))
-    return {"ijcnn1": Regularisation, "quadratics": Quadratics}[name]()
+    return Regularisation() if name == "ijcnn1" else Quadratics()

@@ -87,7 +87,7 @@ def cells(
             found.append(_run(first, name, CHOICE_SEED, CHOICE_SECONDS, factor) | {"part": CHOICE})
     else:
         runs = [_run(*at, seconds, factors[family(at[0]), at[1]]) for at in product(wanted, others, range(seeds))]
-        found = [*runs, *({"part": BEST, "problem": name} for name in wanted)]
+        found = [*runs, *({"part": BEST, "problem": name} for name in wanted if "penalty" in methods)]
         found.sort(key=_order)
     return [RunItem(settings, float(-i)) for i, settings in enumerate(found)]
 

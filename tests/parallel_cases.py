@@ -156,7 +156,7 @@ def shifts() -> Problem:
 
 
 Case = tuple[Any, Callable[[], Problem], Callable[[], Any], dict[str, Any]]
-STEPWISE = Penalty(mode="stochastic", lower_steps=2, **BOTH)
+STEPWISE = Penalty(cotangent="same", mode="stochastic", lower_steps=2, **BOTH)
 CASES: dict[str, Case] = {
     "penalty": (Penalty(), ridge, decays, {}),
     "penalty, steps on v": (STEPWISE, ridge, decays, {}),

@@ -235,7 +235,7 @@ def point(size: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.zeros(size, dtype=dtype, requires_grad=True)
 
 
-METHOD = Penalty(mode="stochastic", lower_steps=1)
+METHOD = Penalty(mode="stochastic", lower_steps=1, cotangent="same")
 
 
 def run(folder: Path, **changes: Any) -> Any:

@@ -50,7 +50,9 @@ def auc(model: str, seed: int) -> float:
         torch.manual_seed(seed)
         v = nn.Linear(64, 10) if model == "softmax" else nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     u = Rows(len(right))
-    solution = solve(Problem(upper, lower), Penalty(), u, v, (trusted, noisy), max_steps=STEPS, seed=seed)
+    solution = solve(
+        Problem(upper, lower), Penalty(cotangent="same"), u, v, (trusted, noisy), max_steps=STEPS, seed=seed
+    )
     assert solution.mode == "stochastic"
     assert solution.status is Status.MAX_STEPS
     return float(roc_auc_score(right, u.values.numpy()))

@@ -153,7 +153,7 @@ def test_default_rate_of_rows_does_not_depend_on_the_size_of_the_last_batch(coun
     batches = list(torch.arange(count).split(100))
     solution = solve(
         Problem(lambda u, v, _: (v**2).sum(), weighted),
-        Penalty(),
+        Penalty(cotangent="same"),
         Rows(count, dtype=torch.float64),
         leaf(0.0),
         ([0], batches),
@@ -171,7 +171,9 @@ def test_tensor_beside_rows_has_a_rate_of_its_own():
         lambda u, v, _: (v**2).sum(),
         lambda u, v, i: (torch.sigmoid(u["w"][i]) * (v - i.double() - u["b"]) ** 2).mean(),
     )
-    solve(problem, Penalty(), u, leaf(0.0), ([0], list(torch.arange(400).split(4))), max_steps=100, seed=0)
+    solve(
+        problem, Penalty(cotangent="same"), u, leaf(0.0), ([0], list(torch.arange(400).split(4))), max_steps=100, seed=0
+    )
     # At most 90 steps of Adam at a rate of 10/90 that falls linearly.
     assert u["b"].abs() < 6
 
@@ -241,7 +243,7 @@ def test_projected_adam_rests_at_the_solution_and_not_where_its_own_scaling_woul
         project_upper=Ball(0.8),
     )
     u, v = leaf(0.0, 0.0, 0.0), leaf(0.0, 0.0, 0.0)
-    solve(problem, Penalty(mode="stochastic"), u, v, max_steps=600, seed=0)
+    solve(problem, Penalty(mode="stochastic", cotangent="same"), u, v, max_steps=600, seed=0)
     # Rates fall to zero over 600 steps; a step along the scaled gradient ends 0.06 away.
     torch.testing.assert_close(u.detach(), Ball(0.8)((a + b / 2) / 1.5), rtol=0, atol=1e-4)
 
@@ -353,7 +355,8 @@ def test_half_precision_is_refused_without_data():
 
 def test_plain_sgd_slows_down_as_gamma_grows_and_adam_does_not():
     sgd = partial(torch.optim.SGD, lr=0.01)
-    method = Penalty(mode="stochastic", lower_optimizer=sgd, upper_optimizer=ADAM, decay="constant", warm_up=0.0)
+    options = {"lower_optimizer": sgd, "upper_optimizer": ADAM, "decay": "constant", "warm_up": 0.0}
+    method = Penalty(mode="stochastic", cotangent="same", **options)
     solution = solve(Problem(pull, follow), method, leaf(0.0), leaf(0.0), max_steps=40, log_every=1)
     gamma = solution.history["gamma"]
     # One rounding of a quotient for each number.

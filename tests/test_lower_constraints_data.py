@@ -164,7 +164,7 @@ def test_without_lower_constraints_the_steps_are_the_plain_ones(quadratic):
     for problem in (quadratic.problem, replace(quadratic.problem, lower_equalities=[], lower_inequalities=())):
         states.clear()
         u, v = quadratic.start()
-        solution = solve(problem, Watching(), u, v, quadratic.data(), max_steps=30, seed=0)
+        solution = solve(problem, Watching(cotangent="same"), u, v, quadratic.data(), max_steps=30, seed=0)
         assert type(states[0]) is PenaltyMinibatchRun
         assert set(solution.multipliers) == {"nu", "equalities", "inequalities"}
         ends.append((u.detach(), v.detach(), solution.history["upper"]))

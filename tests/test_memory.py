@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bilevel import Callback, Penalty, Problem, Rows, Run, solve
-from bilevel.methods.penalty.minibatch import PenaltyMinibatchRun
+from bilevel.methods.minibatch_run import MinibatchRun
 
 
 def network() -> tuple[Problem, Rows, nn.Module, Any]:
@@ -72,9 +72,9 @@ def peak(monkeypatch: pytest.MonkeyPatch, method: Penalty, **options: Any) -> in
     """The peak of the second step: the first one makes the optimizer's state."""
     problem, u, v, data = network()
     found = []
-    plain = PenaltyMinibatchRun.step
+    plain = MinibatchRun.step
 
-    def step(self: PenaltyMinibatchRun, k: int) -> Tensor:
+    def step(self: MinibatchRun, k: int) -> Tensor:
         gc.collect()
         with Peak() as mode:
             record = plain(self, k)
@@ -82,12 +82,12 @@ def peak(monkeypatch: pytest.MonkeyPatch, method: Penalty, **options: Any) -> in
         return record
 
     with monkeypatch.context() as patch:
-        patch.setattr(PenaltyMinibatchRun, "step", step)
+        patch.setattr(MinibatchRun, "step", step)
         solve(problem, method, u, v, data, max_steps=2, seed=0, log_every=10**9, hypergradient=False, **options)
     return found[1]
 
 
-@pytest.mark.parametrize("cotangent", ["same", "running"])
+@pytest.mark.parametrize("cotangent", ["tracked", "same", "running"])
 @pytest.mark.parametrize("batches", ["fresh", "shared"])
 def test_working_memory_is_the_same_for_one_and_for_a_hundred_lower_steps(monkeypatch, cotangent, batches):
     def measured(lower_steps: int) -> int:

@@ -172,7 +172,7 @@ def run(precision: str | None, *, model: str = "mlp", steps: int = 600, **option
         v = nn.Linear(64, 10) if model == "softmax" else nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     u = Rows(len(right))
     problem = options.pop("problem", Problem(upper, lower))
-    options = {"method": Penalty(), "seed": 0, "max_steps": steps} | options
+    options = {"method": Penalty(cotangent="same"), "seed": 0, "max_steps": steps} | options
     return solve(problem, options.pop("method"), u, v, (trusted, noisy), precision=precision, **options), right
 
 

@@ -84,7 +84,7 @@ def watched() -> tuple[list[float], bool]:
     values, watch = u.values, Watch(u)
     solve(
         shifts(),
-        Penalty(lower_steps=1),
+        Penalty(lower_steps=1, warm_up=0.0),
         u,
         network(),
         data(rows=True),
@@ -133,7 +133,7 @@ def few() -> dict[str, Any]:
     return numbers(
         solve(
             Problem(importance().upper, lower),
-            Penalty(lower_steps=1),
+            Penalty(lower_steps=1, warm_up=0.0),
             u,
             network(),
             data(rows=True),

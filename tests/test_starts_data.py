@@ -20,7 +20,7 @@ from bilevel.running.multistart import ranked
 from bilevel.running.starting_points import spread_points
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
-OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM}
+OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM, "cotangent": "same"}
 
 
 def batches() -> tuple[list, list]:

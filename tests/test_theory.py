@@ -404,7 +404,7 @@ MODES = {
     # Converged to a relative 1e-9; kinks of the projection and its multiplier cost some digits.
     "deterministic": (lambda: Penalty(), 3000, 1e-5),
     # Adam with a rate that falls to zero, prices that end at seven times their start: a few hundredths.
-    "stochastic": (lambda: Penalty(mode="stochastic"), STOCHASTIC_STEPS, 0.05),
+    "stochastic": (lambda: Penalty(mode="stochastic", cotangent="same"), STOCHASTIC_STEPS, 0.05),
 }
 SETS = {"box": Box(-0.5, 0.7), "ball": Ball(0.8), "simplex": Simplex(1.0)}
 A = torch.tensor([1.3, -0.2, -1.1], dtype=torch.float64)

@@ -44,7 +44,7 @@ CLAIMS = {
         "claims to hold 1,000,000,000,000 rows",
     ),
     "a table of 10^7 equal rows": ("parquet", lambda: fuzz.claiming_parquet(10**7), ""),
-    "a state nested without end": ("state", lambda: b'{"list": [' * 300 + b"1", "holds no state"),
+    "a state nested without end": ("state", lambda: b'{"list": [' * 300 + b"1", "holds no readable state"),
     "a config nested without end": ("config", lambda: b"[" * 3000, ""),
 }
 

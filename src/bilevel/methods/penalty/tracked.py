@@ -30,6 +30,7 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel._util.random_state import keeping
 from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.errors import CheckpointError
 from bilevel.methods.base import RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.penalty.options import PenaltyOptions
@@ -258,6 +259,11 @@ class TrackedRun(MinibatchRun):
         return super().state_dict() | {"counts": [self.look_at, self.began, self.taken], "upper_rates": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "multipliers" not in state:
+            raise CheckpointError(
+                "the checkpoint is of a Penalty() before version 0.2, whose multipliers were not tracked. Start again, or "
+                "resume it with that version."
+            )
         super().load_state_dict(state)
         self.look_at, self.began, self.taken = state["counts"]
         if self.options.upper_optimizer is None:

@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 358,
     "running": 1281,  # 1,277 before methods could doubt their end
     "sklearn": 278,
-    "studies": 5324,  # 4,842 before the study of the field's benchmark
+    "studies": 5328,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

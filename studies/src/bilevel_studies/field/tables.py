@@ -68,6 +68,7 @@ def page(kept: Sequence[Kept]) -> dict[str, Any]:
         "held": held(kept),
         "sooner": [sooner(kept, name) for name in CLEANING],
         "ends": [ends(kept, name) for name in FEATURE_PROBLEMS],
+        "steps": {method: steps(kept, method) for method in METHODS},
         "seeds": SEEDS,
         "seconds": SECONDS,
         "choice_seed": CHOICE_SEED,
@@ -214,6 +215,12 @@ def ends(kept: Sequence[Kept], name: str) -> tuple[str, str, str, str]:
     own = shares.pop("penalty")
     other = min(shares, key=lambda method: shares[method])
     return PROBLEMS[name], _share(own), METHODS[other], _share(shares[other])
+
+
+def steps(kept: Sequence[Kept], method: str) -> tuple[int, int]:
+    """Return the fewest and the most steps of a method in its runs on data cleaning."""
+    taken = [run["steps"][-1] for name in CLEANING for run in shown(kept, name, method)]
+    return min(taken, default=0), max(taken, default=0)
 
 
 def lines(kept: Sequence[Kept], name: str) -> list[tuple[str, list[float], list[float]]]:

@@ -20,7 +20,8 @@ from bilevel.running.multistart import ranked
 from bilevel.running.starting_points import spread_points
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
-OPTIONS = {"upper_optimizer": ADAM, "lower_optimizer": ADAM, "cotangent": "same"}
+BOTH = {"upper_optimizer": ADAM, "lower_optimizer": ADAM}
+OPTIONS = BOTH | {"cotangent": "same"}
 
 
 def batches() -> tuple[list, list]:

@@ -138,6 +138,8 @@ class Loop:
             )
         reason = getattr(self.state, "message", "")
         status = self._judged(status, certificate, getattr(self.state, "doubt", ""))
+        if status is Status.DIVERGED:  # an end check can leave v where it met numbers that are not finite
+            self._write(self.good)
         return Solution(
             u=self.setting.u.value,
             v=self.setting.v.value,

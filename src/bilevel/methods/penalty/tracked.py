@@ -39,7 +39,7 @@ from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 
 # A step of u moves v* by about this share of v. A coordinate that only a share c of the batches reads moves by
 # c^-(1 + RARE) of it at a visit: the moves of different steps are of different coordinates, and partly cancel.
-PACE, RARE = 0.0075, 0.25
+PACE, RARE = 0.005, 0.25
 # A step of u changes f by at most about this share.
 TRUST = 0.01
 # The largest step of a coordinate of u, and the largest move of one that is visited rarely.
@@ -261,8 +261,8 @@ class TrackedRun(MinibatchRun):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "multipliers" not in state:
             raise CheckpointError(
-                "the checkpoint is of a Penalty() before version 0.2, whose multipliers were not tracked. Start again, or "
-                "resume it with that version."
+                "the checkpoint is of a Penalty() before version 0.2, whose multipliers were not tracked. Start again, "
+                "or resume it with that version."
             )
         super().load_state_dict(state)
         self.look_at, self.began, self.taken = state["counts"]

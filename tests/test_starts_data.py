@@ -134,7 +134,7 @@ def test_u_and_v_are_left_at_the_best_end_whose_f_is_a_mean_over_the_batches():
         lambda u, v, batch: (v(batch) - 1).square().mean() + u["scale"].square().sum(),
         lambda u, v, batch: (v(batch) * u["scale"] - u["shift"]).square().mean(),
     )
-    solution = solve(problem, Alternating(lower_steps=2, **OPTIONS), u, net, data, max_steps=20, seed=0, starts=3)
+    solution = solve(problem, Alternating(lower_steps=2, **BOTH), u, net, data, max_steps=20, seed=0, starts=3)
     assert solution.v is net
     best = solution.candidates[0]
     for tensor, value in zip(net.state_dict().values(), best.v, strict=True):

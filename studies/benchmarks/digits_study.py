@@ -154,7 +154,7 @@ def penalty(options: dict[str, Any]) -> Penalty:
         given["lower_optimizer"] = partial(torch.optim.Adam, lr=rate)
     if (rate := given.pop("sgd", None)) is not None:
         given["lower_optimizer"] = partial(SGD, lr=rate)
-    return Penalty(**given)
+    return Penalty(**({"cotangent": "same"} | given))
 
 
 def digits(

@@ -341,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["run", "write"])
     parser.add_argument("--parts", default="start-up,penalties,random,cleaning", help="which parts to run")
-    parser.add_argument("--seed", type=int, default=1, help="the seed of the random problems; 0 was looked at before")
+    parser.add_argument("--seed", type=int, default=2, help="the seed of the random problems; 0 and 1 were looked at")
     parser.add_argument("--results", type=Path, default=KEPT)
     options = parser.parse_args()
     torch.set_num_threads(1)

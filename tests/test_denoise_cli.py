@@ -26,11 +26,12 @@ from safetensors import safe_open
 from scipy.io import savemat
 from sklearn.datasets import load_digits, load_iris
 
-from bilevel import OptionError
+from bilevel import OptionError, Penalty
 from bilevel.applications.augmentation import crop
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import Cleaned, Prepared
-from bilevel.cli.denoise_run import summary
+from bilevel.applications.denoising.denoise import METHOD
+from bilevel.cli.denoise_run import FIT, summary
 from bilevel.cli.main import main
 from bilevel.cli.run_folder import RunFolder, Stopped, folder_of, run_or_resume
 from bilevel.data import Labelled, load
@@ -571,3 +572,7 @@ def test_cards_of_a_table_have_short_numbers_and_the_word_missing(tmp_path):
     assert max(len(number.replace(".", "").lstrip("0")) for number in numbers) == 6
     assert "missing" in by_column["width"]
     assert by_column["place"] == {"here", "missing"}
+
+
+def test_the_command_runs_the_method_of_the_function():
+    assert FIT["penalty"]() == METHOD == Penalty(cotangent="same")

@@ -33,6 +33,7 @@ from bilevel.applications.denoising.clean_dataset import (
     prepare,
     thumbnails,
 )
+from bilevel.applications.denoising.denoise import METHOD
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table, stages
 from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
@@ -55,6 +56,7 @@ SMALL = 500_000
 # that is strongly convex in v, or are there to be compared.
 UNFIT = ("forward-mode", "soba", "srba", "f2sa", "sama", "stocbio", "amigo")
 FIT = {name: method for name, method in METHODS.items() if name not in UNFIT}
+FIT["penalty"] = lambda: METHOD
 FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
 # The most columns of a row that the page shows.
 SHOWN_FIELDS = 40

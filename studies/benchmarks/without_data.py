@@ -301,10 +301,10 @@ def tables(results: dict[str, Any]) -> dict[str, list[str]]:
                     f"{median(one['seconds'] / one['reference'][kind] for one in found):.1f}"
                     for kind in ("default", "tight")
                 ]
-                known = [known["f at the start"], known["f"], results[f"tight/{name}"]["f"]]
+                levels = [known["f at the start"], known["f"], results[f"tight/{name}"]["f"]]
                 seconds, *rest = ended(found)
                 between = f"{min(values):.5f} to {max(values):.5f}"
-                tuned.append(row(name, dtype, *(f"{f:.5f}" for f in known), between, seconds, *ratios, *rest))
+                tuned.append(row(name, dtype, *(f"{f:.5f}" for f in levels), between, seconds, *ratios, *rest))
     cleaned = table("random labels", "dtype", "f", "steps", *COLUMNS)
     for share in SHARES:
         for dtype in MISSING:

@@ -31,6 +31,7 @@ from bilevel.derivatives.prices import Prices
 from bilevel.measures.lower_minimum import flatten, lower_point, write
 from bilevel.methods.penalty.exact_multipliers import Point
 from bilevel.methods.penalty.exact_multipliers_search import LOWER, ExactMultipliersSearch
+from bilevel.methods.penalty.lower_newton import STEPS
 from bilevel.optim.linear_solvers import FlatError
 from bilevel.optim.projected_lbfgs import ProjectedLBFGS
 from bilevel.optim.second_order import explore
@@ -44,6 +45,8 @@ RESTARTS = 5
 EXPLORED, EXPLORATIONS = (4, 10), 10
 # The accuracy of v and q in an exploration.
 EXPLORING = 1e-7
+# The most Newton steps from a point at which the end check looks for a lower g.
+PROBING = 8
 # phi is unbounded if it falls by this many times its value at the start.
 UNBOUNDED = 1e30
 # The attributes that a checkpoint keeps.
@@ -236,11 +239,14 @@ class ExactMultipliersRun(ExactMultipliersSearch):
 
     def _minimise(self) -> float:
         """Minimise g from the present v, with few digits; return its value, infinity if there is no minimum nearby."""
-        self.exact.newton.accuracy = LOWER
+        newton = self.exact.newton
+        newton.accuracy, newton.limit = LOWER, PROBING
         try:
-            return self.exact.newton.minimise().value
+            return newton.minimise().value
         except FlatError:
             return math.inf
+        finally:
+            newton.limit = STEPS
 
     def _record(self, f: float, g: float) -> Tensor:
         point, search = self.search.extra, self.search

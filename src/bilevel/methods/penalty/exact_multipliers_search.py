@@ -22,7 +22,7 @@ from bilevel.optim.projected_lbfgs import Project, ProjectedLBFGS, RowMap, Tange
 # The run continues to this share of its tolerance, so that the answer is better than its certificate promises.
 GOAL = 1e-4
 # The errors of v and of q, relative to what remains to gain.
-LOWER, ADJOINT = 1e-4, 1e-2
+LOWER, ADJOINT = 1e-3, 1e-2
 # <q, s> at a trial point, relative to the geometric mean of the expected change of phi and the gain.
 CORRECTION = 0.1
 # A first step moves v*(u), and phi, by at most this share.

@@ -56,7 +56,7 @@ class LowerNewton:
         self.systems, self.d = systems, systems.d
         # The error of v at the end, relative to the distance that v* has moved.
         self.accuracy = 1e-7
-        self.steps = 0
+        self.steps, self.limit = 0, STEPS
         # The largest |s| met.
         self.size_s = 0.0
         # g at its last evaluation.
@@ -78,7 +78,7 @@ class LowerNewton:
             self.distance = start.norm().item()
         advance = self._advance_projected if self.d.v.projected else self._advance
         expected, patience, least = self.first, PATIENCE, ROUNDING * torch.finfo(start.dtype).eps
-        for k in range(STEPS):
+        for k in range(self.limit):
             size = self.residual(slope).norm().item()
             if not math.isfinite(size):
                 raise FlatError
@@ -115,8 +115,9 @@ class LowerNewton:
         """Evaluate g and s at the present u and v."""
         d = self.d
         batch = d.prepare([(None, None)], graph=True)[0]
-        g = d.lower(batch[1])
-        graph = d.gradient(g, d.v.leaves, keep_graph=True)
+        with self.systems.measuring_graph():
+            g = d.lower(batch[1])
+            graph = d.gradient(g, d.v.leaves, keep_graph=True)
         self.value = g.item()
         return Slope(self.value, joined(graph).detach(), graph, batch)
 
@@ -142,6 +143,8 @@ class LowerNewton:
             if better := trial.value <= slope.value + 1e-4 * share * fall + noise:
                 break
             share /= 2
+        if quick is not None:
+            self.systems.correct_inverse(share * move, trial.flat - slope.flat)
         factor = trial.flat.norm().item() / before
         stale = quick is not None and not self.systems.is_exact(slope)
         if stale and not (better and factor <= SLOW):

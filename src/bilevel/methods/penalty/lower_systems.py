@@ -38,8 +38,9 @@ RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLAT = 1e-3
 # A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
 ZERO, DIRECTIONS = 10, 8
-# How many columns of g_vv are computed at a time.
-COLUMNS = 64
+# How many rows of a derivative are computed side by side, if no tensor in the graph of g is larger than this. A larger
+# one does not fit into the caches so many times, and rows are quicker one after another.
+COLUMNS, SIDE_BY_SIDE = 64, 2**17
 
 
 def joined(gradients: list[Tensor]) -> Tensor:
@@ -75,6 +76,28 @@ def _null_space(matrix: Tensor, factor: Tensor, raised: float) -> Tensor | None:
     return (found @ turn)[:, flat].contiguous() if flat.any() else None
 
 
+def _rows(outputs: list[Tensor], inputs: list[Tensor], matrix: Tensor) -> Tensor:
+    """Return the product of each row of a matrix with the derivative of `outputs` in `inputs`, side by side."""
+    count = len(matrix)
+    lead = [count] if count > 1 else []
+    parts = torch.split(matrix, [out.numel() for out in outputs], 1)
+    found = torch.autograd.grad(
+        outputs,
+        inputs,
+        [part.reshape(*lead, *out.shape) for part, out in zip(parts, outputs, strict=True)],
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=count > 1,
+    )
+    return torch.cat(
+        [
+            matrix.new_zeros(count, x.numel()) if d is None else d.reshape(count, -1)
+            for d, x in zip(found, inputs, strict=True)
+        ],
+        1,
+    )
+
+
 @dataclass
 class Slope:
     """g, s = grad_v g and its graph at one v."""
@@ -104,6 +127,25 @@ class LowerSystems:
         self.factorised: Tensor | None = None
         # The largest curvature of g that was met at the last u, and the largest diagonal element of the last g_vv.
         self.top = self.largest = 0.0
+        # Whether the rows of a derivative are computed side by side; None until the graph of g is known.
+        self.batched: bool | None = None
+
+    @contextmanager
+    def measuring_graph(self) -> Iterator[None]:
+        """Choose how the rows of a derivative are computed by the size of the graph of g that is built inside."""
+        if self.batched is not None:
+            yield
+            return
+        largest = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal largest
+            largest = max(largest, tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self.batched = largest <= SIDE_BY_SIDE
 
     def forget_inverse(self) -> None:
         """Make the next system factorise g_vv again."""
@@ -130,6 +172,16 @@ class LowerSystems:
         except StaleError:
             near = self._inverse(slope)
             return None if near is None else near(self._without_null_directions(slope, b, scale))
+
+    def correct_inverse(self, move: Tensor, bend: Tensor) -> None:
+        """Correct the inverse by a move of v and the change of s along it (the BFGS formula)."""
+        product = torch.dot(move, bend).item()
+        if self.inverse is None or not TINIEST < product < math.inf:
+            return
+        turned = self.inverse @ bend
+        both = torch.outer(move / product, turned)
+        stretch = (1 + torch.dot(bend, turned).item() / product) / product
+        self.inverse = torch.addr(self.inverse - both - both.T, move, move, alpha=stretch)
 
     def solve(
         self,
@@ -243,30 +295,18 @@ class LowerSystems:
 
     def _matrix(self, slope: Slope) -> Tensor:
         """Return g_vv."""
-        n = slope.flat.numel()
-        unit = torch.eye(n, dtype=slope.flat.dtype, device=slope.flat.device)
-        product, rows = self.product(slope), []
-        for chunk in torch.split(unit, COLUMNS):
-            try:
-                parts = [
-                    p.reshape(-1, *leaf.shape) for p, leaf in zip(self._split(chunk), self.d.v.leaves, strict=True)
-                ]
-                found = torch.autograd.grad(
-                    slope.graph, self.d.v.leaves, parts, retain_graph=True, allow_unused=True, is_grads_batched=True
-                )
-                rows.append(
-                    torch.cat(
-                        [
-                            p.new_zeros(p.shape).flatten(1) if x is None else x.flatten(1)
-                            for x, p in zip(found, parts, strict=True)
-                        ],
-                        1,
-                    )
-                )
-            except RuntimeError:  # an operator that cannot be batched
-                rows.append(torch.stack([product(row) for row in chunk]))
-        matrix = torch.cat(rows)
+        matrix = self.rows(slope.graph, self.d.v.leaves, torch.eye(slope.flat.numel()).to(slope.flat))
         return (matrix + matrix.T) / 2
+
+    def rows(self, outputs: list[Tensor], inputs: list[Tensor], matrix: Tensor) -> Tensor:
+        """Return the product of each row of a matrix with the derivative of `outputs` in `inputs`, as rows."""
+        try:
+            return torch.cat([_rows(outputs, inputs, c) for c in torch.split(matrix, COLUMNS if self.batched else 1)])
+        except RuntimeError:  # an operator that cannot be batched
+            if not self.batched:
+                raise
+            self.batched = False
+            return self.rows(outputs, inputs, matrix)
 
     def product(self, slope: Slope) -> Map:
         """Return the product with g_vv."""

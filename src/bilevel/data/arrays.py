@@ -182,13 +182,24 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarr
 class ColumnScale:
     """Scales the columns of (n, columns) that vary, and leaves out the others."""
 
-    varies: np.ndarray
-    # A fitted `standard_scaler`.
-    scaler: Any
+    # The number of columns, and the places of those that vary, with their means and deviations.
+    count: int
+    varies: tuple[int, ...]
+    means: tuple[float, ...]
+    deviations: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, x: np.ndarray) -> ColumnScale:
+        """Fit the rule on (n, columns); at least one must vary."""
+        varies = np.flatnonzero(x.min(axis=0) < x.max(axis=0))
+        scaler = standard_scaler().fit(x[:, varies].astype(np.float64))[1]
+        return cls(x.shape[1], *(tuple(each.tolist()) for each in (varies, scaler.mean_, scaler.scale_)))
 
     def transform(self, X: np.ndarray, /) -> np.ndarray:
         """Return the scaled columns as float32."""
-        return np.asarray(self.scaler.transform(X[:, self.varies].astype(np.float64)), dtype=np.float32)
+        numbers = X[:, list(self.varies)].astype(np.float64).clip(-LARGEST, LARGEST)
+        scaled = (numbers - np.array(self.means)) / np.array(self.deviations)
+        return np.asarray(scaled.clip(-10, 10), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -212,13 +223,11 @@ class PixelScale:
 
 
 def _columns(x: np.ndarray, where: str) -> tuple[ColumnScale, tuple[str, ...]]:
-    varies = x.min(axis=0) < x.max(axis=0)
-    if not varies.any():
+    constant = int((x.min(axis=0) == x.max(axis=0)).sum())
+    if constant == x.shape[1]:
         raise DataError(f"{where} has no column that varies.")
-    scale = ColumnScale(varies, standard_scaler().fit(x[:, varies].astype(np.float64)))
-    constant = int((~varies).sum())
     left = agreeing(constant, "is constant and was left out", "are constant and were left out")
-    return scale, (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
+    return ColumnScale.fit(x), (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
 
 
 def _images(x: np.ndarray, where: str) -> tuple[PixelScale, tuple[str, ...]]:

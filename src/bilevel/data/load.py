@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bilevel._util.checks import agreeing, did_you_mean
 from bilevel.data.arrays import load_npz
+from bilevel.data.column_rules import kind_of, read_column
 from bilevel.data.image_folders import load_folder
 from bilevel.data.labelled import LEAST_ROWS, Classes, Labelled, LabelReader, class_labels
 from bilevel.data.named_sets import NAMES, load_named
-from bilevel.data.tables import kind_of, load_table, read_column
+from bilevel.data.tables import load_table
 from bilevel.errors import DataError, OptionError
 
 Form = Literal["named", "npz", "table", "folder"]

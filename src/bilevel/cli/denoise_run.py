@@ -34,6 +34,7 @@ from bilevel.applications.denoising.clean_dataset import (
     thumbnails,
 )
 from bilevel.applications.denoising.denoise import METHOD
+from bilevel.applications.denoising.trained_run import PREPARATION, described
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table, stages
 from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
@@ -48,7 +49,7 @@ from bilevel.running.run_many import one_thread
 
 # The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"
-FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html", NOISY)
+FILES = ("importance.csv", "history.csv", "model.safetensors", PREPARATION, "result.json", "report.html", NOISY)
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 # The number of weights up to which one thread is as fast as several.
 SMALL = 500_000
@@ -247,7 +248,7 @@ def _part(held_out: bool) -> str:
 
 
 def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifier) -> None:
-    """Write the importances, the history of the bilevel run and the trained classifier."""
+    """Write the importances, the history of the bilevel run, and the trained classifier with its preparation."""
     data, found, names = prepared.data, cleaned.denoised, prepared.data.classes
     columns = (
         data.positions,
@@ -273,6 +274,7 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
     )
     folder.write_csv("importance.csv", COLUMNS, rows)
     found.solution.history.to_csv(folder.path / "history.csv")
+    folder.write_json(PREPARATION, described(data, net.kind))
     about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
     with atomic_write(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
         save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})

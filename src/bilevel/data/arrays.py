@@ -23,6 +23,8 @@ from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
+# The order of the axes that brings (n, height, width, channels) to channels first.
+CHANNELS_LAST = 0, 3, 1, 2
 PARTS = ("trusted", "test")
 ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
 # Memory that reading a file takes, as a multiple of the size of its numbers.
@@ -95,8 +97,11 @@ def standard_scaler() -> Any:
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 
 
-def read_npz(path: Path, *, every: bool = False) -> Arrays:
-    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled."""
+def read_npz(path: Path, *, every: bool = False, labels: bool = True) -> Arrays:
+    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled.
+
+    x must be among them and, if `labels` is true, y.
+    """
     with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
@@ -109,7 +114,7 @@ def read_npz(path: Path, *, every: bool = False) -> Arrays:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
             found = {name: file[name] for name in held if every or name in ARRAYS}
-    for name in ("x", "y"):
+    for name in ("x", "y")[: 1 + labels]:
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
     return found
@@ -233,7 +238,7 @@ def _columns(x: np.ndarray, where: str) -> tuple[ColumnScale, tuple[str, ...]]:
 def _images(x: np.ndarray, where: str) -> tuple[PixelScale, tuple[str, ...]]:
     shape = x.shape
     if len(shape) == 3 or shape[3] in CHANNELS:  # if both ends could be channels, the last axis is
-        axes = (0, 3, 1, 2)
+        axes = CHANNELS_LAST
     elif shape[1] in CHANNELS:
         axes = (0, 1, 2, 3)
     else:

@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,9 @@ class ColumnRules:
             raise DataError(f"{where} has no column to learn from except the labels{': ' * bool(shown)}{shown}.")
         if left_out:
             notes.insert(0, f"Left out of the inputs: {shown}.")
-        return cls(kinds, *_number_rules(kinds, values), *_text_rules(kinds, values), ()).named(tuple(notes))
+        medians, means, deviations, marked = _number_rules(kinds, values)
+        names, shared = _text_rules(kinds, values)
+        return cls(kinds, medians, means, deviations, marked, names, shared, ()).named(tuple(notes))
 
     def named(self, notes: tuple[str, ...]) -> ColumnRules:
         """Return these rules with the names of the columns of the result, and with notes."""
@@ -90,14 +91,11 @@ class ColumnRules:
             names += [f"{name} is another"] * shared
         return ColumnRules(**{**vars(self), "features": tuple(names), "notes": notes})
 
-    @classmethod
-    def from_json(cls, held: Mapping[str, Any]) -> ColumnRules:
-        """Return the rules that `to_json` wrote."""
-        lists = {name: tuple(map(_tupled, value)) for name, value in held.items() if name != "kinds"}
-        return cls(kinds=dict(held["kinds"]), **lists)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def text_columns(self) -> list[str]:
+        """The columns whose values in a .csv file are text, even if they look like numbers."""
+        pairs = zip(self._of("text"), self.values, strict=True)
+        return [name for name, values in pairs if not {"True", "False", None}.issuperset(values)]
 
     def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns); other columns are not read."""
@@ -112,7 +110,7 @@ class ColumnRules:
 
     def unknown(self, X: Any) -> dict[str, int]:
         """Return the number of values of each text column of a table that the main file does not have."""
-        found = {}
+        found: dict[str, int] = {}
         for name, values, shared in zip(self._of("text"), self.values, self.shared, strict=True):
             names = read_column(X[name], "text")
             strange = 0 if shared else sum(_known(value) not in values for value in names)
@@ -179,10 +177,6 @@ def _one_hot(names: np.ndarray, values: tuple[str | None, ...], shared: bool) ->
     place = {value: i for i, value in enumerate(values)}
     at = np.array([place.get(_known(name), len(values)) for name in names], dtype=np.int64)
     return np.eye(len(values) + 1, dtype=np.float32)[at, : len(values) + shared]
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def kind_of(series: Any) -> str:

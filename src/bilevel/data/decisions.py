@@ -219,7 +219,7 @@ def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> Non
 
 def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     """Write every cell with its text; a new label is written as in the first row of its class."""
-    delimiter = delimiter_of(source, label)
+    delimiter, _ = delimiter_of(source, [label])
     text = source.read_bytes()
     encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
     # The parser and the encoding of `read_table`, so that the rows are the same.

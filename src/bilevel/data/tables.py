@@ -50,7 +50,16 @@ def load_table(path: Path, label: str | None, further: dict[str, Path], labels: 
 
 
 def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> Any:
-    """Return the file as a pandas.DataFrame that has the column `label`.
+    """Return the file as a pandas.DataFrame that has the column `label`; for `as_text` see `read_frame`."""
+    if path.suffix.lower() != ".parquet":
+        _check_label(label, delimiter_of(path, [label])[1], path)
+    frame = read_frame(path, [label], as_text)
+    _check_label(label, list(frame.columns), path)
+    return frame
+
+
+def read_frame(path: Path, expected: Sequence[str | None], as_text: Sequence[str] = ()) -> Any:
+    """Return the file as a pandas.DataFrame. The `expected` columns decide the delimiter of a .csv file.
 
     The columns `as_text` of a .csv file are read as text, without a guess of their type.
     """
@@ -58,7 +67,7 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> An
     if path.suffix.lower() == ".parquet":
         frame = _read_parquet(path)
     else:
-        delimiter = delimiter_of(path, label)
+        delimiter = delimiter_of(path, expected)[0]
         try:
             # pandas warns of rows that are longer than the header.
             with warnings.catch_warnings(action="error", category=pandas.errors.ParserWarning):
@@ -74,7 +83,6 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> An
             why = reason(error).removeprefix("Error tokenizing data. C error: ")
             raise DataError(f"{path} cannot be read as a .csv file ({why}).") from None
     frame.columns = [str(name) for name in frame.columns]
-    _check_label(label, list(frame.columns), path)
     if not frame.columns.is_unique:
         twice = frame.columns[frame.columns.duplicated()][0]
         raise DataError(f"{path} has more than one column named {twice!r}; their names must differ.")
@@ -83,20 +91,19 @@ def read_table(path: Path, label: str | None, as_text: Sequence[str] = ()) -> An
     return frame
 
 
-def delimiter_of(path: Path, label: str | None) -> str:
-    """Return the delimiter of a .csv file: the first of , ; tab | that gives a column `label`.
+def delimiter_of(path: Path, expected: Sequence[str | None]) -> tuple[str, list[str]]:
+    """Return the delimiter of a .csv file and its header: the one of , ; tab | that gives the most expected columns.
 
-    If none does, the delimiter that gives the most columns.
+    Of several, the one that gives the most columns.
     """
     found: dict[str, list[str]] = {}
     for delimiter in (",", ";", "\t", "|"):
         with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
             found[delimiter] = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
-    best = max(found, key=lambda each: (label in found[each], len(found[each])))
+    best = max(found, key=lambda each: (len({*expected} & {*found[each]}), len(found[each])))
     if not found[best]:
         raise DataError(f"{path} is empty.")
-    _check_label(label, found[best], path)
-    return best
+    return best, found[best]
 
 
 def _read_parquet(path: Path) -> Any:

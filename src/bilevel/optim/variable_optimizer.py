@@ -224,22 +224,17 @@ def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, l
     return (x - projection(x - t * gradient)) / t
 
 
-class _WithoutCompiler:
-    """Methods of an optimizer without their decorators, which import torch's compiler: a second of a short run."""
-
-    add_param_group, state_dict, load_state_dict, step = (
-        getattr(method, "__wrapped__", method)
-        for method in (
-            torch.optim.Adam.add_param_group,
-            torch.optim.Adam.state_dict,
-            torch.optim.Adam.load_state_dict,
-            torch.optim.Adam.step,
-        )
-    )
+def _plain(name: str) -> Any:
+    """Return a method of Adam without its decorator, which imports torch's compiler: a second of a short run."""
+    method = getattr(torch.optim.Adam, name)
+    return getattr(method, "__wrapped__", method)
 
 
-class _Adam(_WithoutCompiler, torch.optim.Adam):
+class _Adam(torch.optim.Adam):
     """torch's Adam, whose step is only called under `torch.no_grad`."""
+
+    add_param_group, step = _plain("add_param_group"), _plain("step")
+    state_dict, load_state_dict = _plain("state_dict"), _plain("load_state_dict")
 
 
 def _build(factory: OptimizerFactory, leaves: Sequence[Tensor], option: str) -> torch.optim.Optimizer:

@@ -71,7 +71,7 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     written = json.loads((tmp_path / "r" / "result.json").read_text())
     assert printed == written
     names = {"config.json", "history.csv", "importance.csv", "model.safetensors", "report.html", "result.json"}
-    names |= {"preparation.json"}
+    names |= {"preparation.json", "issues.csv"}
     assert {p.name for p in (tmp_path / "r").iterdir()} == names
     rows = rows_of(tmp_path / "r")
     assert list(rows[0])[:6] == ["index", "label", "importance", "suspect", "suggested", "confidence"]

@@ -49,8 +49,19 @@ from bilevel.running.run_many import one_thread
 
 # The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"
-FILES = ("importance.csv", "history.csv", "model.safetensors", PREPARATION, "result.json", "report.html", NOISY)
+FILES = (
+    "importance.csv",
+    "issues.csv",
+    "history.csv",
+    "model.safetensors",
+    PREPARATION,
+    "result.json",
+    "report.html",
+    NOISY,
+)
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
+# The names that cleanlab gives to its results, for tools that read them.
+ISSUE_COLUMNS = ("index", "is_label_issue", "label_quality", "given_label", "predicted_label", "sample_weight", "key")
 # The number of weights up to which one thread is as fast as several.
 SMALL = 500_000
 # Methods by name. Forward mode and SRBA cannot learn an importance for each row; the others that are left out need a g
@@ -73,8 +84,10 @@ HEADS = ("Trained", "Accuracy")
 RIVALS = ("labels as they are", "trusted set only")
 
 
-def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
-    """Denoise the data, or continue a run, and show the result."""
+def run(
+    asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool, *, suggested: bool = False
+) -> None:
+    """Denoise the data, or continue a run, and show the result; `suggested` writes the data with all suggestions."""
     data, where, began = asked["data"], device_of(device), time.perf_counter()
     known("--method", asked["method"], FIT)
     method = FIT[asked["method"]]()
@@ -101,7 +114,13 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
     once = {} if ranks is None else {"once": partial(run_on_first, ranks)}
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES, first=first, **once)
     if first:
-        report_result(result, {"report": folder.path / "report.html"}, show, json=json)
+        files = {"report": folder.path / "report.html"}
+        if suggested:
+            source, label = (data, asked["label"]) if asked["noise"] is None else (str(folder.path / NOISY), None)
+            files["cleaned data"] = cleaned = folder.path / f"cleaned{suffix_of(source)}"
+            if not cleaned.exists():
+                apply_decisions(source, folder.path / "issues.csv", cleaned, label=label)
+        report_result(result, files, show, json=json)
 
 
 def _prepared(asked: Mapping[str, Any]) -> Prepared:
@@ -193,10 +212,14 @@ def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
 
 def apply_command(source: str, label: str | None) -> str:
     """Return the command that applies decisions to this source."""
+    names, out = ["--label", label] if label else [], f"cleaned{suffix_of(source)}"
+    return shlex.join(["bilevel", "denoise", source, "--apply", "decisions.csv", *names, "--out", out])
+
+
+def suffix_of(source: str) -> str:
+    """Return how the name of the cleaned data ends: as the source's; a named set becomes an .npz file."""
     path = Path(source)
-    suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
-    names = ["--label", label] if label else []
-    return shlex.join(["bilevel", "denoise", source, "--apply", "decisions.csv", *names, "--out", f"cleaned{suffix}"])
+    return ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
 
 
 def summary(
@@ -259,7 +282,7 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
         found.confidence,
         found.quality,
     )
-    rows = (
+    rows = [
         {
             "index": i,
             "label": names[y],
@@ -271,13 +294,21 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
             "key": key,
         }
         for i, y, w, s, c, p, q, key in zip(*(column.tolist() for column in columns), data.keys, strict=True)
-    )
+    ]
     folder.write_csv("importance.csv", COLUMNS, rows)
+    folder.write_csv("issues.csv", ISSUE_COLUMNS, map(_issue, rows))
     found.solution.history.to_csv(folder.path / "history.csv")
     folder.write_json(PREPARATION, described(data, net.kind))
     about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
     with atomic_write(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
         save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
+
+
+def _issue(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of importance.csv under the names of issues.csv."""
+    renamed = {"is_label_issue": bool(row["suspect"]), "label_quality": row["quality"], "given_label": row["label"]}
+    renamed |= {"predicted_label": row["suggested"], "sample_weight": row["importance"]}
+    return renamed | {"index": row["index"], "key": row["key"]}
 
 
 def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:

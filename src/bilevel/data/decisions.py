@@ -1,7 +1,8 @@
 """Decisions made on the review page, applied to the data they were made for.
 
 A CSV file of decisions has the columns `index`, `key`, `decision` and `label`: the row's place in x as `load` returns
-it, its key, one of keep, drop and relabel, and its new class. Rows without a decision stay as they are. The new
+it, its key, one of keep, drop and relabel, and its new class. Rows without a decision stay as they are. issues.csv of a
+run, with `is_label_issue` and `predicted_label` in place of the last two, relabels the suspects as suggested. The new
 data has the form of the source; only the dropped rows and the new labels differ. In a .csv file every cell keeps its
 text, and only quotation marks that are not needed can go.
 """
@@ -28,6 +29,8 @@ from bilevel.data.tables import delimiter_of
 from bilevel.errors import DataError, OptionError
 
 COLUMNS = ("index", "key", "decision", "label")
+# The columns of a run's issues.csv that can take the place of the last two.
+ISSUES = ("is_label_issue", "predicted_label")
 DECISIONS = ("keep", "drop", "relabel")
 
 
@@ -80,7 +83,8 @@ def apply_decisions(
     Args:
         source: A named set, a file or a folder, as for `load`. It does not change.
         decisions_csv: The file of decisions that the review page saves, with the columns index, key, decision (keep,
-            drop or relabel) and label. Rows without a line stay as they are.
+            drop or relabel) and label. Rows without a line stay as they are. Or issues.csv of a run: its suspects get
+            the labels that it suggests.
         out: The new file or folder, written whole or not at all. It has the form of the source; a named set becomes an
             .npz file.
         label: The column of the labels in a table. None (default): the source is not a table.
@@ -121,17 +125,19 @@ def read_decisions(path: Path, data: Labelled) -> Change:
         raise DataError(f"The file {path} does not exist.")
     with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        if absent := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
-            raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is missing.")
+        names = rows.fieldnames or ()
+        columns = (*COLUMNS[:2], *ISSUES) if {*ISSUES} <= {*names} else COLUMNS
+        if absent := [name for name in columns if name not in names]:
+            raise DataError(f"{path} must have the columns {', '.join(columns)}; {absent[0]} is missing.")
         lines = [(rows.line_num, row) for row in rows]
     old = data.y.numpy()
     change = Change(np.ones(data.count, bool), old, old.copy())
     decided: dict[int, int] = {}
     for line, cells in lines:
         where = f"{path}, line {line}"
-        if None in [cells[name] for name in COLUMNS]:
+        if None in [cells[name] for name in columns]:
             count = sum(cell is not None for cell in cells.values())
-            raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(COLUMNS)}.")
+            raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(columns)}.")
         index, key = cells["index"], cells["key"]
         row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
         if not 0 <= row < data.count:
@@ -144,7 +150,10 @@ def read_decisions(path: Path, data: Labelled) -> Change:
         if row in decided:
             raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
         decided[row] = line
-        _decide(change, row, cells["decision"], cells["label"], data, where)
+        if columns is COLUMNS:
+            _decide(change, row, cells["decision"], cells["label"], data, where)
+        elif cells["is_label_issue"] == "True":
+            _decide(change, row, "relabel", cells["predicted_label"], data, where)
     if not change.kept.any():
         raise DataError(f"{path} drops all {data.count} rows of {data.name}; nothing would be left.")
     return change

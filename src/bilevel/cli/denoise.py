@@ -22,9 +22,28 @@ from bilevel.cli.commands import (
 )
 
 # Options that --apply FILE does not use.
-OF_DENOISING = ("trusted", "test", "noise", "noise_kind", "model", "method", "steps", "baselines", "seed", "resume")
+OF_DENOISING = (
+    *("trusted", "pick_trusted", "test", "noise", "noise_kind"),
+    *("model", "method", "steps", "baselines", "seed", "resume"),
+)
 # The value of --apply that takes all suggestions.
 SUGGESTED = "suggested"
+
+PickOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Choose this many rows whose labels are worth checking, and write a page to check them. Its decisions "
+        "are a value for --trusted.",
+    ),
+]
+ApplyOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Decisions exported from a report, or issues.csv of a run: write the data without dropped rows, with "
+        "new labels. `suggested`: at the end of the run, write cleaned data with all suggestions into its folder."
+    ),
+]
 
 
 def command(
@@ -33,10 +52,12 @@ def command(
     trusted: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder in the format of DATA whose labels are right, or how many rows to draw as trusted. "
-            "With --noise, and for digits, ten for each class by default."
+            help="A file or folder in the format of DATA whose labels are right, decisions.csv of checked rows, or how "
+            "many rows to draw as trusted. With --noise, and for digits, ten for each class by default; else a "
+            "cross-validated estimate is made."
         ),
     ] = None,
+    pick_trusted: PickOption = None,
     test: Annotated[
         str | None, typer.Option(help="A file or folder in the format of DATA to measure accuracies on.")
     ] = None,
@@ -55,7 +76,7 @@ def command(
         typer.Option(
             min=1,
             help="Steps of the bilevel run, and of each training before and after it; by default 12 passes over the "
-            "data, and at least 1,200.",
+            "data, and at least 600, or 1,200 with more than 2,000 rows.",
         ),
     ] = None,
     baselines: Annotated[
@@ -68,13 +89,7 @@ def command(
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     resume: ResumeOption = False,
-    apply: Annotated[
-        Path | None,
-        typer.Option(
-            help="Decisions exported from a report, or issues.csv of a run: write the data without dropped rows, with "
-            "new labels. `suggested`: at the end of the run, write cleaned data with all suggestions into its folder."
-        ),
-    ] = None,
+    apply: ApplyOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the wrong labels of a data set with the help of a few right ones.

@@ -13,7 +13,7 @@ import csv
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,11 +62,12 @@ class Applied(ShortRepr):
 
 @dataclass(frozen=True)
 class Change:
-    """Which rows stay, and the class of each row before and after."""
+    """Which rows stay, the class of each row before and after, and which rows a person decided on."""
 
     kept: np.ndarray
     old: np.ndarray
     new: np.ndarray
+    decided: np.ndarray
 
     @property
     def like(self) -> np.ndarray:
@@ -119,6 +120,31 @@ def apply_decisions(
     return Applied(target, data.count, data.count - kept, relabelled, kept - relabelled, notes)
 
 
+def trusted_by_decisions(data: Labelled, decisions_csv: str | Path) -> Labelled:
+    """Return the data with the rows that a review decided on as `trusted`, with their new labels, without dropped ones.
+
+    Args:
+        data: The data without trusted rows.
+        decisions_csv: The file of decisions that a review page saves.
+    """
+    if data.trusted is not None:
+        raise OptionError(f"trusted is given twice: {data.name} has trusted rows, and {decisions_csv} was named.")
+    change = read_decisions(Path(decisions_csv), data)
+    checked = np.flatnonzero(change.decided & change.kept)
+    if not len(checked):
+        raise DataError(f"{decisions_csv} keeps or relabels no row; at least one of each class is needed to trust.")
+    pair = data.x[torch.from_numpy(checked)], torch.from_numpy(change.new[checked].astype(np.int64))
+    return replace(data.select(np.flatnonzero(~change.decided)), trusted=pair)
+
+
+def is_decisions(path: str | Path) -> bool:
+    """Return whether a file is a .csv file with the columns of decisions."""
+    if Path(path).suffix.lower() != ".csv" or not Path(path).is_file():
+        return False
+    with reading(Path(path)), open(path, encoding="utf-8-sig", newline="") as file:
+        return {*COLUMNS} <= {*next(csv.reader(file), [])}
+
+
 def read_decisions(path: Path, data: Labelled) -> Change:
     """Read the decisions, and check line by line that they belong to the data."""
     if not path.exists():
@@ -131,7 +157,7 @@ def read_decisions(path: Path, data: Labelled) -> Change:
             raise DataError(f"{path} must have the columns {', '.join(columns)}; {absent[0]} is missing.")
         lines = [(rows.line_num, row) for row in rows]
     old = data.y.numpy()
-    change = Change(np.ones(data.count, bool), old, old.copy())
+    change = Change(np.ones(data.count, bool), old, old.copy(), np.zeros(data.count, bool))
     decided: dict[int, int] = {}
     for line, cells in lines:
         where = f"{path}, line {line}"
@@ -149,7 +175,7 @@ def read_decisions(path: Path, data: Labelled) -> Change:
             )
         if row in decided:
             raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
-        decided[row] = line
+        decided[row], change.decided[row] = line, True
         if columns is COLUMNS:
             _decide(change, row, cells["decision"], cells["label"], data, where)
         elif cells["is_label_issue"] == "True":

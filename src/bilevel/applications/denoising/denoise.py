@@ -40,8 +40,9 @@ from bilevel.running.run_identity import claim, digest_of
 
 # The cotangent of the same batch is biased by each example's own gradient, which is a sign of a wrong label.
 METHOD = Penalty(cotangent="same")
-# The default number of passes over the examples, and the least number of steps.
-PASSES, LEAST_STEPS = 12, 1200
+# The default number of passes over the examples, and the least number of steps with up to FEW examples, and with more.
+PASSES, LEAST_STEPS = 12, (600, 1200)
+FEW = 2000
 # The largest log-odds of a right label at the start of a run.
 CERTAIN = 2.5
 # If an example is seen less often, its importance moves by less, because few gradients say little about it.
@@ -119,7 +120,8 @@ def denoise(
         model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
             integers if the model takes them, as a model of words does.
         method: The method of the bilevel run. None (default): `Penalty(cotangent="same")`.
-        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 1,200.
+        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 600,
+            or 1,200 with more than 2,000 examples.
         final_steps: The number of steps of each training before and after the run. None (default): `steps`.
         batch: The number of examples in a batch. None (default): 100, or 200 with 10,000 examples or more.
         rate: The learning rate of the trainings. None (default): 1e-3 before the run and, after it, the rate that the
@@ -147,8 +149,7 @@ def denoise(
     check_counts(batch=batch, steps=steps, final_steps=final_steps)
     in_range("rate", rate, above=0)
     y, count = pair[1], len(pair[1])
-    size = min(batch or BATCH[count >= LARGE], count)
-    steps = steps or max(LEAST_STEPS, PASSES * count // size)
+    size, steps = size_and_steps(count, batch, steps)
     rounds, folder = final_steps or steps, None if checkpoint is None else Path(checkpoint)
     if folder is not None and first_rank():
         task = {"train data": digest_of(pair), "trusted data": digest_of(pair_trusted), "steps": steps}
@@ -178,6 +179,12 @@ def denoise(
         seconds=time.perf_counter() - began,
         settings={"steps": steps, "final_steps": rounds, "batch": size, "rate": rate, "seed": seed},
     )
+
+
+def size_and_steps(count: int, batch: int | None, steps: int | None) -> tuple[int, int]:
+    """Return the size of a batch of `count` examples, and the number of steps of a training."""
+    size = min(batch or BATCH[count >= LARGE], count)
+    return size, steps or max(LEAST_STEPS[count > FEW], PASSES * count // size)
 
 
 def _learn(

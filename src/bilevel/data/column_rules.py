@@ -5,8 +5,10 @@
 - text, if at least 95% of its values are numbers: numbers, with the others missing, and a note;
 - text, categories, true and false: a column of 0 and 1 for each value, missing included. If there are more than 21
   values, the 20 most frequent have a column, and the others share one;
-- left out, with a note: constant columns, columns without values, columns that count the rows, text whose values nearly
-  all differ, and complex or nested values.
+- free text, whose values nearly all differ and have four words or more on average: the words and pairs of words are
+  counted in 1,024 columns, chosen by a hash of the words. The columns of a row are scaled to the length 3;
+- left out, with a note: constant columns, columns without values, columns that count the rows, shorter text whose
+  values nearly all differ, and complex or nested values.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from bilevel.data.arrays import LARGEST, standard_scaler
 from bilevel.data.labelled import name_of
 from bilevel.errors import DataError
 
+# The columns for the words of a text, the length of a row of them, and the least words of free text, on average.
+HASHES, LENGTH, LEAST_WORDS = 1024, 3.0, 4
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
 # For the types that pandas infers: the kind of the column, or the reason to leave it out. All others are text.
 KINDS = {
@@ -42,7 +46,7 @@ KINDS = {
 class ColumnRules:
     """The rules of each column of a table. Every field is text or numbers, so that JSON holds them."""
 
-    # For each column that is used: `number`, `date` or `text`.
+    # For each column that is used: `number`, `date`, `text` or `words`.
     kinds: dict[str, str]
     # Of the numbers and dates, in their order: the value of a missing one, the mean and the deviation.
     medians: tuple[float, ...]
@@ -64,6 +68,8 @@ class ColumnRules:
         for name, series in frame.items():
             kind = kind_of(series)
             found = read_column(series, kind) if kind in ("number", "date", "text") else np.empty(0)
+            if kind == "text" and _is_free_text(found):
+                kind = "words"
             if why := _useless(found, kind) if len(found) else kind:
                 left_out.append(f"{name} ({why})")
                 continue
@@ -84,18 +90,19 @@ class ColumnRules:
 
     def named(self, notes: tuple[str, ...]) -> ColumnRules:
         """Return these rules with the names of the columns of the result, and with notes."""
-        numbers, texts = self._of("number"), self._of("text")
+        numbers, texts, words = self._of("number"), self._of("text"), self._of("words")
         names = [*numbers, *(f"{numbers[i]} is missing" for i in self.marked)]
         for name, values, shared in zip(texts, self.values, self.shared, strict=True):
             names += [f"{name} is missing" if value is None else f"{name} = {value}" for value in values]
             names += [f"{name} is another"] * shared
+        names += [f"words of {name}, {k}" for name in words for k in range(HASHES)]
         return ColumnRules(**{**vars(self), "features": tuple(names), "notes": notes})
 
     @property
     def text_columns(self) -> list[str]:
         """The columns whose values in a .csv file are text, even if they look like numbers."""
         pairs = zip(self._of("text"), self.values, strict=True)
-        return [name for name, values in pairs if not {"True", "False", None}.issuperset(values)]
+        return [*self._of("words"), *(name for name, values in pairs if not {"True", "False", None}.issuperset(values))]
 
     def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns); other columns are not read."""
@@ -106,6 +113,7 @@ class ColumnRules:
         blocks = [self._scaled(np.column_stack(numbers))] if numbers else []
         for name, values, shared in zip(self._of("text"), self.values, self.shared, strict=True):
             blocks.append(_one_hot(read[name], values, shared))
+        blocks += [counted_words(read[name]) for name in self._of("words")]
         return np.concatenate(blocks, axis=1, dtype=np.float32)
 
     def unknown(self, X: Any) -> dict[str, int]:
@@ -119,12 +127,12 @@ class ColumnRules:
 
     def _of(self, kind: str) -> list[str]:
         """Return the columns of a kind; dates are numbers."""
-        return [name for name, each in self.kinds.items() if (each == "text") == (kind == "text")]
+        return [name for name, each in self.kinds.items() if {"date": "number"}.get(each, each) == kind]
 
     def _read(self, series: Any, name: str, where: str) -> np.ndarray:
         kind = self.kinds[name]
         found, present = read_column(series, kind), series.dropna()
-        if kind != "text" and len(present) and np.isnan(found).all():
+        if kind in ("number", "date") and len(present) and np.isnan(found).all():
             raise DataError(
                 f"{where}: column {name!r} must hold {kind}s, as in the main file; got {str(present.iloc[0])!r}."
             )
@@ -140,7 +148,7 @@ class ColumnRules:
 
 def _number_rules(kinds: dict[str, str], values: dict[str, np.ndarray]) -> tuple[tuple[Any, ...], ...]:
     """Return the medians, means, deviations and marked columns of the numbers."""
-    numbers = [values[name] for name, kind in kinds.items() if kind != "text"]
+    numbers = [values[name] for name, kind in kinds.items() if kind in ("number", "date")]
     if not numbers:
         return (), (), (), ()
     table = np.column_stack(numbers)
@@ -165,6 +173,26 @@ def _text_rules(kinds: dict[str, str], values: dict[str, np.ndarray]) -> tuple[t
         less = set() if others is None else set(map(_known, others))
         kept.append(tuple(name for name in map(_known, found) if name not in less))
     return tuple(kept), tuple(others is not None for others in rare)
+
+
+def _is_free_text(names: np.ndarray) -> bool:
+    """Return whether text is long and nearly all values differ, so that its words say more than its values."""
+    present = [name for name in names if isinstance(name, str)]
+    words = sum(len(name.split()) for name in present)
+    return _nearly_all_differ(len(set(present)), len(present)) and words >= LEAST_WORDS * len(present)
+
+
+def _nearly_all_differ(distinct: int, count: int) -> bool:
+    return distinct >= 10 and distinct > 0.7 * count
+
+
+def counted_words(names: np.ndarray) -> np.ndarray:
+    """Return the hashed counts of the words and pairs of words of each text; a missing text has none."""
+    hashing = require("sklearn.feature_extraction.text", "apps").HashingVectorizer(
+        n_features=HASHES, ngram_range=(1, 2), dtype=np.float32
+    )
+    found: np.ndarray = hashing.transform([_known(name) or "" for name in names]).toarray()
+    return found * np.float32(LENGTH)
 
 
 def _known(value: Any) -> str | None:
@@ -196,7 +224,7 @@ def read_column(series: Any, kind: str) -> np.ndarray:
     Numbers and dates (in seconds since 1970, UTC) become float64, with NaN for missing, infinite and other values;
     text becomes names, with NaN for missing ones.
     """
-    if kind == "text":
+    if kind in ("text", "words"):
         names = [name_of(value) for value in series.astype(object)]
         return np.array([np.nan if name is None else name for name in names], dtype=object)
     pandas = require("pandas", "tables")
@@ -223,6 +251,6 @@ def _useless(values: np.ndarray, kind: str) -> str:
     if distinct == 1 and len(present) == len(values):
         return "is constant"
     if kind == "text":
-        return "is text whose values nearly all differ" if distinct >= 10 and distinct > 0.7 * len(present) else ""
+        return "is text whose values nearly all differ" if _nearly_all_differ(distinct, len(present)) else ""
     counts_rows = kind == "number" and np.array_equal(values, values[0] + np.arange(len(values)))
     return "counts the rows" if counts_rows else ""

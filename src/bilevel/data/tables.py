@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,36 @@ def load_table(path: Path, label: str | None, further: dict[str, Path], labels: 
     `test`.
     """
     frame = read_table(path, label)
-    y, classes = labels(frame[label], f"{path}, column {label!r}", None)
-    transformer = ColumnRules.fit(frame.drop(columns=[label]), str(path))
+    return from_frames(frame, str(path), path.stem, str(label), further, labels)
+
+
+def from_frames(
+    frame: Any, where: str, name: str, label: str, further: Mapping[str, Any], labels: LabelReader
+) -> Labelled:
+    """Return a pandas.DataFrame as `Labelled`; `where` names it in errors.
+
+    `further` has the parts `trusted` and `test`, as paths of tables or as DataFrames.
+    """
+    y, classes = labels(frame[label], f"{where}, column {label!r}", None)
+    transformer = ColumnRules.fit(frame.drop(columns=[label]), where)
     infer = require("pandas", "tables").api.types.infer_dtype
     as_text = [name for name in frame.columns if infer(frame[name], skipna=True) == "string"]
     parts: dict[str, Pair] = {}
     for part, file in further.items():
-        other = read_table(file, label, as_text)
-        x = torch.from_numpy(transformer.transform(other, str(file)))
-        parts[part] = x, labels(other[label], f"{file}, column {label!r}", classes)[0]
+        other = read_table(file, label, as_text) if isinstance(file, Path) else file
+        named = str(file) if isinstance(file, Path) else part
+        x = torch.from_numpy(transformer.transform(other, named))
+        parts[part] = x, labels(other[label], f"{named}, column {label!r}", classes)[0]
     return Labelled(
-        name=path.stem,
+        name=name,
         kind="table",
-        x=torch.from_numpy(transformer.transform(frame, str(path))),
+        x=torch.from_numpy(transformer.transform(frame, where)),
         y=y,
         classes=classes,
         keys=row_keys("\x1f".join(map(str, row)).encode("utf-8", "surrogateescape") for row in frame.to_numpy(object)),
         trusted=parts.get("trusted"),
         test=parts.get("test"),
-        fields={name: frame[name].to_numpy() for name in frame.columns if name != label},
+        fields={column: frame[column].to_numpy() for column in frame.columns if column != label},
         notes=transformer.notes,
         features=transformer.features,
         transformer=transformer,
@@ -88,6 +99,35 @@ def read_frame(path: Path, expected: Sequence[str | None], as_text: Sequence[str
         raise DataError(f"{path} has more than one column named {twice!r}; their names must differ.")
     if len(frame) == 0:
         raise DataError(f"{path} has no rows.")
+    return frame
+
+
+def as_frame(table: Any, label: str | None, where: str) -> Any:
+    """Return a table in memory as a pandas.DataFrame with new row numbers and text as column names.
+
+    Args:
+        table: A pandas.DataFrame, a dictionary of columns, or a `datasets.Dataset` of Hugging Face, whose class labels
+            get their names.
+        label: The column of the labels, which it must have.
+        where: The name of the table in errors.
+    """
+    frame, features = table, getattr(table, "features", None)
+    if hasattr(table, "to_pandas"):
+        frame = table.to_pandas()
+        names = getattr((features or {}).get(label), "names", None)
+        if names is not None:
+            frame[label] = [names[int(i)] if i >= 0 else None for i in frame[label]]
+    elif isinstance(table, Mapping):
+        frame = require("pandas", "tables").DataFrame(dict(table))
+    if not (hasattr(frame, "columns") and hasattr(frame, "to_numpy")):
+        raise DataError(
+            f"{where} must be a pandas.DataFrame, a dictionary of columns or a datasets.Dataset; got "
+            f"{type(table).__name__}."
+        )
+    frame = frame.set_axis([str(name) for name in frame.columns], axis=1).reset_index(drop=True)
+    _check_label(label, list(frame.columns), Path(where))
+    if not frame.columns.is_unique or len(frame) == 0:
+        raise DataError(f"{where} must have rows, and columns whose names differ.")
     return frame
 
 

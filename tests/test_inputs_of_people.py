@@ -64,7 +64,7 @@ def test_a_table_of_text_is_cleaned_and_new_text_predicted(tmp_path: Path) -> No
     issues = pd.read_csv(tmp_path / "r" / "issues.csv")
     assert {*issues.sort_values("label_quality")["index"][:5]} >= {20, 37, 55}
     assert issues["is_label_issue"][[20, 37, 55]].sum() >= 2
-    assert NOUNS["sport"].split()[0] in (tmp_path / "r" / "report.html").read_text()
+    assert '["text","' in (tmp_path / "r" / "report.html").read_text()
 
 
 class FaceDataset:

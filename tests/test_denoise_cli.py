@@ -71,6 +71,7 @@ def test_run_folder_of_an_npz_file_has_all_files_and_they_agree(arrays, tmp_path
     written = json.loads((tmp_path / "r" / "result.json").read_text())
     assert printed == written
     names = {"config.json", "history.csv", "importance.csv", "model.safetensors", "report.html", "result.json"}
+    names |= {"preparation.json", "issues.csv"}
     assert {p.name for p in (tmp_path / "r").iterdir()} == names
     rows = rows_of(tmp_path / "r")
     assert list(rows[0])[:6] == ["index", "label", "importance", "suspect", "suggested", "confidence"]
@@ -465,7 +466,7 @@ def test_a_folder_has_one_run_that_is_resumed_or_kept(tmp_path, capsys):
 
 def test_the_docs_way_to_use_a_classifier_on_new_rows_works(tmp_path, monkeypatch):
     text = (Path(__file__).parent.parent / "docs" / "denoising.md").read_text()
-    code = textwrap.dedent(re.search(r"\n((?:    .*\n|\n)*    classes = \[.*\n)", text)[1])
+    code = textwrap.dedent(re.search(r"\n((?:    .*\n|\n)*    classes = .*\n)", text)[1])
     rng = np.random.default_rng(0)
     y = np.arange(200) % 2
     x = rng.normal(size=(200, 3)) + 4 * y[:, None]

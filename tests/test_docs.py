@@ -115,7 +115,9 @@ def test_numbers_that_help_names_are_those_of_the_python_interface():
         if param.param_type_name == "option"
     }
     assert f"{denoising.PASSES} passes" in options["denoise", "steps"]
-    assert f"at least {denoising.LEAST_STEPS:,}" in options["denoise", "steps"]
+    few, many = denoising.LEAST_STEPS
+    said = f"at least {few:,}, or {many:,} with more than {denoising.FEW:,} rows"
+    assert said in options["denoise", "steps"]
     convex = inspect.signature(linear_tuning.tune_linear).parameters["steps"].default
     assert f"by default {convex}, and {tuning.STEPS:,} for an mlp" in options["tune", "steps"]
     assert TunedRidge().folds == 5

@@ -41,7 +41,7 @@ def test_help_shows_arguments_and_options_in_sentences(path, capsys):
     command = COMMANDS[path]
     code, output, _ = run(capsys, *path.split()[1:], "--help")
     assert code == 0
-    names = {"bilevel fewshot": "[DATA]", "bilevel compare": "{PROBLEM}"}
+    names = {"bilevel fewshot": "[DATA]", "bilevel compare": "{PROBLEM}", "bilevel predict": "{RUN} {NEW}"}
     data = dict.fromkeys(("bilevel denoise", "bilevel tune", "bilevel poison"), "{DATA}")
     ending = (names | data).get(path, "COMMAND [ARGS]..." if hasattr(command, "commands") else "")
     assert re.match(rf"Usage: {path} \[OPTIONS\]\s*{re.escape(ending)}\n\n", output), output[:200]

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bilevel.applications.denoising.trained_run import load
     from bilevel.distributed.weighted_mean import weighted_mean
     from bilevel.errors import (
         BilevelError,
@@ -82,6 +83,7 @@ __all__ = [
     "WriteError",
     "__version__",
     "check",
+    "load",
     "run_many",
     "solve",
     "solve_pessimistic",
@@ -89,6 +91,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "applications.denoising.trained_run": ["load"],
     "distributed.weighted_mean": ["weighted_mean"],
     "errors": [name for name in __all__ if name.endswith(("Error", "Warning"))],
     "measures.problem_check": ["Check", "check"],

@@ -37,8 +37,6 @@ COMPARE_METHODS = f"{DENOISE_METHODS}, forward-mode, soba, srba, f2sa, sama, sto
 PROBLEMS = "sum, difference, sum-singular, difference-singular"
 BACKBONES = "conv4, resnet"
 FEWSHOT_DATA = "omniglot, cifar-fs, mini-imagenet, or a folder with a folder of images for each class"
-# Options that --apply does not use.
-OF_DENOISING = ("trusted", "test", "noise", "noise_kind", "model", "method", "steps", "baselines", "seed", "resume")
 # Options that a finished few-shot run does not use.
 OF_TRAINING = ("train_ways", "meta_batch", "steps", "decay", "scale", "rotations", "resume")
 TASKS = ("ways", "shots", "queries", "tasks", "seed")
@@ -59,69 +57,6 @@ AuditOption = Annotated[
 ]
 # Options that do not change what a run computes.
 NOT_OF_THE_RESULT = ("out", "device", "resume", "json", "apply", "evaluate", "embed")
-
-
-def denoise(
-    context: typer.Context,
-    data: DataArgument,
-    trusted: Annotated[
-        str | None,
-        typer.Option(
-            help="A file or folder in the format of DATA whose labels are right, or how many rows to draw as trusted. "
-            "With --noise, and for digits, ten for each class by default."
-        ),
-    ] = None,
-    test: Annotated[
-        str | None, typer.Option(help="A file or folder in the format of DATA to measure accuracies on.")
-    ] = None,
-    label: LabelOption = None,
-    noise: Annotated[
-        float | None, typer.Option(help="Make this share of the labels wrong on purpose, to see how many are found.")
-    ] = None,
-    noise_kind: Annotated[
-        Literal["symmetric", "asymmetric"],
-        typer.Option(help="The class of a wrong label of --noise: any other (symmetric) or the next one (asymmetric)."),
-    ] = "symmetric",
-    model: Annotated[str, typer.Option(help=f"{NETWORKS}, or path.py:make with make(shape, classes).")] = "auto",
-    method: Annotated[str, typer.Option(help=f"{DENOISE_METHODS}.")] = "penalty",
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Steps of the bilevel run, and of each training before and after it; by default 12 passes over the "
-            "data, and at least 1,200.",
-        ),
-    ] = None,
-    baselines: Annotated[
-        bool, typer.Option(help="Also train on the labels as they are and on the trusted rows only, to compare.")
-    ] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the run, by default runs/denoise-DATA; with --apply, the cleaned data."),
-    ] = None,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
-    resume: ResumeOption = False,
-    apply: Annotated[
-        Path | None,
-        typer.Option(help="Decisions exported from a report: write the data without dropped rows, with new labels."),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Find the wrong labels of a data set with the help of a few right ones.
-
-    Every training example gets an importance, learned so that a classifier trained with it does well on the trusted
-    set. The run folder has importance.csv, the classifier, result.json, and report.html to review the suspects in.
-    Export decisions there; `bilevel denoise DATA --apply decisions.csv --out cleaned.npz` writes the cleaned data.
-    """
-    require("sklearn", extra="apps")
-    from bilevel.cli import denoise_run
-
-    if apply is not None:
-        refuse_options(context, OF_DENOISING, "--apply, which runs nothing")
-        denoise_run.apply_to_data(data, apply, out, label, json)
-    else:
-        denoise_run.run(asked(context, "denoise"), out, device, resume, json)
 
 
 def poison(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,32 +32,40 @@ from bilevel.applications.denoising.clean_dataset import (
     thumbnails,
 )
 from bilevel.applications.denoising.denoise import METHOD
+from bilevel.applications.denoising.trained_run import PREPARATION, described
+from bilevel.cli import estimate_run
+from bilevel.cli.denoise_files import ISSUE_COLUMNS, apply_command, fields_of, suffix_of, threads_for
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table, stages
 from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, apply_decisions, load
 from bilevel.data.arrays import array_keys
+from bilevel.data.decisions import is_decisions, trusted_by_decisions
 from bilevel.distributed.process_group import ProcessGroup, first_rank, restarted
 from bilevel.distributed.synchronise import run_on_first
 from bilevel.methods.base import Method
-from bilevel.report.page import Table, cell_text
+from bilevel.report.page import Table
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
-from bilevel.running.run_many import one_thread
 
 # The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"
-FILES = ("importance.csv", "history.csv", "model.safetensors", "result.json", "report.html", NOISY)
+FILES = (
+    "importance.csv",
+    "issues.csv",
+    "history.csv",
+    "model.safetensors",
+    PREPARATION,
+    "result.json",
+    "report.html",
+    NOISY,
+)
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
-# The number of weights up to which one thread is as fast as several.
-SMALL = 500_000
 # Methods by name. Forward mode and SRBA cannot learn an importance for each row; the others that are left out need a g
 # that is strongly convex in v, or are there to be compared.
 UNFIT = ("forward-mode", "soba", "srba", "f2sa", "sama", "stocbio", "amigo")
 FIT = {name: method for name, method in METHODS.items() if name not in UNFIT}
 FIT["penalty"] = lambda: METHOD
 FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
-# The most columns of a row that the page shows.
-SHOWN_FIELDS = 40
 # The training sets, as the tables call them.
 ROWS = {
     "denoised": "on the cleaned data",
@@ -72,12 +78,18 @@ HEADS = ("Trained", "Accuracy")
 RIVALS = ("labels as they are", "trusted set only")
 
 
-def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
-    """Denoise the data, or continue a run, and show the result."""
+def run(
+    asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool, *, suggested: bool = False
+) -> None:
+    """Denoise the data, or continue a run, and show the result; `suggested` writes the data with all suggestions."""
     data, where, began = asked["data"], device_of(device), time.perf_counter()
     known("--method", asked["method"], FIT)
     method = FIT[asked["method"]]()
-    prepared = _prepared(asked)
+    loaded, count = _loaded(asked)
+    if loaded.trusted is None and count is None and asked["noise"] is None and (data != "digits" or picks(asked)):
+        estimate_run.run(loaded, asked, out, where, resume, json, suggested=suggested)
+        return
+    prepared = prepare(loaded, trusted=count, noise=asked["noise"], kind=asked["noise_kind"], seed=asked["seed"])
     net = classifier_of(asked["model"], prepared.data, data, where, asked["seed"])
     folder = folder_of(out, "denoise", data)
     resume = resume or restarted()
@@ -100,11 +112,21 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
     once = {} if ranks is None else {"once": partial(run_on_first, ranks)}
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES, first=first, **once)
     if first:
-        report_result(result, {"report": folder.path / "report.html"}, show, json=json)
+        files = {"report": folder.path / "report.html"}
+        if suggested:
+            source, label = (data, asked["label"]) if asked["noise"] is None else (str(folder.path / NOISY), None)
+            files["cleaned data"] = cleaned = folder.path / f"cleaned{suffix_of(source)}"
+            if not cleaned.exists():
+                apply_decisions(source, folder.path / "issues.csv", cleaned, label=label)
+        report_result(result, files, show, json=json)
 
 
-def _prepared(asked: Mapping[str, Any]) -> Prepared:
-    """Read the data and set the trusted rows apart."""
+def picks(asked: Mapping[str, Any]) -> bool:
+    return asked["pick_trusted"] is not None
+
+
+def _loaded(asked: Mapping[str, Any]) -> tuple[Labelled, int | None]:
+    """Return the data, and the number of rows to draw as trusted: None if a file has them or none is given."""
     data, noise, kind, trusted = asked["data"], asked["noise"], asked["noise_kind"], asked["trusted"]
     count = int(trusted) if trusted is not None and trusted.lstrip("+-").isdigit() else None
     refuse_if(
@@ -113,22 +135,16 @@ def _prepared(asked: Mapping[str, Any]) -> Prepared:
             and kind != "symmetric",
             f"--trusted must be a file, or a number of rows of at least 1; got {trusted}.": count is not None
             and count < 1,
+            "--pick-trusted chooses rows to check; leave --trusted and --noise out.": picks(asked)
+            and not trusted is noise is None,
         }
     )
+    if count is None and trusted is not None and is_decisions(trusted):
+        return trusted_by_decisions(load(data, label=asked["label"], test=asked["test"]), trusted), None
     loaded: Labelled = load(data, label=asked["label"], trusted=trusted if count is None else None, test=asked["test"])
-    if loaded.trusted is None and count is None and noise is None and data != "digits":
-        raise OptionError(
-            f"--trusted is needed, as {data} has no trusted rows: a file of rows whose labels are right, or how many "
-            "rows to draw."
-        )
-    return prepare(loaded, trusted=count, noise=noise, kind=kind, seed=asked["seed"])
-
-
-def threads_for(network: torch.nn.Module) -> Any:
-    """Return a context with one thread for a small network on the CPU."""
-    parameters = list(network.parameters())
-    small = parameters[0].device.type == "cpu" and sum(p.numel() for p in parameters) < SMALL
-    return one_thread() if small else nullcontext()
+    if picks(asked) and loaded.trusted is not None:
+        raise OptionError(f"--pick-trusted must be left out: {data} has trusted rows.")
+    return loaded, count
 
 
 def _clean(
@@ -190,14 +206,6 @@ def write_noisy(folder: RunFolder, data: Labelled) -> Labelled:
     return replace(data, positions=np.arange(data.count), keys=array_keys(arrays["x"], arrays["y"].tolist()))
 
 
-def apply_command(source: str, label: str | None) -> str:
-    """Return the command that applies decisions to this source."""
-    path = Path(source)
-    suffix = ".npz" if not path.exists() else "" if path.is_dir() else path.suffix.lower()
-    names = ["--label", label] if label else []
-    return shlex.join(["bilevel", "denoise", source, "--apply", "decisions.csv", *names, "--out", f"cleaned{suffix}"])
-
-
 def summary(
     prepared: Prepared,
     cleaned: Cleaned,
@@ -247,7 +255,7 @@ def _part(held_out: bool) -> str:
 
 
 def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifier) -> None:
-    """Write the importances, the history of the bilevel run and the trained classifier."""
+    """Write the importances, the history of the bilevel run, and the trained classifier with its preparation."""
     data, found, names = prepared.data, cleaned.denoised, prepared.data.classes
     columns = (
         data.positions,
@@ -258,7 +266,7 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
         found.confidence,
         found.quality,
     )
-    rows = (
+    rows = [
         {
             "index": i,
             "label": names[y],
@@ -270,12 +278,21 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
             "key": key,
         }
         for i, y, w, s, c, p, q, key in zip(*(column.tolist() for column in columns), data.keys, strict=True)
-    )
+    ]
     folder.write_csv("importance.csv", COLUMNS, rows)
+    folder.write_csv("issues.csv", ISSUE_COLUMNS, map(_issue, rows))
     found.solution.history.to_csv(folder.path / "history.csv")
+    folder.write_json(PREPARATION, described(data, net.kind))
     about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
     with atomic_write(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
         save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
+
+
+def _issue(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of importance.csv under the names of issues.csv."""
+    renamed = {"is_label_issue": bool(row["suspect"]), "label_quality": row["quality"], "given_label": row["label"]}
+    renamed |= {"predicted_label": row["suggested"], "sample_weight": row["importance"]}
+    return renamed | {"index": row["index"], "key": row["key"]}
 
 
 def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:
@@ -307,7 +324,7 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
         importance=found.importance.numpy(),
         suspects=suspects,
         pictures=thumbnails(data.x, rows, SIDE) if data.kind == "images" else None,
-        fields=_fields(data, rows) if data.kind != "images" else None,
+        fields=fields_of(data, rows) if data.kind != "images" else None,
         command=command,
         settings=[
             ("Rows", f"{result['rows']:,}, of {len(data.classes)} classes"),
@@ -319,14 +336,6 @@ def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], com
         ],
         notes=result["notes"],
     )
-
-
-def _fields(data: Labelled, rows: Tensor) -> list[list[tuple[str, str]]]:
-    if data.fields:
-        columns = list(data.fields.items())[:SHOWN_FIELDS]
-        return [[(name, cell_text(values[i])) for name, values in columns] for i in rows.tolist()]
-    shown = data.x.flatten(1)[rows, :SHOWN_FIELDS]
-    return [[(str(k), f"{value:.3g}") for k, value in enumerate(row)] for row in shown.tolist()]
 
 
 def _accuracy_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -18,12 +18,13 @@ from typer.main import get_command
 
 import bilevel
 from bilevel._util.checks import EXTRAS, how_to_install
-from bilevel.cli import commands, doctor
+from bilevel.cli import commands, denoise, doctor, predict
 from bilevel.cli.run_folder import INTERRUPTED, STOPPED, Stopped
 from bilevel.errors import BilevelError, BilevelWarning, OptionError
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "denoise": commands.denoise,
+    "denoise": denoise.command,
+    "predict": predict.command,
     "poison": commands.poison,
     "tune": commands.tune,
     "fewshot": commands.fewshot,

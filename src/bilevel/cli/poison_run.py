@@ -25,7 +25,7 @@ from bilevel.applications.poisoning.setting import (
     target_of,
     wanted_of,
 )
-from bilevel.cli.denoise_run import threads_for
+from bilevel.cli.denoise_files import threads_for
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table
 from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume

@@ -23,6 +23,8 @@ from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError
 
 CHANNELS = (1, 3, 4)
+# The order of the axes that brings (n, height, width, channels) to channels first.
+CHANNELS_LAST = 0, 3, 1, 2
 PARTS = ("trusted", "test")
 ARRAYS = ("x", "y", *(f"{letter}_{part}" for part in PARTS for letter in "xy"))
 # Memory that reading a file takes, as a multiple of the size of its numbers.
@@ -95,8 +97,11 @@ def standard_scaler() -> Any:
     return require("sklearn.pipeline", "apps").make_pipeline(bounds[0], preprocessing.StandardScaler(), bounds[1])
 
 
-def read_npz(path: Path, *, every: bool = False) -> Arrays:
-    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled."""
+def read_npz(path: Path, *, every: bool = False, labels: bool = True) -> Arrays:
+    """Return the arrays with the names above, or all if `every` is true. Nothing is unpickled.
+
+    x must be among them and, if `labels` is true, y.
+    """
     with reading(path):
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a whole archive")
@@ -109,7 +114,7 @@ def read_npz(path: Path, *, every: bool = False) -> Arrays:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = list(file.files)
             found = {name: file[name] for name in held if every or name in ARRAYS}
-    for name in ("x", "y"):
+    for name in ("x", "y")[: 1 + labels]:
         if name not in found:
             raise DataError(f"{path} must hold an array named {name!r}; it holds {', '.join(held) or 'none'}.")
     return found
@@ -182,13 +187,24 @@ def _part(arrays: Arrays, suffix: str, path: Path) -> tuple[np.ndarray, np.ndarr
 class ColumnScale:
     """Scales the columns of (n, columns) that vary, and leaves out the others."""
 
-    varies: np.ndarray
-    # A fitted `standard_scaler`.
-    scaler: Any
+    # The number of columns, and the places of those that vary, with their means and deviations.
+    count: int
+    varies: tuple[int, ...]
+    means: tuple[float, ...]
+    deviations: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, x: np.ndarray) -> ColumnScale:
+        """Fit the rule on (n, columns); at least one must vary."""
+        varies = np.flatnonzero(x.min(axis=0) < x.max(axis=0))
+        scaler = standard_scaler().fit(x[:, varies].astype(np.float64))[1]
+        return cls(x.shape[1], *(tuple(each.tolist()) for each in (varies, scaler.mean_, scaler.scale_)))
 
     def transform(self, X: np.ndarray, /) -> np.ndarray:
         """Return the scaled columns as float32."""
-        return np.asarray(self.scaler.transform(X[:, self.varies].astype(np.float64)), dtype=np.float32)
+        numbers = X[:, list(self.varies)].astype(np.float64).clip(-LARGEST, LARGEST)
+        scaled = (numbers - np.array(self.means)) / np.array(self.deviations)
+        return np.asarray(scaled.clip(-10, 10), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -212,19 +228,17 @@ class PixelScale:
 
 
 def _columns(x: np.ndarray, where: str) -> tuple[ColumnScale, tuple[str, ...]]:
-    varies = x.min(axis=0) < x.max(axis=0)
-    if not varies.any():
+    constant = int((x.min(axis=0) == x.max(axis=0)).sum())
+    if constant == x.shape[1]:
         raise DataError(f"{where} has no column that varies.")
-    scale = ColumnScale(varies, standard_scaler().fit(x[:, varies].astype(np.float64)))
-    constant = int((~varies).sum())
     left = agreeing(constant, "is constant and was left out", "are constant and were left out")
-    return scale, (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
+    return ColumnScale.fit(x), (f"{constant} of {x.shape[1]} columns {left}.",) if constant else ()
 
 
 def _images(x: np.ndarray, where: str) -> tuple[PixelScale, tuple[str, ...]]:
     shape = x.shape
     if len(shape) == 3 or shape[3] in CHANNELS:  # if both ends could be channels, the last axis is
-        axes = (0, 3, 1, 2)
+        axes = CHANNELS_LAST
     elif shape[1] in CHANNELS:
         axes = (0, 1, 2, 3)
     else:

@@ -1,7 +1,8 @@
 """Decisions made on the review page, applied to the data they were made for.
 
 A CSV file of decisions has the columns `index`, `key`, `decision` and `label`: the row's place in x as `load` returns
-it, its key, one of keep, drop and relabel, and its new class. Rows without a decision stay as they are. The new
+it, its key, one of keep, drop and relabel, and its new class. Rows without a decision stay as they are. issues.csv of a
+run, with `is_label_issue` and `predicted_label` in place of the last two, relabels the suspects as suggested. The new
 data has the form of the source; only the dropped rows and the new labels differ. In a .csv file every cell keeps its
 text, and only quotation marks that are not needed can go.
 """
@@ -12,7 +13,7 @@ import csv
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,6 +29,8 @@ from bilevel.data.tables import delimiter_of
 from bilevel.errors import DataError, OptionError
 
 COLUMNS = ("index", "key", "decision", "label")
+# The columns of a run's issues.csv that can take the place of the last two.
+ISSUES = ("is_label_issue", "predicted_label")
 DECISIONS = ("keep", "drop", "relabel")
 
 
@@ -59,11 +62,12 @@ class Applied(ShortRepr):
 
 @dataclass(frozen=True)
 class Change:
-    """Which rows stay, and the class of each row before and after."""
+    """Which rows stay, the class of each row before and after, and which rows a person decided on."""
 
     kept: np.ndarray
     old: np.ndarray
     new: np.ndarray
+    decided: np.ndarray
 
     @property
     def like(self) -> np.ndarray:
@@ -80,7 +84,8 @@ def apply_decisions(
     Args:
         source: A named set, a file or a folder, as for `load`. It does not change.
         decisions_csv: The file of decisions that the review page saves, with the columns index, key, decision (keep,
-            drop or relabel) and label. Rows without a line stay as they are.
+            drop or relabel) and label. Rows without a line stay as they are. Or issues.csv of a run: its suspects get
+            the labels that it suggests.
         out: The new file or folder, written whole or not at all. It has the form of the source; a named set becomes an
             .npz file.
         label: The column of the labels in a table. None (default): the source is not a table.
@@ -115,23 +120,50 @@ def apply_decisions(
     return Applied(target, data.count, data.count - kept, relabelled, kept - relabelled, notes)
 
 
+def trusted_by_decisions(data: Labelled, decisions_csv: str | Path) -> Labelled:
+    """Return the data with the rows that a review decided on as `trusted`, with their new labels, without dropped ones.
+
+    Args:
+        data: The data without trusted rows.
+        decisions_csv: The file of decisions that a review page saves.
+    """
+    if data.trusted is not None:
+        raise OptionError(f"trusted is given twice: {data.name} has trusted rows, and {decisions_csv} was named.")
+    change = read_decisions(Path(decisions_csv), data)
+    checked = np.flatnonzero(change.decided & change.kept)
+    if not len(checked):
+        raise DataError(f"{decisions_csv} keeps or relabels no row; at least one of each class is needed to trust.")
+    pair = data.x[torch.from_numpy(checked)], torch.from_numpy(change.new[checked].astype(np.int64))
+    return replace(data.select(np.flatnonzero(~change.decided)), trusted=pair)
+
+
+def is_decisions(path: str | Path) -> bool:
+    """Return whether a file is a .csv file with the columns of decisions."""
+    if Path(path).suffix.lower() != ".csv" or not Path(path).is_file():
+        return False
+    with reading(Path(path)), open(path, encoding="utf-8-sig", newline="") as file:
+        return {*COLUMNS} <= {*next(csv.reader(file), [])}
+
+
 def read_decisions(path: Path, data: Labelled) -> Change:
     """Read the decisions, and check line by line that they belong to the data."""
     if not path.exists():
         raise DataError(f"The file {path} does not exist.")
     with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        if absent := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
-            raise DataError(f"{path} must have the columns {', '.join(COLUMNS)}; {absent[0]} is missing.")
+        names = rows.fieldnames or ()
+        columns = (*COLUMNS[:2], *ISSUES) if {*ISSUES} <= {*names} else COLUMNS
+        if absent := [name for name in columns if name not in names]:
+            raise DataError(f"{path} must have the columns {', '.join(columns)}; {absent[0]} is missing.")
         lines = [(rows.line_num, row) for row in rows]
     old = data.y.numpy()
-    change = Change(np.ones(data.count, bool), old, old.copy())
+    change = Change(np.ones(data.count, bool), old, old.copy(), np.zeros(data.count, bool))
     decided: dict[int, int] = {}
     for line, cells in lines:
         where = f"{path}, line {line}"
-        if None in [cells[name] for name in COLUMNS]:
+        if None in [cells[name] for name in columns]:
             count = sum(cell is not None for cell in cells.values())
-            raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(COLUMNS)}.")
+            raise DataError(f"{where} has {count} cells, too few for the columns {', '.join(columns)}.")
         index, key = cells["index"], cells["key"]
         row = int(index) if index.isascii() and index.isdigit() and len(index) < 19 else -1
         if not 0 <= row < data.count:
@@ -143,8 +175,11 @@ def read_decisions(path: Path, data: Labelled) -> Change:
             )
         if row in decided:
             raise DataError(f"{where}: index {row} was decided in line {decided[row]} already.")
-        decided[row] = line
-        _decide(change, row, cells["decision"], cells["label"], data, where)
+        decided[row], change.decided[row] = line, True
+        if columns is COLUMNS:
+            _decide(change, row, cells["decision"], cells["label"], data, where)
+        elif cells["is_label_issue"] == "True":
+            _decide(change, row, "relabel", cells["predicted_label"], data, where)
     if not change.kept.any():
         raise DataError(f"{path} drops all {data.count} rows of {data.name}; nothing would be left.")
     return change
@@ -219,7 +254,7 @@ def _rewrite_parquet(source: Path, out: Path, change: Change, label: str) -> Non
 
 def _rewrite_csv(source: Path, out: Path, change: Change, label: str) -> None:
     """Write every cell with its text; a new label is written as in the first row of its class."""
-    delimiter = delimiter_of(source, label)
+    delimiter, _ = delimiter_of(source, [label])
     text = source.read_bytes()
     encoding = "utf-8-sig" if text.startswith(b"\xef\xbb\xbf") else "utf-8"
     # The parser and the encoding of `read_table`, so that the rows are the same.

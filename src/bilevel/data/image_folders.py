@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +50,11 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
     classes = tuple(sorted(name for name, images in main.items() if images))
     if len(classes) < 2:
         raise DataError(f"{root}: at least 2 classes are needed; the only class folder with images is {classes[0]!r}.")
-    why = ""
+    why, rules = "", None
     if read is None:
         size, mode, why = _common(files_of(main))
-        read = partial(read_pixels, size=size, mode=mode)
+        rules = ImageRules(*size, mode)
+        read = rules.read
     x, names, kept, notes = _decode(main, read, root, why)
     if lost := set(classes) - set(names):
         raise DataError(f"{root}: no image of the class {min(lost)!r} can be decoded.")
@@ -77,7 +78,40 @@ def load_folder(root: Path, further: dict[str, Path], read: Reader | None = None
         trusted=pairs.get("trusted"),
         test=pairs.get("test"),
         notes=tuple(notes),
+        transformer=rules,
     )
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """Brings image files to one size in pixels and one mode, "L" (grey) or "RGB"."""
+
+    width: int
+    height: int
+    mode: str
+
+    def read(self, file: Path) -> tuple[np.ndarray, bool]:
+        """Return an image as bytes, and whether its size was changed."""
+        return read_pixels(file, (self.width, self.height), self.mode)
+
+    def transform(self, X: Sequence[Path], /) -> np.ndarray:
+        """Return the image files that decode as float32 (n, channels, height, width), with values in [0, 1]."""
+        return self.decode(X, Path())[0]
+
+    def decode(self, files: Sequence[Path], root: Path) -> tuple[np.ndarray, list[Path], list[str]]:
+        """Return the images that decode as float32 in [0, 1], their files, and the names below `root` of the others."""
+        pixels, kept, broken, _ = read_images(files, self.read, root)
+        return pixels.float().div_(255).numpy(), kept, broken
+
+
+def images_below(folder: Path) -> list[Path]:
+    """Return all images in a folder and the folders in it, sorted; hidden ones are skipped."""
+    with reading(folder):
+        found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+    hidden = [path for path in found if any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not (files := sorted({*found} - {*hidden})):
+        raise DataError(f"{folder} has no images.")
+    return files
 
 
 def listings(root: Path) -> dict[str, Listing]:

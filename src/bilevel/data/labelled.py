@@ -137,7 +137,13 @@ def class_labels(values: Any, where: str, classes: Classes | None) -> tuple[Tens
     `values` is an array or a pandas.Series of labels, which `where` names in errors. `classes` are the classes of the
     main part; None: the labels are the main part's, and decide the classes.
     """
-    names = [name_of(value) for value in values.tolist()]
+    held = values.tolist()
+    if several := next((value for value in held if isinstance(value, (list, tuple, set, dict, np.ndarray))), None):
+        raise DataError(
+            f"{where}: each label must be one class; got {type(several).__name__}s, such as {several!r}. Data with "
+            "several labels in a row are not read: clean one label at a time."
+        )
+    names = [name_of(value) for value in held]
     if missing := [i for i, name in enumerate(names) if name is None]:
         raise DataError(
             f"{where}: {len(missing)} of {len(names)} labels {agreeing(len(missing), 'is', 'are')} missing or not "

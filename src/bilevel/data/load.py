@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bilevel._util.checks import agreeing, did_you_mean
 from bilevel.data.arrays import load_npz
+from bilevel.data.column_rules import kind_of, read_column
 from bilevel.data.image_folders import load_folder
 from bilevel.data.labelled import LEAST_ROWS, Classes, Labelled, LabelReader, class_labels
 from bilevel.data.named_sets import NAMES, load_named
-from bilevel.data.tables import kind_of, load_table, read_column
+from bilevel.data.tables import as_frame, from_frames, load_table
 from bilevel.errors import DataError, OptionError
 
 Form = Literal["named", "npz", "table", "folder"]
@@ -22,11 +23,11 @@ FORMS: dict[str, Form] = {".npz": "npz", ".csv": "table", ".parquet": "table"}
 
 
 def load(
-    source: str | Path,
+    source: Any,
     *,
     label: str | None = None,
-    trusted: str | Path | None = None,
-    test: str | Path | None = None,
+    trusted: Any = None,
+    test: Any = None,
 ) -> Labelled:
     """Read labelled examples.
 
@@ -37,18 +38,23 @@ def load(
               ./mnist;
             - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
             - a .csv or .parquet table;
-            - a folder with a folder of images for each class.
+            - a folder with a folder of images, or of .txt files, for each class;
+            - a table in memory: a pandas.DataFrame, a dictionary of columns, or a `datasets.Dataset` of Hugging Face.
         label: The column of the labels in a table. None (default): the source is not a table.
-        trusted: A further file or folder of the same form, whose labels are right. None (default): only what `source`
-            has.
-        test: A further file or folder of the same form to measure on. None (default): only what `source` has.
+        trusted: A further source of the same form, whose labels are right. None (default): only what `source` has.
+        test: A further source of the same form to measure on. None (default): only what `source` has.
 
     The classes, and the scale of every column, come from `source` only.
 
     >>> load("digits").x.shape
     torch.Size([1397, 1, 8, 8])
     """
-    return read(source, label, {"trusted": trusted, "test": test})
+    parts = {"trusted": trusted, "test": test}
+    if isinstance(source, (str, Path)):
+        return read(source, label, parts)
+    frame = as_frame(source, label, "source")
+    further = {part: as_frame(table, label, part) for part, table in parts.items() if table is not None}
+    return from_frames(frame, "source", "table", str(label), further, class_labels)
 
 
 def read(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from bilevel._util.checks import require
+from bilevel.data.arrays import CHANNELS_LAST, PixelScale
 from bilevel.data.labelled import Labelled, reading, split_test
 from bilevel.errors import DataError
 
@@ -188,6 +189,7 @@ def load_named(name: str) -> Labelled:
         classes=known.classes,
         keys=[str(i) for i in range(len(y_main))],
         test=test,
+        transformer=PixelScale(CHANNELS_LAST, 0.0, 255.0),
     )
 
 
@@ -200,6 +202,7 @@ def _digits() -> Labelled:
         y=torch.from_numpy(found.target).long(),
         classes=DIGITS,
         keys=[str(i) for i in range(len(found.target))],
+        transformer=PixelScale(CHANNELS_LAST, 0.0, 1.0),
     )
     data = split_test(everything, count=DIGITS_TEST, seed=DIGITS_SEED)
     return replace(data, positions=np.arange(data.count))

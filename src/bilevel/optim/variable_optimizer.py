@@ -147,7 +147,7 @@ class VariableOptimizer:
     @property
     def restarts_in_place(self) -> bool:
         """Whether an optimizer with zero moments equals a new one."""
-        known = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) or self._stateless
+        known = type(self.optimizer) in (torch.optim.Adam, _Adam, torch.optim.AdamW) or self._stateless
         return known or getattr(self.optimizer, "state_starts_at_zero", False)
 
     @property
@@ -224,7 +224,22 @@ def _inside(projection: Projection, x: Tensor, gradient: Tensor, rate: Tensor, l
     return (x - projection(x - t * gradient)) / t
 
 
+def _plain(name: str) -> Any:
+    """Return a method of Adam without its decorator, which imports torch's compiler: a second of a short run."""
+    method = getattr(torch.optim.Adam, name)
+    return getattr(method, "__wrapped__", method)
+
+
+class _Adam(torch.optim.Adam):
+    """torch's Adam, whose step is only called under `torch.no_grad`."""
+
+    add_param_group, step = _plain("add_param_group"), _plain("step")
+    state_dict, load_state_dict = _plain("state_dict"), _plain("load_state_dict")
+
+
 def _build(factory: OptimizerFactory, leaves: Sequence[Tensor], option: str) -> torch.optim.Optimizer:
+    if isinstance(factory, partial) and factory.func is torch.optim.Adam and not factory.keywords.get("differentiable"):
+        factory = partial(_Adam, *factory.args, **factory.keywords)
     optimizer = factory(list(leaves))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_random_state
+from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import probabilities
 from bilevel.data.arrays import standard_scaler
+from bilevel.data.column_rules import ColumnRules
 from bilevel.methods.base import Method
 
 # Called with the count of numbers in one input and the count of classes; returns a network.
@@ -63,7 +64,7 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
     hidden : the units of the default network, default (128,).
     method : the method of the bilevel run. None (default): `Penalty(cotangent="same")`.
     steps : the number of steps of the bilevel run and of each training. None (default): 12 passes over the rows, and at
-        least 1,200.
+        least 600, or 1,200 with more than 2,000 rows.
     batch : the number of rows in a batch. None (default): 100, or 200 with 10,000 rows or more.
     rate : the learning rate of the trainings. None (default): 1e-3 before the bilevel run and, after it, the rate that
         the penalty method chose.
@@ -117,15 +118,20 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
     ) -> DenoisingClassifier:
         """Learn the importance of each row of X, and the classifier.
 
+        X is an array of finite numbers, or a pandas.DataFrame. Its text, dates and missing values become numbers as in
+        `bilevel.data.load`.
+
         `trusted` is a tuple (X, y) of further rows, or a mask of the rows of X whose labels are known to be right, with
         some rows of each class. With None, a part of X replaces them, and a warning says so.
         """
         true_or_false("standardize", self.standardize)
+        self._rules = _rules_of(X)
         inputs, given = self._validated(X, y)
         labels = self._indices(given)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        self._scale = standard_scaler().fit(_columns(inputs)) if self.standardize else None
+        scales = self.standardize and self._rules is None  # a table is scaled by its rules
+        self._scale = standard_scaler().fit(_columns(inputs)) if scales else None
         self._shape = inputs.shape[1:]
         x, known = self._tensor(inputs), np.zeros(len(labels), dtype=np.bool_)
         if isinstance(trusted, tuple):
@@ -174,6 +180,13 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
 
     def _validated(self, X: ArrayLike, *y: ArrayLike, **rules: Any) -> Any:
         """Return X, and y if given, as arrays that scikit-learn has checked."""
+        if self._rules is not None:
+            # The columns by which a table is prepared are those of `fit`, so scikit-learn only looks at their names.
+            if not hasattr(X, "columns"):
+                raise DataError(f"X must be a table with the columns of fit; got {type(X).__name__}.")
+            validate_data(self, X, skip_check_array=True, reset=rules.get("reset", True))
+            prepared = self._rules.transform(_named(X), "X")
+            return (prepared, column_or_1d(*y, warn=True)) if y else prepared
         # Only numbers that are scaled can exceed the range of float32; others would become infinite, and are refused.
         dtype = [np.float64, np.float32] if self.standardize else np.float32
         with np.errstate(over="ignore", invalid="ignore"):
@@ -260,6 +273,18 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
                 f"shape {tuple(scores)}."
             )
         return network
+
+
+def _rules_of(X: Any) -> ColumnRules | None:
+    """Return how a pandas.DataFrame becomes numbers; None for one of finite numbers, and for arrays."""
+    if not hasattr(X, "columns") or not hasattr(X, "iloc"):
+        return None
+    plain = all(getattr(kind, "kind", "O") in "buif" for kind in X.dtypes)
+    return None if plain and np.isfinite(X.to_numpy(np.float64)).all() else ColumnRules.fit(_named(X), "X")
+
+
+def _named(X: Any) -> Any:
+    return X.set_axis([str(name) for name in X.columns], axis=1)
 
 
 def _columns(X: np.ndarray) -> np.ndarray:

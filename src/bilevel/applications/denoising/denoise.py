@@ -6,9 +6,10 @@
 First we train the model on the trusted set only. How the labels differ from its predictions shows which class is
 labelled as which (`label_mistakes`), and so how probable each label is: u starts there. After the bilevel run we train
 the classifier that is returned, in two rounds. In the first, every example counts by its importance, a trusted example
-by 1. In the second, every label is replaced by the probabilities of the classes, given the label and the prediction of
-the first round. All three trainings begin at the model's first weights. An example is a suspect if its importance is
-below 1/2 and the classifier predicts another class.
+by 1; if more than half of the importances are below 1/2, these examples are left out. In the second, every label is
+replaced by the probabilities of the classes, given the label and the prediction of the first round. All three trainings
+begin at the model's first weights. An example is a suspect if its importance is below 1/2 and the classifier predicts
+another class.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ from bilevel.running.run_identity import claim, digest_of
 
 # The cotangent of the same batch is biased by each example's own gradient, which is a sign of a wrong label.
 METHOD = Penalty(cotangent="same")
-# The default number of passes over the examples, and the least number of steps.
-PASSES, LEAST_STEPS = 12, 1200
+# The default number of passes over the examples, and the least number of steps with up to FEW examples, and with more.
+PASSES, LEAST_STEPS = 12, (600, 1200)
+FEW = 2000
+# The share of importances below 1/2 above which the first round leaves these examples out.
+MANY_LOW = 0.5
 # The largest log-odds of a right label at the start of a run.
 CERTAIN = 2.5
 # If an example is seen less often, its importance moves by less, because few gradients say little about it.
@@ -119,7 +123,8 @@ def denoise(
         model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
             integers if the model takes them, as a model of words does.
         method: The method of the bilevel run. None (default): `Penalty(cotangent="same")`.
-        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 1,200.
+        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 600,
+            or 1,200 with more than 2,000 examples.
         final_steps: The number of steps of each training before and after the run. None (default): `steps`.
         batch: The number of examples in a batch. None (default): 100, or 200 with 10,000 examples or more.
         rate: The learning rate of the trainings. None (default): 1e-3 before the run and, after it, the rate that the
@@ -147,8 +152,7 @@ def denoise(
     check_counts(batch=batch, steps=steps, final_steps=final_steps)
     in_range("rate", rate, above=0)
     y, count = pair[1], len(pair[1])
-    size = min(batch or BATCH[count >= LARGE], count)
-    steps = steps or max(LEAST_STEPS, PASSES * count // size)
+    size, steps = size_and_steps(count, batch, steps)
     rounds, folder = final_steps or steps, None if checkpoint is None else Path(checkpoint)
     if folder is not None and first_rank():
         task = {"train data": digest_of(pair), "trusted data": digest_of(pair_trusted), "steps": steps}
@@ -178,6 +182,12 @@ def denoise(
         seconds=time.perf_counter() - began,
         settings={"steps": steps, "final_steps": rounds, "batch": size, "rate": rate, "seed": seed},
     )
+
+
+def size_and_steps(count: int, batch: int | None, steps: int | None) -> tuple[int, int]:
+    """Return the size of a batch of `count` examples, and the number of steps of a training."""
+    size = min(batch or BATCH[count >= LARGE], count)
+    return size, steps or max(LEAST_STEPS[count > FEW], PASSES * count // size)
 
 
 def _learn(
@@ -253,11 +263,23 @@ class _Trainings:
     def two_rounds(self, rate: float, importance: Tensor, posterior: Callable[[Tensor], Tensor]) -> Tensor:
         """Train with the importances, then on the posterior of the labels; return the last probabilities."""
         trainer, count = self.trainer, len(importance)
-        trainer.w[:count] = importance.to(trainer.w.device)
-        found = self.train("round 1", self.every, rate)
+        weights, part = first_weights(importance), self.every
+        trainer.w[:count] = weights.to(trainer.w.device)
+        if not weights.all():
+            part = torch.cat([weights.nonzero().squeeze(1), self.every[count:]])
+        found = self.train("round 1", part, rate)
         trainer.w.fill_(1.0)
         trainer.y[:count] = posterior(found).to(trainer.y.device)
         return self.train("round 2", self.every, rate)
+
+
+def first_weights(importance: Tensor) -> Tensor:
+    """Return the weights of the examples in the first round: the importances, or 0 and 1 if most are low.
+
+    With many wrong labels a network learns even those of small weight, and no longer shows that they are wrong.
+    """
+    low = importance < 0.5
+    return (~low).float() if float(low.float().mean()) > MANY_LOW else importance
 
 
 def importance_problem(

@@ -100,7 +100,7 @@ class Trainer:
             task |= {"decay": self.decay} if self.decay else {}
             done = 0 if checkpoint is None else self.load(checkpoint, task)
             keeps = checkpoint if first_rank() else None
-            for k, index in islice(enumerate(_batches(rows, batch, generator, device)), done, steps):
+            for k, index in islice(enumerate(index_batches(rows, batch, generator, device)), done, steps):
                 self.engines.outer.wrap(self.inner)(index, rates[k])
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
@@ -216,7 +216,7 @@ def refuse_end(solution: Solution, what: str, advice: str, *, fine: bool = True)
         raise ProblemError(f"the {what} diverged after {solution.steps} steps{advice}")
 
 
-def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+def index_batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
     """Yield batches of rows without end, in a new order in every pass, without partial batches."""
     size = min(size, len(rows))
     while True:

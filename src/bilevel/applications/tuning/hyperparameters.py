@@ -3,78 +3,25 @@
     training loss = sum_i w_i l(model(a(x_i)), s(y_i)) / sum_i w_i  +  penalties of the model's parameters
 
 A knob changes the inputs (a), the targets (s), the weights (w), the losses (l) or the penalties. Its value is one
-tensor. `Free` changes nothing; your own loss reads it. A change of variables keeps each value in its
-range, on its natural scale (the logarithm, or the value itself):
-
-    natural(value) = middle + half tanh(t / REACH),     t free
-
-Every hyperparameter has t in the same units: a move by 5 from the middle, which the default rate of the penalty method
-allows for, covers most of any range.
+tensor. `Free` changes nothing; your own loss reads it. See `ranges` for how values stay in their range.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from bilevel import OptionError
-from bilevel._util.checks import ShortRepr, in_range, one_of
+from bilevel._util.checks import in_range, one_of
+from bilevel.applications.tuning.ranges import Range, Scale
 
 Parameters = Mapping[str, Tensor]
 # (scores, targets) -> one loss for each example.
 Losses = Callable[[Tensor, Tensor], Tensor]
-REACH = 2.5
-# The least distance of a start from the ends, as a share of half the range: at an end the gradient is zero.
-EDGE = 1e-3
-Scale = Literal["log", "linear"]
-
-
-@dataclass(frozen=True, repr=False)
-class Range(ShortRepr):
-    """The values between `low` and `high`, on a "log" or a "linear" scale. A log scale needs `low` above 0.
-
-    >>> Range(1e-4, 1.0).value(torch.tensor(0.0)).item()  # the middle of the logarithms
-    0.01
-    """
-
-    low: float
-    high: float
-    scale: Scale = "log"
-
-    def __post_init__(self) -> None:
-        one_of("scale", self.scale, ("log", "linear"))
-        for name in ("low", "high"):
-            in_range(name, getattr(self, name))
-        if self.scale == "log" and not self.low > 0:
-            raise OptionError(f"low must be above 0 on the scale 'log'; got {self.low!r}. Use scale='linear'.")
-        if not self.low < self.high:
-            raise OptionError(f"low must be below high; got low={self.low!r} and high={self.high!r}.")
-
-    @property
-    def _ends(self) -> tuple[float, float]:
-        """Return the middle and half the width, on the natural scale."""
-        low, high = (math.log(end) if self.scale == "log" else float(end) for end in (self.low, self.high))
-        return (low + high) / 2, (high - low) / 2
-
-    def value(self, t: Tensor) -> Tensor:
-        """Return the value of a free t."""
-        middle, half = self._ends
-        # 1 + tanh(t / REACH) = 2 sigmoid(2 t / REACH), and sigmoid is much faster than tanh on a CPU. In place: no
-        # derivative needs the old numbers, and for a million values new memory costs more than the arithmetic.
-        natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
-        return natural.exp_() if self.scale == "log" else natural
-
-    def free(self, value: Tensor) -> Tensor:
-        """Return the t of a value; a value at or beyond an end of the range is moved a little inside."""
-        middle, half = self._ends
-        natural = value.clamp(self.low, self.high)
-        share = ((natural.log() if self.scale == "log" else natural) - middle) / half
-        return REACH * torch.atanh(share.clamp(EDGE - 1, 1 - EDGE))
 
 
 @dataclass(frozen=True)
@@ -95,6 +42,9 @@ class Sizes:
 class Knob(Range):
     """A hyperparameter: its range and its start. The methods below change nothing; each subclass replaces one."""
 
+    # Whether one number for all entries of the value means something: equal weights of all classes are no weights.
+    has_singles: ClassVar[bool] = True
+
     low: float
     high: float
     start: float
@@ -103,6 +53,29 @@ class Knob(Range):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("start", self.start, least=self.low, most=self.high)
+
+    def singles(self, count: int) -> list[float]:
+        """Return single values over the range for a grid; none if they mean nothing."""
+        if not self.has_singles:
+            return []
+        low, high = self.natural_ends
+        places = (
+            torch.linspace(low, high, count, dtype=torch.float64) if count > 1 else torch.tensor([low / 2 + high / 2])
+        )
+        return [float(x) for x in (places.exp() if self.scale == "log" else places)]
+
+    def grown(self, best: float, factor: float) -> float | None:
+        """Return the next value beyond the range if the best of a grid is at an end of it or beyond; else None.
+
+        Only the default range of a logarithmic scale grows: a range that the caller gave is kept.
+        """
+        if self.scale != "log":
+            return None
+        if self.low == getattr(type(self), "low", None) and best <= self.low * (1 + 1e-6):
+            return best / factor
+        if self.high == getattr(type(self), "high", None) and best >= self.high * (1 - 1e-6):
+            return best * factor
+        return None
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the shape of the value."""
@@ -264,6 +237,8 @@ class ClassWeights(Knob):
     tensor([1., 5., 5.])
     """
 
+    has_singles = False
+
     low: float = 0.1
     high: float = 10.0
     start: float = 1.0
@@ -291,6 +266,8 @@ class SourceWeights(Knob):
     >>> SourceWeights().weights(torch.tensor([1.0, 0.1]), torch.tensor([3, 7]), torch.tensor([0, 1]))  # sources 0 and 1
     tensor([1.0000, 0.1000])
     """
+
+    has_singles = False
 
     low: float = 1e-2
     high: float = 1e2
@@ -321,6 +298,8 @@ class LossMix(Knob):
     ...     return -(targets * scores.log_softmax(1)).sum(1)
     >>> hyper = {"mix": LossMix(mixed=[cross_entropy, brier])}
     """
+
+    has_singles = False
 
     mixed: Sequence[Losses]
     low: float = 1e-2
@@ -374,6 +353,8 @@ class Free(Knob):
 
     >>> hyper = {"temperature": Free(low=0.05, high=20.0, start=1.0)}
     """
+
+    has_singles = False
 
     size: Sequence[int] = (1,)
 

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from bilevel import DataError, Problem
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.hyperparameters import Range
 from bilevel.applications.tuning.implicit_descent import descend, objective
+from bilevel.applications.tuning.ranges import Range
 
 # The range of the single penalty, in units of the features' curvature.
 LOW, HIGH = 1e-5, 1e4

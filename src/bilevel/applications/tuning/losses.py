@@ -84,6 +84,10 @@ class TrainingLoss:
 
         return Problem(upper, lower)
 
+    def fixed_problem(self, train: Batch, valid: Batch) -> Problem:
+        """Return the problem whose u are the values themselves, on all of `train` and `valid`."""
+        return Problem(lambda u, v, _: self.validation(u, v, valid), lambda u, v, _: self(u, v, train))
+
     @torch.no_grad()
     def measured(self, value: Mapping[str, Tensor], model: nn.Module, columns: Batch) -> float:
         """Return the validation loss of these examples, in evaluation mode."""

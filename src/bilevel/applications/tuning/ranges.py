@@ -69,6 +69,10 @@ class Range(ShortRepr):
         natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
         return natural.exp_() if self.scale == "log" else natural
 
+    def log_slope(self, t: Tensor) -> Tensor:
+        """Return the derivative of the logarithm of the value of t, on a logarithmic scale."""
+        return (1 - (t / REACH).tanh().square()) * (self._ends[1] / REACH)
+
     def free(self, value: Tensor) -> Tensor:
         """Return the t of a value; a value at or beyond an end of the range is moved a little inside."""
         middle, half = self._ends

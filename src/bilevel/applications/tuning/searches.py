@@ -154,9 +154,7 @@ def convex_search(task: TuningTask, u: dict[str, Tensor], count: int) -> tuple[V
     task.model.load_state_dict(search.state)
     grown = TrainingLoss(search.hyper, task.objective.classes, task.objective.own, task.objective.valid)
     curve = descend(
-        grown.problem(task.train, task.valid),
-        u,
-        task.model,
+        objective(grown.problem(task.train, task.valid), u, task.model, tolerance=1e-6),
         max_steps=count,
         tolerance=1e-6,
         on_progress=lambda done, value: task.on_progress("tuning", done, count),

@@ -61,7 +61,7 @@ class Tuned(ShortRepr):
         valid_loss: The validation loss of `model`.
         mode: "convex", "training" or "minibatch".
         seconds: The time of the tuning and of all trainings.
-        candidates: The values that were tried, each with the loss of a model trained from scratch.
+        candidates: The values that were tried, each with the loss of a model trained from scratch. Default: none.
         solution: The `Solution` of the bilevel run. Default: None, except in the mode "minibatch".
         settings: The options that were used. Default: empty.
 

@@ -26,6 +26,7 @@ from bilevel.applications.training import accuracy
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Loss, Rows, folds_of
 from bilevel.applications.tuning.hyperparameters import FeaturePenalty, Knob, WeightDecay
 from bilevel.applications.tuning.linear_tuning import (
+    LinearTuned,
     held_out_loss,
     loss_of,
     trained,
@@ -48,6 +49,10 @@ NO_BETTER = (
     "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
     "single penalty beyond chance. This is the single penalty; --caution 1 or 0 still gives one penalty for each "
     "feature."
+)
+GRID_WON = (
+    "The gradient ended with the validation loss {:.4g} (in units of the scaled labels). The single penalty {:.3g} of "
+    "the grid has {:.4g}, and is used."
 )
 
 
@@ -283,6 +288,9 @@ def _linear(
         return held_out_loss(rows, each), loss_of(others, *trained(rows, each))
 
     identity = {} if checkpoint is None else {"rows": rows.digest(), "test": others.digest()}
+    grid = _grid(unit * np.logspace(-5, 5, GRID), losses, on_progress, checkpoint, identity)
+    notes = [NO_BETTER.format(folds=folds)] if used is None and not single else []
+    found = _least(rows, found, grid, notes)
     right = None
     if loss == "logistic":
         scores = (others.x @ found.weight.T + found.bias).cpu()
@@ -296,11 +304,22 @@ def _linear(
         test_loss=loss_of(others, found.weight, found.bias),
         test_accuracy=right,
         curve=found.path,
-        grid=_grid(unit * np.logspace(-5, 5, GRID), losses, on_progress, checkpoint, identity),
+        grid=grid,
         state={"weight": found.weight.cpu(), "bias": found.bias.cpu()},
         caution=used,
-        notes=(NO_BETTER.format(folds=folds),) if used is None and not single else (),
+        notes=tuple(notes),
     )
+
+
+def _least(rows: Rows, found: LinearTuned, grid: Sequence[Point], notes: list[str]) -> LinearTuned:
+    """Return what was found, or the best single penalty of the grid if its validation loss is lower."""
+    best = min(grid, key=lambda point: point.valid_loss)
+    if not best.valid_loss < found.valid_loss:
+        return found
+    notes.append(GRID_WON.format(found.valid_loss, best.penalty, best.valid_loss))
+    alpha = torch.full_like(found.alpha, best.penalty)
+    weight, bias = trained(rows, alpha)
+    return replace(found, alpha=alpha, weight=weight, bias=bias, valid_loss=best.valid_loss)
 
 
 def _network(

@@ -29,7 +29,9 @@ GROWTHS, FACTOR = 4, 10.0
 # A range grows only if its end is better than the next value by more than this share.
 SAME = 1e-3
 # The first step of the descent and the least one; every range is WIDTH wide.
-WIDTH, RADIUS, LEAST = 10.0, 1.0, 0.03
+WIDTH, RADIUS, LEAST = 10.0, 1.0, 0.05
+# How much nearer each next pair of the values around the best is.
+NEARER = 0.6
 START, GRID, DESCENT = "start", "grid", "descent"
 
 
@@ -160,9 +162,22 @@ class ValueSearch:
         """Descend from the best candidate, by at most so many further trainings.
 
         L-BFGS in a trust region: a step that lowers the loss is taken, and only then the derivative is computed there.
+        Trainings that are left when no step helps go to values nearby, all higher or all lower: the loss of a training
+        has kinks, and its derivative at a point does not show what is behind them.
         """
         if rounds < 1 or not math.isfinite(self.best.valid_loss):
             return
+        end = len(self.candidates) + rounds
+        self._follow(rounds)
+        for k in range(end - len(self.candidates)):
+            x = self._point(self.best.values)
+            shift = RADIUS * NEARER ** (k // 2 + 1) * (1 if k % 2 else -1)
+            moved = (x + shift).clamp(0.0, WIDTH)
+            if not torch.equal(moved, x):
+                self.attempt(DESCENT, self._values(moved))
+
+    def _follow(self, rounds: int) -> None:
+        """Follow the derivative while it leads down."""
         x, radius = self._point(self.best.values), RADIUS
         search = LBFGS(x, self.best.valid_loss, self._gradient(x), memory=10)
         for _ in range(rounds):

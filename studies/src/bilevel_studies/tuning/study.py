@@ -25,7 +25,6 @@ from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, Knob
 from bilevel.applications.tuning.linear_tuning import (
     HIGH,
     LOW,
-    START,
     held_out_loss,
     loss_of,
     trained,
@@ -57,6 +56,8 @@ BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
 # The share of a budget after which `tune_linear` starts no evaluation; its last one and the training follow.
 OURS = 0.85
 FOLDS = 5
+# The start of the other methods, in units of the features' curvature.
+START = 0.1
 # Seeds of the regression; `--seeds` does not change them.
 RIDGE_SEEDS = 20
 # Steps of a first run, which measures how many steps fit a budget.

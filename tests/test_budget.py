@@ -19,8 +19,8 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
     "top": 274,  # 229 before columns of text, comparisons of starts, `trusted`, and four methods of the field
-    "_util": 279,  # 265 before `threads_for`; # 232 before short reprs, and before `copy_state` and `read_json` came here
-    "applications": 3600,  # 2,900 before trainings were differentiated, candidates, and ridge in closed form
+    "_util": 279,  # 265 before `threads_for`; 232 before short reprs, `copy_state` and `read_json`
+    "applications": 3660,  # 2,900 before trainings were differentiated, candidates, and ridge in closed form
     "batches": 359,  # 348 before a source could be read as a whole, which SRBA does
     "cli": 1398,  # 1,395 before methods that denoise does not offer were named, and its own default
     "data": 1235,
@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 358,
     "running": 1283,  # 1,277 before methods could doubt their end
     "sklearn": 280,  # 278 before small problems had one thread
-    "studies": 5328,  # 4,842 before the study of the field's benchmark
+    "studies": 5333,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -22,12 +22,12 @@ from bilevel.applications.tuning.hyperparameters import (
     Free,
     LabelSmoothing,
     LossMix,
-    Range,
     SourceWeights,
     WeightDecay,
     parameters_of,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
+from bilevel.applications.tuning.ranges import Range
 from bilevel.applications.tuning.tune import tune
 from bilevel.errors import CheckpointError
 from bilevel.running.callbacks import Callback

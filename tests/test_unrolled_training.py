@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from bilevel import OptionError
 from bilevel.applications.tuning import unrolled_training
-from bilevel.applications.tuning.hyperparameters import LabelSmoothing, WeightDecay
+from bilevel.applications.tuning.hyperparameters import LabelSmoothing, LearningRate, WeightDecay
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.searches import train_with
+from bilevel.applications.tuning.tune import tune
 from bilevel.applications.tuning.unrolled_training import UnrolledTraining
 
 DOUBLE = torch.float64
@@ -137,3 +139,28 @@ def test_batch_normalisation_keeps_the_statistics_of_its_training():
     before = [buffer.clone() for buffer in model.buffers()]
     assert all(torch.isfinite(t).all() for t in run.slope(VALUES, marks, (x, y)).values())
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+def test_learning_rates_of_phases_are_differentiated_and_tuned():
+    model, train, valid = task()
+    hyper = {"decay": WeightDecay(), "rate": LearningRate(phases=2)}
+    value = {"decay": torch.tensor([0.01], dtype=DOUBLE), "rate": torch.tensor([0.03, 0.01], dtype=DOUBLE)}
+    objective = TrainingLoss(hyper, 2)
+    run = UnrolledTraining(objective, copy.deepcopy(model), train, steps=31, batch=16, rate=1.0, seed=3)
+    found, _ = slope_of(run, value, valid)
+    for at in range(2):
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = {"decay": value["decay"], "rate": value["rate"].clone()}
+            moved["rate"][at] += step
+            ends.append(loss_after(run, moved, valid))
+        # torch keeps rates in float32 here: their rounding is a millionth of the difference.
+        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(found["rate"][at].item(), rel=0.02)
+    options = {"steps": 60, "batch": 16, "seed": 3}
+    slow = {"rate": LearningRate(start=1e-5)}
+    tuned = tune(copy.deepcopy(model), train, valid, slow, grid=0, **options)
+    assert tuned.mode == "training"
+    assert float(tuned.values["rate"]) > 1e-4  # far too low a rate grows
+    assert tuned.valid_loss < 0.9 * tuned.candidates[0].valid_loss
+    with pytest.raises(OptionError, match="LearningRate is for mode='training'"):
+        tune(model, train, valid, slow, mode="minibatch")

@@ -85,18 +85,24 @@ class Trainer:
         *,
         steps: int,
         batch: int,
-        rate: float,
+        rate: float | Sequence[float],
         seed: int,
         on_progress: OnProgress | None = None,
         checkpoint: Path | None = None,
     ) -> None:
-        """Train on these rows from the model's present weights; all random draws come from `seed`."""
+        """Train on these rows from the model's present weights; all random draws come from `seed`.
+
+        A `rate` falls linearly to zero; a sequence has the rate of each step.
+        """
         device = self.v.device
         with seeded(seed, device) as generator:
             self.model.train()
             self.descent.restart()
-            rates = rate * torch.linspace(1, 0, steps + 1, device=device)
-            task: dict[str, float] = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+            if isinstance(rate, Sequence):
+                rates = torch.tensor(rate, device=device)
+            else:
+                rates = rate * torch.linspace(1, 0, steps + 1, device=device)
+            task: dict[str, Any] = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
             task |= {"decay": self.decay} if self.decay else {}
             done = 0 if checkpoint is None else self.load(checkpoint, task)
             keeps = checkpoint if first_rank() else None
@@ -136,7 +142,7 @@ class Trainer:
     def obstacle(self) -> str:
         return ""
 
-    def save(self, folder: Path, task: dict[str, float], step: int) -> None:
+    def save(self, folder: Path, task: dict[str, Any], step: int) -> None:
         state = {
             "task": task,
             "step": step,
@@ -146,7 +152,7 @@ class Trainer:
         }
         store.save(folder, state)
 
-    def load(self, folder: Path, task: dict[str, float]) -> int:
+    def load(self, folder: Path, task: dict[str, Any]) -> int:
         """Load the state in the folder, if there is one; return the number of steps done."""
         if not store.exists(folder):
             return 0

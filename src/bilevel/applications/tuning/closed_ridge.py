@@ -61,7 +61,7 @@ class ClosedRidge:
         self._count = max(1, sum(len(part) for _, part in self._held))
 
     def _sums(self, x: Tensor, y: Tensor) -> _Moments:
-        """Return the moments of each fold: those of all rows minus those of its held-out rows."""
+        """Return the moments of each fold: sums over all rows minus sums over its held-out rows."""
         gram, cross, total, level = x.T @ x, x.T @ y, x.sum(0), y.sum()
         parts = []
         for out_x, out_y in self._held or [(x[:0], y[:0])]:
@@ -112,7 +112,7 @@ class ClosedRidge:
         return sum(float(e.square().sum()) for e in errors) / (2 * self._count), -(q * w).sum(0)
 
     def single_losses(self, values: Tensor) -> Tensor:
-        """Return the held-out loss with each of these single penalties."""
+        """Return the held-out loss with each single penalty in `values`."""
         if not self._axes:
             self._axes = [self._rotated(k) for k in range(self.folds)]
         total = torch.zeros_like(values)

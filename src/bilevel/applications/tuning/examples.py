@@ -11,14 +11,8 @@ from torch import Tensor, nn
 
 from bilevel import DataError, OptionError
 from bilevel.applications.training import evaluating
-from bilevel.applications.tuning.hyperparameters import (
-    Knob,
-    LabelSmoothing,
-    LossMix,
-    Sizes,
-    parameters_of,
-    starts,
-)
+from bilevel.applications.tuning.hyperparameters import LabelSmoothing, LossMix, parameters_of, starts
+from bilevel.applications.tuning.knob import Knob, Sizes
 from bilevel.applications.tuning.losses import OwnLoss, TrainingLoss
 
 # Inputs and targets (class indices, or numbers); in `train` also sources, if `SourceWeights` is used.

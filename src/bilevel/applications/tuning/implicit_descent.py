@@ -36,8 +36,8 @@ OnProgress = Callable[[int, float], object]
 class Phi(Protocol):
     """phi and its derivative, as a descent calls them.
 
-    `memory` is the number of steps that L-BFGS remembers. `leaves` hold u; `kept` is what a checkpoint must restore
-    beside it. `finish` is called at the end, at the last u.
+    `memory` is the number of steps that L-BFGS remembers. `leaves` hold u; a checkpoint also restores `kept`. `finish`
+    is called at the end, at the last u.
     """
 
     evaluations: int
@@ -78,7 +78,7 @@ class _Exact(ExactMultipliers):
 def objective(
     problem: Problem, u: Any, v: Any, curvature: Curvature | None = None, tolerance: float | None = None
 ) -> _Exact:
-    """Return phi and its derivative; see `ExactMultipliers` for `curvature`. `tolerance` is that of a descent."""
+    """Return phi and its derivative, for a descent with this tolerance; see `ExactMultipliers` for `curvature`."""
     found = _Exact(PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v")), curvature)
     if tolerance is not None:
         found.adjoint_accuracy = max(1e-5, 0.1 * tolerance)

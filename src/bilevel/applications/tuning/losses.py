@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import Problem
 from bilevel.applications.training import evaluating
-from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
+from bilevel.applications.tuning.hyperparameters import parameters_of, values
+from bilevel.applications.tuning.knob import Knob
 
 Batch = Sequence[Tensor]
 # (values of the hyperparameters, model, batch) -> scalar tensor.

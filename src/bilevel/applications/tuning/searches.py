@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from bilevel import Solution, solve
 from bilevel._util.checks import warn_user
 from bilevel.applications.training import fit, loader, refuse_end
-from bilevel.applications.tuning.hyperparameters import Knob, values
+from bilevel.applications.tuning.hyperparameters import values
 from bilevel.applications.tuning.implicit_descent import descend, objective
+from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.unrolled_training import Mark, UnrolledTraining
 from bilevel.applications.tuning.value_search import DESCENT, START, Trial, ValueSearch
@@ -30,7 +31,7 @@ SAME = 1e-3
 
 @dataclass(frozen=True)
 class Tries:
-    """What is tried before a descent: the values at the start, those of the caller, and the count of a grid."""
+    """The tries before a descent: the values at the start, the caller's values, and the size of the grid."""
 
     first: Mapping[str, Tensor]
     given: Mapping[str, Mapping[str, Tensor]]
@@ -71,7 +72,7 @@ class TuningTask:
         return Trial(loss, self.measure and self.measure(self.model), self.model.state_dict(), slope)
 
     def search(self, attempt: Callable[[Mapping[str, Tensor]], Trial], **options: Any) -> ValueSearch:
-        """Return a search; `options` are those of the training, which a search that resumes must have as well."""
+        """Return a search; a search that resumes must have the same `options` of the training."""
         task = {**self.place[1], **options, "seed": self.seed}
 
         def told(name: str, done: int) -> None:

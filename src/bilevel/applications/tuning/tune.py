@@ -2,8 +2,8 @@
 
     min over the hyperparameters of the loss on `valid`   subject to   the model is trained on `train` with them
 
-What is tuned is what will be trained: every candidate is a training from scratch, and the one with the least loss on
-`valid` wins (see `value_search`). The gradient is
+Every candidate is a training from scratch, and the one with the least loss on `valid` wins (see `value_search`). The
+gradient is
 
 - of the minimum, for a single linear layer: its training is convex, and `implicit_descent` keeps it at its minimum;
 - through all steps of the training (see `unrolled_training`), for a network of moderate size;
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from bilevel import Callback, OptionError, Penalty, Solution
 from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
 from bilevel.applications.tuning.examples import Examples, columns_of, objective_of
-from bilevel.applications.tuning.hyperparameters import Knob, values
+from bilevel.applications.tuning.hyperparameters import LearningRate, values
+from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.losses import OwnLoss
 from bilevel.applications.tuning.searches import (
     OnProgress,
@@ -172,7 +173,7 @@ def tune(
     began, like = time.perf_counter(), next(model.parameters())
     columns, kept = columns_of(train, "train", like.dtype), columns_of(valid, "valid", like.dtype)
     goal, u = objective_of(model, columns, kept, hyper, loss, valid_loss)
-    _check(mode, method, {"grid": grid, "rounds": rounds}, rate)
+    _check(mode, method, {"grid": grid, "rounds": rounds}, rate, hyper)
     check_counts(steps=steps, final_steps=final_steps, batch=batch, truncate=truncate)
     final = final_steps or steps or STEPS
     mode = mode or _mode(model, columns, hyper, method, loss, final)
@@ -205,7 +206,7 @@ def _tuned(search: ValueSearch, model: nn.Module, curve: list[float], mode: Mode
 
 
 def _rate_of(solution: Solution, method: Method | None) -> float:
-    """Return the rate of the training that follows a bilevel run: that of the default method."""
+    """Return the rate of the training that follows a bilevel run: the default method has chosen one."""
     return max(solution.history["lower_rate"]) if method is None and len(solution.history) else RATE
 
 
@@ -223,13 +224,21 @@ def _claimed(
     return identity
 
 
-def _check(mode: Mode | None, method: Method | None, counts: Mapping[str, int], rate: float | None) -> None:
+def _check(
+    mode: Mode | None, method: Method | None, counts: Mapping[str, int], rate: float | None, hyper: Mapping[str, Knob]
+) -> None:
     one_of("mode", mode, ("convex", "training", "minibatch"), optional=True)
     if mode in ("convex", "training") and method is not None:
         raise OptionError("method is for mode='minibatch'; leave it out, or pass that mode.")
+    if (mode in ("convex", "minibatch") or method is not None) and _rates(hyper):
+        raise OptionError("LearningRate is for mode='training', which differentiates the steps; leave out the mode.")
     for name, count in counts.items():
         in_range(name, count, least=0)
     in_range("rate", rate, above=0)
+
+
+def _rates(hyper: Mapping[str, Knob]) -> bool:
+    return any(isinstance(knob, LearningRate) for knob in hyper.values())
 
 
 def _mode(
@@ -241,6 +250,8 @@ def _mode(
     steps: int,
 ) -> Mode:
     """Return the mode for the model and the size of its training."""
+    if _rates(hyper):
+        return "training"
     if method is None and loss is None and _convex(model, columns, hyper):
         return "convex"
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -24,7 +24,8 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Loss, Rows, folds_of
-from bilevel.applications.tuning.hyperparameters import FeaturePenalty, Knob, WeightDecay
+from bilevel.applications.tuning.hyperparameters import FeaturePenalty, WeightDecay
+from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.linear_tuning import (
     LinearTuned,
     held_out_loss,

@@ -9,7 +9,7 @@ The adjoints P, M and S of p', m' and s' go back through one step as
     M = M - r_k P / ((1 - a^k) d),    S = S + r_k P m' / ((1 - a^k) d^2 2 sqrt(s' (1 - b^k)))
     G = (1 - a) M + 2 (1 - b) g S,    P = P + g_p G,    value adjoint += g_value G,    M = a M,    S = b S
 
-The training itself is that of `fit`, to the bit. If its states fill too much memory, about the square root of them is
+`fit` does the training, to the bit. If its states fill too much memory, about the square root of them is
 kept, and the steps between two of them are repeated on the way back. The statistics of batch normalisation count as
 constants.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from bilevel._util.random_state import keeping, random_state, seeded, set_random_state
 from bilevel.applications.training import Trainer, evaluating, index_batches
-from bilevel.applications.tuning.hyperparameters import parameters_of
+from bilevel.applications.tuning.hyperparameters import LearningRate, parameters_of
 from bilevel.applications.tuning.losses import TrainingLoss
 
 FIRST, SECOND, EPSILON = 0.9, 0.999, 1e-8
@@ -76,6 +76,8 @@ class UnrolledTraining:
         self._stride = 1 if span * size <= KEPT else max(1, isqrt(span))
         self._sizes = [p.numel() for p in self.leaves]
         self._index: list[Tensor] = []
+        knobs = objective.hyper.items()
+        self._knob = next(((name, knob) for name, knob in knobs if isinstance(knob, LearningRate)), None)
 
     def train(
         self, value: Mapping[str, Tensor], marks: list[Mark] | None = None, on_progress: Callable[[int], object] = print
@@ -106,7 +108,7 @@ class UnrolledTraining:
             torch.arange(count),
             steps=self.steps,
             batch=self.batch,
-            rate=self.rate,
+            rate=self.rate if self._knob is None else [self._rate(held, step) for step in range(self.steps)],
             seed=self.seed,
             on_progress=noted,
         )
@@ -148,7 +150,7 @@ class UnrolledTraining:
             g = self._flat(self._gradient(held, step, graph=False))
             first = mark.first.lerp(g, 1 - FIRST)
             second = (SECOND * mark.second).addcmul_(g, g, value=1 - SECOND)
-            length, scale, _ = self._scales(step)
+            length, scale = self._scales(held, step)
             weights = mark.weights - length * first / (second.sqrt() / scale + EPSILON)
             found.append(Mark(step + 1, weights, first, second, random_state(self.device)))
         return found
@@ -163,12 +165,16 @@ class UnrolledTraining:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take the adjoints of weights and moments back through one step; add to the values' adjoints in `total`."""
         weights, first, second = adjoint
-        length, scale, _ = self._scales(before.step)
+        length, scale = self._scales(held, before.step)
         self._write(before.weights)
         set_random_state(before.random, self.device)
         slopes = self._gradient(held, before.step, graph=True)
         g, root = self._flat([s.detach() for s in slopes]), after.second.sqrt()
         pull = length * weights / (root / scale + EPSILON)
+        if self._knob is not None:  # the step is the rate times a direction
+            name, knob = self._knob
+            at, phase = list(held).index(name), knob.phase(before.step, self.steps)
+            total[at][phase] -= torch.dot(pull, after.first) / held[name][phase].detach()
         first = first - pull
         bent = pull * after.first / (root / scale + EPSILON) / (2 * scale * root)
         # A weight without a gradient so far stays where it is: its slope is 0, and the quotient is not a number.
@@ -183,10 +189,17 @@ class UnrolledTraining:
             whole += part
         return weights + self._flat(moved[:count]), FIRST * first, SECOND * second
 
-    def _scales(self, step: int) -> tuple[float, float, float]:
-        """Return the step length over 1 - a^k, the root of 1 - b^k, and the rate."""
-        rate, k = self.rate * (1 - step / self.steps), step + 1
-        return rate / (1 - FIRST**k), (1 - SECOND**k) ** 0.5, rate
+    def _scales(self, value: Mapping[str, Tensor], step: int) -> tuple[float, float]:
+        """Return the rate of a step over 1 - a^k, and the root of 1 - b^k."""
+        k = step + 1
+        return self._rate(value, step) / (1 - FIRST**k), (1 - SECOND**k) ** 0.5
+
+    def _rate(self, value: Mapping[str, Tensor], step: int) -> float:
+        rate = self.rate
+        if self._knob is not None:
+            name, knob = self._knob
+            rate = value[name][knob.phase(step, self.steps)].item()
+        return rate * (1 - step / self.steps)
 
     def _gradient(self, held: Mapping[str, Tensor], step: int, *, graph: bool) -> Sequence[Tensor]:
         """Return the gradient of the training loss of one batch in the weights."""

@@ -2,8 +2,8 @@
 
 First the defaults, values of the caller and a grid of single values are tried. The grid moves one hyperparameter at a
 time; if its best value is at an end of the default range, the range grows. Then a descent starts from the best values
-so far: each of its points is a training as well. So no result is above the grid's best, and the loss of the result is
-that of a model which was trained as the user will train it.
+so far: each of its points is a training as well. So no result is above the grid's best, and its loss belongs to a model
+trained as the user will train it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.checks import ShortRepr
-from bilevel.applications.tuning.hyperparameters import Knob
+from bilevel.applications.tuning.knob import Knob
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.running import checkpoints as store
 from bilevel.running.run_identity import compare
@@ -30,7 +30,7 @@ GROWTHS, FACTOR = 4, 10.0
 SAME = 1e-3
 # The first step of the descent and the least one; every range is WIDTH wide.
 WIDTH, RADIUS, LEAST = 10.0, 1.0, 0.05
-# How much nearer each next pair of the values around the best is.
+# The factor from each pair of values around the best to the next, nearer pair.
 NEARER = 0.6
 START, GRID, DESCENT = "start", "grid", "descent"
 
@@ -45,6 +45,9 @@ class Candidate(ShortRepr):
         valid_loss: The validation loss of the model that was trained from scratch with them.
         moved: The hyperparameter that the grid moved, with its value. Default: "".
         measured: What `measure` of `tune` returned for this model. Default: None.
+
+    >>> Candidate("grid", {"decay": torch.tensor([0.01])}, 0.5, "decay = 0.01").name
+    'grid, decay = 0.01'
     """
 
     stage: str
@@ -163,7 +166,7 @@ class ValueSearch:
 
         L-BFGS in a trust region: a step that lowers the loss is taken, and only then the derivative is computed there.
         Trainings that are left when no step helps go to values nearby, all higher or all lower: the loss of a training
-        has kinks, and its derivative at a point does not show what is behind them.
+        has kinks, and its derivative does not show them.
         """
         if rounds < 1 or not math.isfinite(self.best.valid_loss):
             return

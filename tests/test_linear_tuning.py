@@ -288,6 +288,7 @@ def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left
             ends.append(self)
 
     monkeypatch.setattr("bilevel.applications.tuning.implicit_descent._Exact", Spied)
+    monkeypatch.setattr("bilevel.applications.tuning.newton_logistic.WIDTH", 0)
     x, y = classes_of(5, 120, 3)
     tune_linear(Rows(x, y, torch.arange(120) % 3, "logistic", 3), caution=0, steps=8)
     # A grid of five, the single penalty, cautions 1, 0.1 and 0.01, none, and the model on all rows.

@@ -13,18 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilevel.applications.tuning.folded_linear_model import Rows, is_sparse
-from bilevel.applications.tuning.ranges import Range
 
 # The most multiplications of a factorisation of all folds, and of the matrices X_k' X_k.
 FACTOR, GRAM = 1e10, 2e11
-# An evaluation takes a millisecond, so L-BFGS must not remember more steps than it needs.
-MEMORY = 8
 # The values of a grid of single penalties, and how often it is made again between the neighbours of its best one.
 MANY, ZOOMS = 46, 3
 
@@ -135,40 +131,10 @@ class ClosedRidge:
         bend, axes = torch.linalg.eigh(m.gram[k])
         return bend.clamp(min=0.0), axes.T @ m.cross[k], (x - m.mean[k]) @ axes, m.level[k] - y
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return []
+
     def _errors(self, w: Tensor) -> list[Tensor]:
         m = self._moments
         return [x @ w[k] + (m.level[k] - m.mean[k] @ w[k] - y) for k, (x, y) in enumerate(self._held)]
-
-
-class RidgeDescent:
-    """phi of the free variables t of the penalties `scale * span.value(t)`, as `descend` calls it.
-
-    `price` is the cost of log(alpha / scale)^2 / 2.
-    """
-
-    def __init__(self, ridge: ClosedRidge, t: Tensor, span: Range, scale: Tensor, price: float) -> None:
-        self.ridge, self.span, self.scale, self.price = ridge, span, scale, price
-        self.evaluations, self.memory = 0, MEMORY
-        self.leaves: Sequence[Tensor] = [t]
-        self.kept: Sequence[Tensor] = []
-
-    @torch.no_grad()
-    def __call__(self, x: Tensor, /) -> tuple[float, Tensor, Any]:
-        self.evaluations += 1
-        share = self.span.value(x)
-        alpha, size = self.scale * share, len(self.ridge.center)
-        value, slope = self.ridge.with_slope(alpha.expand(size))
-        pull = alpha * (slope if len(alpha) == size else slope.sum())  # in log(alpha)
-        if self.price:
-            logs = share.log()
-            value, pull = value + self.price * logs.square().sum().item() / 2, pull + self.price * logs
-        return value, pull * self.span.log_slope(x), None
-
-    def finish(self) -> None:
-        """Nothing is left to do: the weights follow from the penalties."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self.evaluations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.evaluations = state["evaluations"]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from bilevel import DataError, Problem
-from bilevel.applications.tuning.closed_ridge import ClosedRidge, RidgeDescent, has_closed_form
+from bilevel.applications.tuning.fold_descent import FoldDescent, at_hand
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
 from bilevel.applications.tuning.implicit_descent import Phi, descend, objective
 from bilevel.applications.tuning.ranges import Range
@@ -150,13 +150,13 @@ class _Levels:
 
     def __init__(self, rows: Rows) -> None:
         self.model = FoldedModel(rows)
-        self.ridge = ClosedRidge(rows) if has_closed_form(rows) else None
+        self.folds = at_hand(rows)
         self.unit = self.model.curvature.mean() * self.model.counts.mean()
 
     def phi(self, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Phi:
         """Return the validation loss with the penalties scale * span.value(t), plus the price of their distances."""
-        if self.ridge is not None:
-            return RidgeDescent(self.ridge, t, span, scale, price)
+        if self.folds is not None:
+            return FoldDescent(self.folds, t, span, scale, price)
         model = self.model
         problem = Problem(
             lambda u, v, _: model.upper(v) + price * span.value(u).log().square().sum() / 2,
@@ -166,8 +166,8 @@ class _Levels:
 
     def first(self, unit: Tensor) -> Tensor:
         """Return the single penalty of a grid with the least validation loss, in these units."""
-        if self.ridge is not None:
-            return unit.new_tensor([self.ridge.best_single(LOW * float(unit), HIGH * float(unit))]) / unit
+        if self.folds is not None:
+            return unit.new_tensor([self.folds.best_single(LOW * float(unit), HIGH * float(unit))]) / unit
         values = torch.logspace(math.log10(HIGH), math.log10(LOW), FEW, dtype=unit.dtype, device=unit.device)
         losses = torch.stack([self._held_out(unit * value) for value in values])
         self._restart()
@@ -182,12 +182,14 @@ class _Levels:
 
     @torch.no_grad()
     def _restart(self) -> None:
+        """Forget the present weights, so that a run that resumes starts from the same state."""
+        self.model.renew()
         for leaf in self.model.v.values():
             leaf.zero_()
 
     def loss(self, alpha: Tensor) -> float:
         """Return the validation loss of these penalties; without a closed form, of the present weights."""
-        return self.ridge.loss(alpha) if self.ridge is not None else self.model.upper(self.model.v).item()
+        return self.folds.loss(alpha) if self.folds is not None else self.model.upper(self.model.v).item()
 
 
 def tune_cautiously(
@@ -238,8 +240,8 @@ def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
 
 def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight (outputs, d) and bias (outputs) of the model trained on all rows with these penalties."""
-    if has_closed_form(rows):
-        return ClosedRidge(rows, held_out=False).model(alpha)
+    if (at_once := at_hand(rows, held_out=False)) is not None:
+        return at_once.model(alpha)
     model = _solved(FoldedModel(rows, held_out=False), alpha)
     weight = model.v["weight"][0].detach()
     return weight, model.v["bias"][0].detach() - weight @ model.center
@@ -247,8 +249,8 @@ def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
 
 def held_out_loss(rows: Rows, alpha: Tensor) -> float:
     """Return the validation loss with these penalties."""
-    if has_closed_form(rows):
-        return ClosedRidge(rows).loss(alpha)
+    if (folds := at_hand(rows)) is not None:
+        return folds.loss(alpha)
     model = _solved(FoldedModel(rows), alpha)
     return model.upper(model.v).item()
 
